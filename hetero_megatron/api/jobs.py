@@ -68,7 +68,7 @@ def train(
     from hetero_megatron.cli.pretrain import over_memory
 
     spec = model.spec if isinstance(model, Model) and not model.source else None
-    named = model.source or None if isinstance(model, Model) else model
+    model_name = model.source or None if isinstance(model, Model) else model
     losses: dict[int, float] = {}
 
     def told(step: int, stats: StepStats) -> None:
@@ -78,7 +78,7 @@ def train(
 
     launcher = read_launcher(os.environ)
     with _files(plan=plan, cluster=cluster) as files, _signals():
-        config = configure(words({"model": named, **files, **flags}), os.environ, spec, early=launcher.rank == 0)
+        config = configure(words({"model": model_name, **files, **flags}), os.environ, spec, early=launcher.rank == 0)
         if config.dry_run:
             raise UserError("nothing is trained then", field="dry_run", accepted="hm.predict(plan, cluster)")
         over_memory(config, launcher.rank == 0)
@@ -110,52 +110,52 @@ def generate(
 
     launcher = read_launcher(os.environ)
     with _files(plan=plan) as files, _signals():
-        texts = [word for prompt in prompts for word in ("--prompt", prompt)]
-        args, rest = parse([*texts, *words({"load_hf": load_hf, "load": load, **files, **flags})])
-        made = run(args, rest, launcher, os.environ)
+        texts = [argument for prompt in prompts for argument in ("--prompt", prompt)]
+        args, unknown_flags = parse([*texts, *words({"load_hf": load_hf, "load": load, **files, **flags})])
+        generation = run(args, unknown_flags, launcher, os.environ)
     if launcher.rank:
         return []
-    return [Answer(*row) for row in zip(made.prompts, made.answers, made.texts, strict=True)]
+    return [Answer(*row) for row in zip(generation.prompts, generation.answers, generation.texts, strict=True)]
 
 
 def words(flags: Mapping[str, Any]) -> list[str]:
     """The command line that says the same. UserError: a value of a kind that no flag takes."""
-    found: list[str] = []
+    arguments: list[str] = []
     for key, value in flags.items():
         if value is None or value is False:
             continue
-        found.append("--" + key.replace("_", "-"))
+        arguments.append("--" + key.replace("_", "-"))
         if value is True:
             continue
-        for one in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(one, bool) or not isinstance(one, (str, int, float, os.PathLike)):
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, bool) or not isinstance(item, (str, int, float, os.PathLike)):
                 accepted = "a word, a number, a path, or a list of these; True for a flag without a value"
-                raise UserError("is no value of a flag", field=key, value=one, accepted=accepted)
-            found.append(os.fspath(one) if isinstance(one, os.PathLike) else str(one))
-    return found
+                raise UserError("is no value of a flag", field=key, value=item, accepted=accepted)
+            arguments.append(os.fspath(item) if isinstance(item, os.PathLike) else str(item))
+    return arguments
 
 
 @contextmanager
 def _files(**given: Any) -> Iterator[dict[str, Any]]:
     """What was given, objects as files that are there until the end."""
     with tempfile.TemporaryDirectory(prefix="hetero-megatron-") as folder:
-        found = {}
+        paths = {}
         for name, value in given.items():
-            found[name] = value
+            paths[name] = value
             if isinstance(value, (Plan, Cluster)):
-                found[name] = Path(folder) / f"{name}.yaml"
-                value.write(found[name])
-        yield found
+                paths[name] = Path(folder) / f"{name}.yaml"
+                value.write(paths[name])
+        yield paths
 
 
 @contextmanager
 def _signals() -> Iterator[None]:
     """The program's handlers of signals are there again afterwards; a thread other than the main one has none."""
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-    before = {number: signal.getsignal(number) for number in names}
+    handlers = {number: signal.getsignal(number) for number in names}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) != handler:
                 signal.signal(number, handler)

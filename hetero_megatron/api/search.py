@@ -56,10 +56,10 @@ class FoundFor:
         )
 
     def __str__(self) -> str:
-        mine, all_ = self.prediction.step_seconds, self.prediction.step_seconds / self.slower
+        seconds, unlimited = self.prediction.step_seconds, self.prediction.step_seconds / self.slower
         return (
-            f"{self.runtime}'s best of {self.considered} plans: {format_seconds(mine)} per step,"
-            f" {self.prediction.tokens_per_second:,.0f} tokens/s; without its limits {format_seconds(all_)}"
+            f"{self.runtime}'s best of {self.considered} plans: {format_seconds(seconds)} per step,"
+            f" {self.prediction.tokens_per_second:,.0f} tokens/s; without its limits {format_seconds(unlimited)}"
             f" ({self.slower:.2f}x)"
         )
 
@@ -110,14 +110,14 @@ class Found:
     @property
     def others(self) -> list[Plan]:
         """The runners-up, best first."""
-        return [replace(self.plan, canonical=other.plan) for other in self.result.others]
+        return [replace(self.plan, canonical=runner_up.plan) for runner_up in self.result.others]
 
     @property
     def file(self) -> str:
         """The plan file, with what the plan is for in its first lines."""
-        made = self.plan.canonical.made_for
-        assert made is not None
-        return plan_text(self.result.best, self.plan.model.name, made)
+        made_for = self.plan.canonical.made_for
+        assert made_for is not None
+        return plan_text(self.result.best, self.plan.model.name, made_for)
 
     def explain(self) -> str:
         """The plan in words: step time, who is idle and why, memory of the fullest chips."""
@@ -151,12 +151,12 @@ class Found:
         """
         if runtime not in RUNTIMES:
             raise UserError("unknown runtime", field="runtime", value=runtime, accepted=", ".join(RUNTIMES))
-        found = best_for(RUNTIMES[runtime], self.problem.on(self.cluster.described), progress)
-        made = self.plan.canonical.made_for
-        chosen = replace(self.plan, canonical=replace(found.plan, made_for=made))
-        asked, compiled = self.prediction.asked, compiled_plan(chosen)
-        predicted = Prediction(chosen, self.cluster, found.prediction, asked, compiled)
-        return FoundFor(runtime, chosen, predicted, predicted.step_seconds / self.step_seconds, found.considered)
+        runtime_plan = best_for(RUNTIMES[runtime], self.problem.on(self.cluster.described), progress)
+        made_for = self.plan.canonical.made_for
+        chosen = replace(self.plan, canonical=replace(runtime_plan.plan, made_for=made_for))
+        question, compiled = self.prediction.asked, compiled_plan(chosen)
+        predicted = Prediction(chosen, self.cluster, runtime_plan.prediction, question, compiled)
+        return FoundFor(runtime, chosen, predicted, predicted.step_seconds / self.step_seconds, runtime_plan.considered)
 
     def as_json(self) -> dict[str, Any]:
         """Everything that the report says, as JSON data."""
@@ -223,16 +223,16 @@ def plan(
         result = search_objective(problem, deadline, progress, budget)
     budget.watch = None
     best = result.best
-    made = made_for(shapes.spec, dtype, optimizer, best.cluster, best.plan.ranks, fp8)
-    chosen = Plan(replace(best.plan, made_for=made), shapes, dtype, optimizer, fp8)
+    section = made_for(shapes.spec, dtype, optimizer, best.cluster, best.plan.ranks, fp8)
+    chosen = Plan(replace(best.plan, made_for=section), shapes, dtype, optimizer, fp8)
     used = cluster if best.cluster is cluster.described else Cluster(best.cluster)
     return Found(chosen, used, result, problem, outline(result, problem, deadline), budget)
 
 
 def _deadline(objective: str, tokens: float | None, hours: float | None) -> Deadline | None:
-    wanted = objective == "deadline"
+    required = objective == "deadline"
     for name, value in (("deadline_hours", hours), ("train_tokens", tokens)):
-        if (value is None) == wanted:
-            problem = "missing beside objective deadline" if wanted else "it needs objective deadline"
+        if (value is None) == required:
+            problem = "missing beside objective deadline" if required else "it needs objective deadline"
             raise UserError(problem, field=name, value=value, accepted="a number above 0")
     return Deadline(tokens, hours) if tokens is not None and hours is not None else None

@@ -20,36 +20,36 @@ def observe_exchange(run: Run, job: Job, steps: int) -> list[Phase]:
     runtime = job.runtime(run)
     if runtime is None:
         return []
-    hops, found = [hop for exchange in runtime.sync.exchanges for hop in exchange.hops], list[Phase]()
+    hops, phases = [hop for exchange in runtime.sync.exchanges for hop in exchange.hops], list[Phase]()
     for hop in hops:
         hop.runs = None  # as between replicas of unlike degrees: replicas of one chip each would copy next to nothing
     train(runtime, run, run.plan.global_batch_size)  # warms up
     for hop in hops:
-        _time_phases(hop, job.dtype, found)
+        _time_phases(hop, job.dtype, phases)
     for _ in range(steps):
         train(runtime, run, run.plan.global_batch_size)
-    return found
+    return phases
 
 
 def _time_phases(exchange: HopExchange, dtype: torch.dtype, found: list[Phase]) -> None:
     """Note what each call of ``exchange`` computes."""
-    clock, wide = exchange.group.comm.clock, torch.promote_types(dtype, torch.float32).itemsize
+    clock, gradient_bytes = exchange.group.comm.clock, torch.promote_types(dtype, torch.float32).itemsize
 
     def timed(name: str, *moved: float) -> None:
         plain = getattr(exchange, name)
 
         def call(*arguments: object) -> object:
             clock.settle()
-            before = clock.computed
+            seconds_before = clock.computed
             out = plain(*arguments)
             clock.settle()
-            found.append([*moved, clock.computed - before])
+            found.append([*moved, clock.computed - seconds_before])
             return out
 
         setattr(exchange, name, call)
 
-    timed("start", exchange.given * wide, 0, 0, 1)
-    timed("finish", 0, (exchange.taken + exchange.size) * wide, 0, exchange.group.size)
+    timed("start", exchange.given * gradient_bytes, 0, 0, 1)
+    timed("finish", 0, (exchange.taken + exchange.size) * gradient_bytes, 0, exchange.group.size)
     timed("start_back", exchange.taken * dtype.itemsize, 0, 0, 1)
     timed("finish_back", 0, 0, exchange.given * dtype.itemsize, 1)
 

@@ -43,13 +43,15 @@ def measure_experts(job: Job, spec: ModelSpec, tp: Sequence[int], tokens: int, c
     kernels = _kernels(job, spec)
     for share in dict.fromkeys(shares(spec, (1,) * degree)[0] for degree in tp):
         columns, count = share.expert_ffn[1] - share.expert_ffn[0], spec.moe.num_experts
-        few = [max(spec.moe.top_k, count // n) for n in (2, 4)]
-        points = dict.fromkeys([(count, tokens), (count, tokens // 4), (few[0], tokens), (few[1], tokens // 4)])
-        (_, *found), varied = _fitted(  # every layer calls its experts, also one without rows
+        fewer_experts = [max(spec.moe.top_k, count // n) for n in (2, 4)]
+        points = dict.fromkeys(
+            [(count, tokens), (count, tokens // 4), (fewer_experts[0], tokens), (fewer_experts[1], tokens // 4)]
+        )
+        (_, *per_amount), varied = _fitted(  # every layer calls its experts, also one without rows
             [[1.0, float(experts), float(n * spec.moe.top_k)] for experts, n in points],
             [partial(_experts, job, spec, replace(share, experts=(0, e)), n, kernels) for e, n in points], calls,
         )  # fmt: skip
-        seconds = [s for pair in (*found, *exchanged, once) for s in pair]
+        seconds = [s for pair in (*per_amount, *exchanged, once) for s in pair]
         rows.append([model_fingerprint(spec), columns, *seconds])
         spread = max(spread, varied)
     return rows, spread
@@ -59,10 +61,10 @@ def _fitted(
     amounts: Sequence[Sequence[float]], measures: Sequence[Callable[[], Sequence[float]]], calls: int
 ) -> tuple[list[tuple[float, float]], float]:
     """(seconds (forward, backward) of one of each amount; their spread)."""
-    seen = [repeated(measure, calls) for measure in measures]
-    forward, backward = (robust_fit(amounts, [pair[way][0] for pair in seen])[0] for way in (0, 1))
-    found = [(max(a, LEAST), max(b, LEAST)) for a, b in zip(forward, backward, strict=True)]
-    return found, max(s for x in seen for _, s in x)
+    measured = [repeated(measure, calls) for measure in measures]
+    forward, backward = (robust_fit(amounts, [pair[way][0] for pair in measured])[0] for way in (0, 1))
+    fitted = [(max(a, LEAST), max(b, LEAST)) for a, b in zip(forward, backward, strict=True)]
+    return fitted, max(s for x in measured for _, s in x)
 
 
 def _kernels(job: Job, spec: ModelSpec) -> KernelPlan:
@@ -76,13 +78,13 @@ def _kernels(job: Job, spec: ModelSpec) -> KernelPlan:
 
 
 def _timed(job: Job, forward: Callable[[], None], backward: Callable[[], None]) -> list[float]:
-    clock, at = job.comm.clock, [job.comm.clock.computed]
+    clock, moments = job.comm.clock, [job.comm.clock.computed]
     with clock.counting(), clock.work():
         for call in (forward, backward):
             call()
             clock.settle()
-            at.append(clock.computed)
-    return [b - a for a, b in zip(at, at[1:])]
+            moments.append(clock.computed)
+    return [b - a for a, b in zip(moments, moments[1:])]
 
 
 def _experts(job: Job, spec: ModelSpec, share: Share, tokens: int, kernels: KernelPlan) -> list[float]:
@@ -137,12 +139,12 @@ def _exchanges(
     """(ranks, a call that exchanges tokens between them, how many one of them sends) of some sizes."""
     moe, first = spec.moe, job.comm.rank
     assert moe is not None
-    found = list[tuple[int, Callable[[], Sequence[float]], float]]()
+    cases = list[tuple[int, Callable[[], Sequence[float]], float]]()
     for members in MEMBERS:
         ranks = tuple(range(first, first + members))
         ends = [i * moe.num_experts // members for i in range(members + 1)]
-        parts = tuple(ExpertMember((r,), (a, b), (1,)) for r, a, b in zip(ranks, ends, ends[1:]))
-        receivers = Receivers(ExpertGroup(parts), moe.num_experts, (), job.comm.device)
+        expert_members = tuple(ExpertMember((r,), (a, b), (1,)) for r, a, b in zip(ranks, ends, ends[1:]))
+        receivers = Receivers(ExpertGroup(expert_members), moe.num_experts, (), job.comm.device)
         ways = receivers.straight(_Mirror(job.comm, ranks, None))
         exchange = ExpertExchange([replace(ways, takes=ways.gives)], _Same())
         for n in (tokens, max(1, tokens // 4)):
@@ -151,8 +153,8 @@ def _exchanges(
             chosen = scores.topk(moe.top_k, dim=-1).indices
             routes = Routes(exchange.ways, chosen)
             sent = float(sum(routes.sent))
-            found.append((members, partial(_exchange, job, spec, exchange, chosen), sent))
-    return found
+            cases.append((members, partial(_exchange, job, spec, exchange, chosen), sent))
+    return cases
 
 
 class _Same:
@@ -164,7 +166,7 @@ class _Same:
 
 def _exchange(job: Job, spec: ModelSpec, exchange: ExpertExchange, chosen: torch.Tensor) -> list[float]:
     x = torch.randn(len(chosen), spec.hidden_size, dtype=job.dtype, device=job.comm.device, requires_grad=True)
-    wide = torch.promote_types(job.dtype, torch.float32)
-    weights = torch.rand(chosen.shape, dtype=wide, device=job.comm.device, requires_grad=True)
+    weight_dtype = torch.promote_types(job.dtype, torch.float32)
+    weights = torch.rand(chosen.shape, dtype=weight_dtype, device=job.comm.device, requires_grad=True)
     grad, outs = torch.randn_like(x), list[torch.Tensor]()
     return _timed(job, lambda: outs.append(exchange(x, weights, chosen)()), lambda: outs[0].backward(grad))

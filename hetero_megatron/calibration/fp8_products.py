@@ -29,7 +29,7 @@ def measure_fp8(
         tp: degrees, of whose shares the weights are; rows: sizes of micro-batches, of sequences of ``length`` tokens.
         calls: of each product; medians count.
     """
-    found: Fp8Tables = {}
+    tables_by_dtype: Fp8Tables = {}
     shapes = [(b, *shape) for shape in linear_shapes(spec, tp) for b in rows]
     for recipe, kernel in job.fp8.items():
         tables: dict[str, list[list[float]]] = {"gemm": [], "gemm_backward": []}
@@ -45,14 +45,14 @@ def measure_fp8(
             text = f"{kernel.op}:{kernel.provider} fails, so that products in fp8 ({recipe}) have no rates: {why}"
             print(notice_line(f"rank {job.comm.rank}: {text}"), file=sys.stderr, flush=True)
             continue
-        found[f"fp8_{recipe}"] = tables
-    return found
+        tables_by_dtype[f"fp8_{recipe}"] = tables
+    return tables_by_dtype
 
 
 def linear_shapes(spec: ModelSpec, tp: Sequence[int]) -> list[tuple[int, int]]:
     """(outputs, inputs) of the linear modules of a dense layer on the first rank of a group of each of these degrees;
     those of latents, which are whole everywhere, among them."""
-    found = dict[tuple[int, int], None]()
+    shapes_found = dict[tuple[int, int], None]()
     for share in dict.fromkeys(shares(spec, (1,) * degree)[0] for degree in tp):
         for tensor in stage_tensors(spec, range(spec.num_layers), False, False):
             module = tensor.name.split(".")[-2]
@@ -61,15 +61,15 @@ def linear_shapes(spec: ModelSpec, tp: Sequence[int]) -> list[tuple[int, int]]:
             box = tensor_box(tensor, share)
             outputs, inputs = (hi - lo for lo, hi in zip(box.lo, box.hi, strict=True))
             if outputs and inputs:
-                found[outputs, inputs] = None
-    return list(found)
+                shapes_found[outputs, inputs] = None
+    return list(shapes_found)
 
 
 def _product(job: Job, kernel: Kernel, b: int, length: int, n: int, k: int) -> list[float]:
     """Seconds of forward and of the gradients of x and w, with all that quantises their operands."""
-    device, wide = job.comm.device, torch.promote_types(job.dtype, torch.float32)
+    device, gradient_dtype = job.comm.device, torch.promote_types(job.dtype, torch.float32)
     x, w, dy = (torch.randn(*size, dtype=job.dtype, device=device) for size in ((b, length, k), (n, k), (b, length, n)))
-    into, hybrid = torch.zeros(n, k, dtype=wide, device=device), HYBRID in kernel.capability.features
+    into, hybrid = torch.zeros(n, k, dtype=gradient_dtype, device=device), HYBRID in kernel.capability.features
     largest = dict.fromkeys(("x", "w", "dy"), cast(torch.Tensor | None, None))
 
     def find(**tensors: torch.Tensor) -> None:

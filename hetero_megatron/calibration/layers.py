@@ -114,9 +114,9 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> StageTimes | None:
     seconds, waited = ({kind: list[float]() for kind in ("F", "B", "B_INPUT", "W")} for _ in range(2))
     saved, outside = list[float](), list[float]()
     for _ in range(steps):
-        before = clock.computed
+        seconds_before = clock.computed
         stats = train(runtime, run, run.plan.global_batch_size)
-        outside.append(clock.computed - before - sum(t.computed for t in stats.actions))
+        outside.append(clock.computed - seconds_before - sum(t.computed for t in stats.actions))
         backwards = [t for t in stats.actions if t.action.kind in ("B", "B_INPUT")]
         forwards = [t for t in stats.actions if t.action.kind == "F"]
         counted = [*steady("F", forwards, later), *steady("B", backwards, later)]
@@ -125,15 +125,15 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> StageTimes | None:
         for t in counted:
             seconds[t.action.kind].append(t.computed)
             waited[t.action.kind].append(t.end - t.start - t.computed)
-        whole = [t.computed for t in counted if t.action.kind == "B"]
-        saved.append(median(whole) - backwards[0].computed)
+        whole_backwards = [t.computed for t in counted if t.action.kind == "B"]
+        saved.append(median(whole_backwards) - backwards[0].computed)
     parts = stage.num_layers, int(stage.embed), int(stage.head)
-    held = sum(p.numel() * p.element_size() for p in runtime.stage_model.module.parameters())
+    held_bytes = sum(p.numel() * p.element_size() for p in runtime.stage_model.module.parameters())
     return StageTimes(
         chip, stage.ranks, run.plan.pipelines[0].micro_batch_size, parts,
         median(seconds["F"]), median(seconds["B"]), max(relative_spread(seconds[kind]) for kind in "FB"),
         (median(waited["F"]), median(waited["B"])), (median(seconds["B_INPUT"]), median(seconds["W"])),
-        median(saved) / held, median(outside),
+        median(saved) / held_bytes, median(outside),
         sum(m.numel() for _, _, m in runtime.optimizer.owned()), len(run.plan.pipelines) == 1,
     )  # fmt: skip
 
@@ -141,8 +141,8 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> StageTimes | None:
 def fit_stages(seen: Sequence[StageTimes], fixed: float | None = None) -> tuple[float, ByKey, float]:
     """Costs of one chip type: (seconds of an action besides its layers, which may be known as ``fixed``; by (TP degree,
     micro-batch size): seconds (forward, backward) of each of ``TABLES``; the relative spread of stages around them)."""
-    known = None if fixed is None else (fixed, fixed)
-    (forward, backward), by_key, spread = _fit(seen, [(o.forward, o.backward) for o in seen], known)
+    fixed_pair = None if fixed is None else (fixed, fixed)
+    (forward, backward), by_key, spread = _fit(seen, [(o.forward, o.backward) for o in seen], fixed_pair)
     return (forward + backward) / 2 if fixed is None else fixed, by_key, spread
 
 
@@ -160,15 +160,15 @@ def _fit(
     """(fixed seconds of each of two kinds of actions, their seconds by key, spread); ``pairs``: seconds of both."""
     keys = sorted({o.key for o in seen})
     rows, seconds = [], []
-    for o, both in zip(seen, pairs, strict=True):
-        for way, took in enumerate(both):
-            row, at = [0.0] * (2 + 6 * len(keys)), 2 + 6 * keys.index(o.key) + way
-            row[way], row[at : at + 5 : 2] = float(fixed is None), map(float, o.parts)
+    for o, pair in zip(seen, pairs, strict=True):
+        for way, took in enumerate(pair):
+            row, column = [0.0] * (2 + 6 * len(keys)), 2 + 6 * keys.index(o.key) + way
+            row[way], row[column : column + 5 : 2] = float(fixed is None), map(float, o.parts)
             rows.append(row)
             seconds.append(max(took - (fixed[way] if fixed else 0.0), 0.0))
     (first, second, *values), spread = robust_fit(rows, seconds)
-    found = list(zip(values[::2], values[1::2], strict=True))
-    by_key = {key: dict(zip(TABLES, found[3 * i :])) for i, key in enumerate(keys)}
+    seconds_of_parts = list(zip(values[::2], values[1::2], strict=True))
+    by_key = {key: dict(zip(TABLES, seconds_of_parts[3 * i :])) for i, key in enumerate(keys)}
     return fixed or (first, second), by_key, spread
 
 

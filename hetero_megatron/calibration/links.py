@@ -22,17 +22,17 @@ LinkKind = tuple[str, str, bool]  # from a node group to another, inside a node
 
 def measure_links(comm: Comm, cluster: Cluster) -> list[tuple[LinkKind, LinkRates]]:
     """Every rank calls it, and gets all links."""
-    wanted, everyone = link_pairs(cluster), tuple(range(cluster.world_size))
-    comm.create_groups([*wanted, everyone])
-    world, own = comm.group(everyone), list[tuple[LinkKind, LinkRates]]()
-    for number, (a, b) in enumerate(wanted):
+    pairs, everyone = link_pairs(cluster), tuple(range(cluster.world_size))
+    comm.create_groups([*pairs, everyone])
+    world, measured = comm.group(everyone), list[tuple[LinkKind, LinkRates]]()
+    for number, (a, b) in enumerate(pairs):
         world.gather_vectors(torch.zeros(1))  # one pair at a time
         if comm.rank in (a, b):
             source, target = cluster.ranks[a], cluster.ranks[b]
             kind = (source.group, target.group, source.node == target.node)
             rates = _measure(comm, a, b, 1000 * number, kind[2])
-            own += [(kind, rates)] if comm.rank == a else []
-    return [link for links in world.gather_objects(own, list[tuple[LinkKind, LinkRates]]) for link in links]
+            measured += [(kind, rates)] if comm.rank == a else []
+    return [link for links in world.gather_objects(measured, list[tuple[LinkKind, LinkRates]]) for link in links]
 
 
 def _measure(comm: Comm, a: int, b: int, tag: int, same_node: bool) -> LinkRates:
@@ -58,8 +58,8 @@ def _measure(comm: Comm, a: int, b: int, tag: int, same_node: bool) -> LinkRates
 
     back = message(SMALL, PINGS)[0] / 2
     rate = FIRST / max(message(FIRST, 3)[0] - back, 1e-6)
-    wanted = min(MAX_LARGE, max(2 * FIRST, rate * LARGE_SECONDS))
-    sizes = group.gather_vectors(torch.tensor([wanted], dtype=torch.float64))  # an int at the limits, else a float
+    large_bytes = min(MAX_LARGE, max(2 * FIRST, rate * LARGE_SECONDS))
+    sizes = group.gather_vectors(torch.tensor([large_bytes], dtype=torch.float64))  # an int at the limits, else a float
     large = int(sizes[ends.index(a), 0])
     (small, _), (big, spread) = message(FIRST, REPEATS), message(large, REPEATS)
     alpha, beta = _line(FIRST, small - back, large, big - back)

@@ -32,14 +32,14 @@ def robust_fit(
     """(``x >= 0`` for which ``rows @ x`` is nearest to ``seconds``; standard deviation of the relative residuals, by
     their median). Huber's loss: measurements during which the machine did other things move little. They count alike
     (``relative``), or as they last. Unknowns that no combination of rows tells apart share what they explain."""
-    wanted = np.asarray(seconds, float)
-    least = np.maximum(wanted, max(1e-6 * wanted.max(), 1e-12))
-    weights = 1 / (least if relative else np.full_like(least, least.max()))
+    measured = np.asarray(seconds, float)
+    floored = np.maximum(measured, max(1e-6 * measured.max(), 1e-12))
+    weights = 1 / (floored if relative else np.full_like(floored, floored.max()))
     weighted = np.asarray(rows, float) * weights[:, None]
     scale = np.maximum(weighted.max(axis=0), 1e-300)
-    start, *_ = np.linalg.lstsq(weighted / scale, wanted * weights, rcond=1e-9)
-    found = least_squares(
-        lambda x: weighted / scale @ x - wanted * weights, np.maximum(start, 1e-9), lambda _: weighted / scale,
+    start, *_ = np.linalg.lstsq(weighted / scale, measured * weights, rcond=1e-9)
+    solution = least_squares(
+        lambda x: weighted / scale @ x - measured * weights, np.maximum(start, 1e-9), lambda _: weighted / scale,
         bounds=(0, np.inf), loss="huber", f_scale=OUTLIER, xtol=1e-12, ftol=1e-12, gtol=1e-12,
     )  # fmt: skip
-    return (found.x / scale).tolist(), NORMAL * float(np.median(np.abs(found.fun) / weights / least))
+    return (solution.x / scale).tolist(), NORMAL * float(np.median(np.abs(solution.fun) / weights / floored))

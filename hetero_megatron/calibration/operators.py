@@ -27,31 +27,33 @@ def measure_operators(job: Job, spec: ModelSpec, lengths: Sequence[int], calls: 
     what one more block of keys and values costs in the ring beside its FLOPs (``visits``: launches, merging, packing).
     """
     rows, spreads = dict[str, list[list[float]]](), dict[str, float]()
-    for table, measure, least in (("attention", _attention, 1), ("visits", _visits, VISITS)):
-        for length in (n for n in lengths if n >= least):
-            (forward, varied), (backward, more) = repeated(partial(measure, job, spec, length), calls)
+    for table, measure, shortest in (("attention", _attention, 1), ("visits", _visits, VISITS)):
+        for length in (n for n in lengths if n >= shortest):
+            (forward, forward_spread), (backward, backward_spread) = repeated(
+                partial(measure, job, spec, length), calls
+            )
             row = [length, spec.num_heads, spec.head_dim, max(forward, LEAST), max(backward, LEAST)]
             rows.setdefault(table, []).append(row)
-            spreads[table] = max(spreads.get(table, 0.0), varied, more)
+            spreads[table] = max(spreads.get(table, 0.0), forward_spread, backward_spread)
     return rows, spreads
 
 
 def timed(clock: Clock, *calls: Callable[[], None]) -> list[float]:
     """Seconds of each call, one after the other."""
-    at = [clock.computed]
+    moments = [clock.computed]
     with clock.counting(), clock.work():
         for call in calls:
             call()
             clock.settle()
-            at.append(clock.computed)
-    return [b - a for a, b in zip(at, at[1:])]
+            moments.append(clock.computed)
+    return [b - a for a, b in zip(moments, moments[1:])]
 
 
 def _random(job: Job, spec: ModelSpec, length: int, grad: bool) -> list[torch.Tensor]:
     """q, k, v of one sequence, and a gradient of the output."""
     counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads, spec.num_heads)
-    made = [torch.randn(1, length, n, spec.head_dim, dtype=job.dtype, device=job.comm.device) for n in counts]
-    return [tensor.requires_grad_(grad) for tensor in made[:3]] + made[3:]
+    tensors = [torch.randn(1, length, n, spec.head_dim, dtype=job.dtype, device=job.comm.device) for n in counts]
+    return [tensor.requires_grad_(grad) for tensor in tensors[:3]] + tensors[3:]
 
 
 def _attention(job: Job, spec: ModelSpec, length: int) -> list[float]:
@@ -72,8 +74,8 @@ def _visits(job: Job, spec: ModelSpec, length: int) -> list[float]:
     """Seconds (forward, backward) of one more block: the same keys pass in several blocks and in one."""
     heads = key_heads([i // spec.queries_per_kv for i in range(spec.num_heads)])
     block, tensors = BlockAttention(tile_kernel(job.comm.device), heads), _random(job, spec, length, grad=False)
-    several, one = (_ring(job.comm.clock, block, tensors, n) for n in (VISITS, 1))
-    return [(a - b) / (VISITS - 1) for a, b in zip(several, one, strict=True)]
+    in_several, in_one = (_ring(job.comm.clock, block, tensors, n) for n in (VISITS, 1))
+    return [(a - b) / (VISITS - 1) for a, b in zip(in_several, in_one, strict=True)]
 
 
 def _ring(clock: Clock, block: BlockAttention, tensors: Sequence[torch.Tensor], blocks: int) -> list[float]:
@@ -84,17 +86,17 @@ def _ring(clock: Clock, block: BlockAttention, tensors: Sequence[torch.Tensor], 
     tiles = [[(None, Tile(0, length, 0, c.stop - c.start, FULL, c.stop - c.start))] for c in cuts]
 
     def forward() -> None:
-        for cut, mine in zip(cuts, tiles, strict=True):
+        for cut, block_tiles in zip(cuts, tiles, strict=True):
             pair = torch.stack((k[:, cut], v[:, cut]))  # as it is sent on
-            block.forward(q, pair[0], pair[1], mine, out, lse)
+            block.forward(q, pair[0], pair[1], block_tiles, out, lse)
 
     def backward() -> None:
-        dq, whole = torch.zeros_like(out), out.to(q.dtype)
-        delta = block.kernel.delta(grad, whole)
-        for cut, mine in zip(cuts, tiles, strict=True):
+        dq, output = torch.zeros_like(out), out.to(q.dtype)
+        delta = block.kernel.delta(grad, output)
+        for cut, block_tiles in zip(cuts, tiles, strict=True):
             pair = torch.stack((k[:, cut], v[:, cut]))
             sums = torch.zeros(pair.shape, dtype=out.dtype, device=out.device)
-            block.backward(grad, q, pair[0], pair[1], whole, lse, mine, (dq, sums[0], sums[1]), delta)
+            block.backward(grad, q, pair[0], pair[1], output, lse, block_tiles, (dq, sums[0], sums[1]), delta)
             sums += torch.stack((sums[0], sums[1]))  # the sum so far arrives, and leaves
 
     return timed(clock, forward, backward)

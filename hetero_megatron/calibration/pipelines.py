@@ -91,7 +91,7 @@ def half_split(plan: Plan) -> Plan:
         backwards = [("B", "I")[m % 2] + "W" * (m > 0 and m % 2 == 0) for m in range(count)]
         backwards[-1] += "W" * (count % 2 == 0)
         orders = (
-            "F" * n + "".join("F" * (m < count - n) + done for m, done in enumerate(backwards)) for n in warm_up
+            "F" * n + "".join("F" * (m < count - n) + letters for m, letters in enumerate(backwards)) for n in warm_up
         )
         pipelines.append(replace(pipeline, orders=tuple(orders)))
     return replace(plan, schedule=ADAPTIVE, pipelines=tuple(pipelines))
@@ -99,15 +99,15 @@ def half_split(plan: Plan) -> Plan:
 
 def degrees(cluster: Cluster, spec: ModelSpec) -> tuple[int, ...]:
     """TP degrees to measure unless told otherwise: powers of 2 up to a node's chips, and 2 in any case."""
-    most = min(spec.num_heads, max(2, *(group.chips_per_node for group in cluster.nodes)))
-    return tuple(2**i for i in range(most.bit_length()))
+    largest = min(spec.num_heads, max(2, *(group.chips_per_node for group in cluster.nodes)))
+    return tuple(2**i for i in range(largest.bit_length()))
 
 
 def depths(cluster: Cluster, seconds: Mapping[str, float]) -> dict[str, int]:
     """Layers of each chip type where they are to be many, so that nobody waits; ``seconds``: of the same work."""
     fastest = min(seconds.values(), default=0.0)
-    found = {chip: max(FEW, round(MANY * fastest / own)) for chip, own in seconds.items()}
-    return {rank.chip: found.get(rank.chip, MANY) for rank in cluster.ranks}
+    layers = {chip: max(FEW, round(MANY * fastest / chip_seconds)) for chip, chip_seconds in seconds.items()}
+    return {rank.chip: layers.get(rank.chip, MANY) for rank in cluster.ranks}
 
 
 def steady(kind: str, seconds: Sequence[T], later: int) -> list[T]:

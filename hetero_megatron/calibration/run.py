@@ -73,14 +73,14 @@ def calibrate(
         return Runs(cluster, spec, options.seq_length, tp, micro_batch_size, tp_groups(cluster, tp, without))
 
     def observed(planned: Sequence[Run]) -> list[StageTimes]:
-        seen = list[StageTimes]()
+        observations = list[StageTimes]()
         for i, run in enumerate(planned, 1):
             log(f"{i} of {len(planned)}: {run.title}")
-            own = observe(run, cluster.ranks[comm.rank].chip, job, options.steps)
-            seen += [o for o in world.gather_objects(own, StageTimes | None) if o is not None]
-        return seen
+            stage_times = observe(run, cluster.ranks[comm.rank].chip, job, options.steps)
+            observations += [o for o in world.gather_objects(stage_times, StageTimes | None) if o is not None]
+        return observations
 
-    slow, out, seen = _all_stages(observed, cluster, options, runs)
+    slow, out, stages = _all_stages(observed, cluster, options, runs)
     log("attention alone")
     operators = world.gather_objects(measure_operators(job, spec, options.lengths, CALLS * options.steps), Tables)
     if job.fp8:
@@ -91,9 +91,9 @@ def calibrate(
     fp8 = world.gather_objects(own_fp8, Fp8Tables)
     if spec.moe is not None:
         log("routed experts")
-    most = options.seq_length * max(options.micro_batch_sizes)
-    own = measure_experts(job, spec, options.tp, most, CALLS * options.steps)
-    experts = world.gather_objects(own, ExpertTables)
+    most_tokens = options.seq_length * max(options.micro_batch_sizes)
+    own_experts = measure_experts(job, spec, options.tp, most_tokens, CALLS * options.steps)
+    experts = world.gather_objects(own_experts, ExpertTables)
     log("exchange of gradients and parameters")
     phases: list[list[Phase]] = [[] for _ in everyone]
     for run in runs(1, 1, out).exchanges():
@@ -104,7 +104,7 @@ def calibrate(
     chips: dict[str, Any] = {}
     for chip in dict.fromkeys(rank.chip for rank in cluster.ranks):
         ranks = [rank.rank for rank in cluster.ranks if rank.chip == chip and rank.rank not in out]
-        rates = _stage_rates([o for o in seen if o.chip == chip], network, (fixed or {}).get(chip), *shape)
+        rates = _stage_rates([o for o in stages if o.chip == chip], network, (fixed or {}).get(chip), *shape)
         tables, spread = operators[ranks[0]]
         of_experts, varied = experts[ranks[0]]
         if of_experts:
@@ -117,9 +117,9 @@ def calibrate(
         started = [link.message_seconds or 0.0 for (source, _, _), link in links.items() if source in groups]
         rates["spread"] |= spread
         chips[chip] = {options.dtype: {**rates, **tables, "message_seconds": median(started or [0.0])}, **fp8[ranks[0]]}
-    found = {"chips": chips, "links": [link_document(a, b, link) for (a, b, _), link in links.items()]}
+    document = {"chips": chips, "links": [link_document(a, b, link) for (a, b, _), link in links.items()]}
     clock = worst_clock(dict(enumerate(world.gather_objects(comm.clock.report(), dict[str, float]))))
-    return Calibration(_rounded(found), links, slow, clock)
+    return Calibration(_rounded(document), links, slow, clock)
 
 
 def _all_stages(
@@ -127,17 +127,17 @@ def _all_stages(
     runs: Callable[..., Runs],
 ) -> tuple[dict[tuple[int, ...], float], set[int], list[StageTimes]]:  # fmt: skip
     """(slow groups of ranks and how slow they are, their ranks, what all others see of their stages)."""
-    first, *more = [(tp, n) for tp in options.tp for n in options.micro_batch_sizes]
+    first, *other_shapes = [(tp, n) for tp in options.tp for n in options.micro_batch_sizes]
     survey = observed([runs(*first).alone()])
     slow = stragglers(survey, STRAGGLER)
     out = {rank for ranks in slow for rank in ranks}
-    seen = [o for o in survey if not out & set(o.ranks)]
-    many = depths(cluster, {o.chip: o.forward + o.backward for o in seen})
-    planned = runs(*first, out).pipelines(many)
-    for tp, n in more:
+    kept = [o for o in survey if not out & set(o.ranks)]
+    layers_by_chip = depths(cluster, {o.chip: o.forward + o.backward for o in kept})
+    planned = runs(*first, out).pipelines(layers_by_chip)
+    for tp, n in other_shapes:
         kind = runs(tp, n, out)
-        planned += [kind.alone(1), *kind.pipelines(many)] if kind.groups else []
-    return slow, out, seen + observed(planned)
+        planned += [kind.alone(1), *kind.pipelines(layers_by_chip)] if kind.groups else []
+    return slow, out, kept + observed(planned)
 
 
 def _stage_rates(
@@ -150,15 +150,15 @@ def _stage_rates(
     spread["layers"] = max(residuals, median(o.spread for o in seen))
     put_off, split, spread["split"] = fit_split(seen)
     rates["split_seconds"] = put_off if put_off > LEAST else 0.0
-    for (tp, rows), parts in by_key.items():
-        parts |= {f"split_{table}": split[tp, rows][table] for table in ("layers", "head")}
+    for (tp, rows), seconds_by_table in by_key.items():
+        seconds_by_table |= {f"split_{table}": split[tp, rows][table] for table in ("layers", "head")}
         if exchanged := [o for o in seen if o.tp_collectives and o.key == (tp, rows)]:
             links = median(network.tp_exchange(o.ranks, rows * size)[0] for o in exchanged)
             counts = [[float(o.tp_collectives)] for o in exchanged]
             ways = [robust_fit(counts, [max(o.waited[i], 0.0) for o in exchanged], relative=False) for i in (0, 1)]
-            parts["waiting"] = (ways[0][0][0] - links, ways[1][0][0] - links)  # beyond what links explain
+            seconds_by_table["waiting"] = (ways[0][0][0] - links, ways[1][0][0] - links)  # beyond what links explain
             spread["waiting"] = max(spread.get("waiting", 0.0), *(varied for _, varied in ways))
-        for table, seconds in parts.items():
+        for table, seconds in seconds_by_table.items():
             rates.setdefault(table, []).append([fingerprint, tp, rows, length, *(max(s, LEAST) for s in seconds)])
     single = [o for o in seen if o.alone]  # replicas exchange gradients outside of their actions
     (step, element), spread["optimizer"] = robust_fit([[1.0, o.owned] for o in single], [o.outside for o in single])

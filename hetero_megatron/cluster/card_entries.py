@@ -71,11 +71,11 @@ def read_card(path: Path) -> tuple[Measurement, ...]:
 def card_of(document: Entry) -> tuple[Measurement, ...]:
     keys = document.mapping(("card", "measured"), required=("card", "measured"))
     card = known_card(keys["card"])
-    found = tuple(_measurement(card, entry) for entry in keys["measured"].items())
-    if not found:
+    measurements = tuple(_measurement(card, entry) for entry in keys["measured"].items())
+    if not measurements:
         keys["measured"].fail("no measurement", accepted="a list of them")
-    _refuse_twice(found)
-    return found
+    _refuse_twice(measurements)
+    return measurements
 
 
 def known_card(entry: Entry) -> str:
@@ -92,8 +92,8 @@ def read_facts(entry: Entry, keys: Mapping[str, Entry]) -> dict[str, str]:
             raise UserError("a fact is missing", field=join(entry.path, name), where=entry.where, accepted=means)
     facts = {name: keys[name].text() for name in FACTS}
     try:
-        given = re.fullmatch(r"\d{4}-\d\d-\d\d", facts["when"], re.ASCII)
-        datetime.date.fromisoformat(facts["when"] if given else "")
+        iso_date = re.fullmatch(r"\d{4}-\d\d-\d\d", facts["when"], re.ASCII)
+        datetime.date.fromisoformat(facts["when"] if iso_date else "")
     except ValueError:
         keys["when"].fail("no date", accepted=FACTS["when"])
     return facts
@@ -119,20 +119,23 @@ def _measurement(card: str, entry: Entry) -> Measurement:
     for key, why in REFUSED.items():
         if key in rates:
             rates[key].fail(why, accepted="rates without it")
-    more = {key: keys[key].text() for key in HARMLESS if key in keys}
-    return Measurement(card, keys["by"].text(), facts, dtype, keys["rates"].plain(), keys["rates"], more)
+    notes = {key: keys[key].text() for key in HARMLESS if key in keys}
+    return Measurement(card, keys["by"].text(), facts, dtype, keys["rates"].plain(), keys["rates"], notes)
 
 
 def _refuse_twice(found: Sequence[Measurement]) -> None:
-    seen: dict[tuple[str, str, str], Measurement] = {}
-    for one in found:
-        for key, value in one.entry.value.items():
+    measured_by: dict[tuple[str, str, str], Measurement] = {}
+    for measurement in found:
+        for key, value in measurement.entry.value.items():
             for row in value.items() if key in TABLES else [value]:
                 sizes = json.dumps([_size(cell) for cell in row.items()[: -TABLES[key][1]]]) if key in TABLES else ""
-                rate = one.dtype, key, sizes
-                if rate in seen:
-                    row.fail(f"measured twice in {one.dtype}, before by {seen[rate].told}", accepted="one of the two")
-                seen[rate] = one
+                rate = measurement.dtype, key, sizes
+                if rate in measured_by:
+                    row.fail(
+                        f"measured twice in {measurement.dtype}, before by {measured_by[rate].told}",
+                        accepted="one of the two",
+                    )
+                measured_by[rate] = measurement
 
 
 def _size(cell: Entry) -> Any:
@@ -150,28 +153,34 @@ def measurements(chip: Chip, section: str) -> dict[str, Measurement]:
     """By rate, who measured it on this chip; nothing on emulated chips, and where the cluster file says that the chip
     is another than the catalogue's. Memory knows no dtype: its rate counts in all where it was measured in one."""
     dtype = "fp8" if section.startswith("fp8_") else section
-    known = CHIPS.get(chip.name)
-    if chip.speed is not None or known is None or known.memory_bandwidth != chip.memory_bandwidth:
+    catalogued = CHIPS.get(chip.name)
+    if chip.speed is not None or catalogued is None or catalogued.memory_bandwidth != chip.memory_bandwidth:
         return {}
-    if known.flops.get(dtype) != chip.flops.get(dtype):
+    if catalogued.flops.get(dtype) != chip.flops.get(dtype):
         return {}
-    every = measured_card(chip.name)
-    found = dict[str, Measurement]()
-    for one in every:
-        if "bytes_per_second" in one.rates:
-            found.setdefault("bytes_per_second", one)
-    for one in every:
-        if one.dtype == section:
-            found |= dict.fromkeys(one.rates, one)
-    return found
+    of_card = measured_card(chip.name)
+    measurers = dict[str, Measurement]()
+    for measurement in of_card:
+        if "bytes_per_second" in measurement.rates:
+            measurers.setdefault("bytes_per_second", measurement)
+    for measurement in of_card:
+        if measurement.dtype == section:
+            measurers |= dict.fromkeys(measurement.rates, measurement)
+    return measurers
 
 
 def measured_rates(chip: Chip, section: str) -> dict[str, Any]:
     """The same as rates below ``<dtype>:`` of a cluster file: tables are those of all measurements together."""
     out: dict[str, Any] = {}
     for key, last in measurements(chip, section).items():
-        own = [one for one in measured_card(chip.name) if one.dtype == section and key in one.rates]
-        out[key] = [row for one in own for row in one.rates[key]] if key in TABLES else last.rates[key]
+        of_rate = [
+            measurement
+            for measurement in measured_card(chip.name)
+            if measurement.dtype == section and key in measurement.rates
+        ]
+        out[key] = (
+            [row for measurement in of_rate for row in measurement.rates[key]] if key in TABLES else last.rates[key]
+        )
     return out
 
 

@@ -104,14 +104,14 @@ def _chip(
     ``tb_s``: memory TB/s; ``link``: GB/s in one direction inside the node."""
     rates = {"fp64": fp64, "fp32": fp32, "bf16": half if bf16 else None, "fp16": half, "fp8": fp8}
     flops = {dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None}
-    known = " and ".join(dtype for dtype in ("fp32", "fp64", "fp8") if dtype in flops)
-    if known and source != "recalled":
-        source += f"; {known} recalled"
+    recalled = " and ".join(dtype for dtype in ("fp32", "fp64", "fp8") if dtype in flops)
+    if recalled and source != "recalled":
+        source += f"; {recalled} recalled"
     dtypes = tuple(d for d in CHIP_DTYPES if d in flops or d in ("fp32", "fp16") or (d == "bf16" and bf16))
-    own = None if link is None else link * 1e9
+    link_bandwidth = None if link is None else link * 1e9
     host = next((rate for names, rate in HOST_LINKS.items() if name.startswith(names)), PCIE_4)
     vendor = next(vendor for vendor, names in VENDORS.items() if name.startswith(names))
-    return Chip(name, int(gib * GIB), flops, tb_s * 1e12, own, host * 1e9, dtypes, source, vendor=vendor)
+    return Chip(name, int(gib * GIB), flops, tb_s * 1e12, link_bandwidth, host * 1e9, dtypes, source, vendor=vendor)
 
 
 # GB/s in one direction of 16 lanes (PCI-SIG: 8, 16 and 32 GT/s per lane, 128 of 130 bits). Which one a chip has is from

@@ -114,8 +114,8 @@ def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
         per_node = keys["chips_per_node"].integer(1) if "chips_per_node" in keys else 1
         if count * per_node + sum(g.count * g.chips_per_node for g in groups) > MAX_RANKS:
             item.fail("too many chips", accepted=f"at most {MAX_RANKS:,} in all")
-        there = int(quantity(keys["host_memory"], "bytes")) if "host_memory" in keys else 0
-        groups.append(NodeGroup(name, count, chip, per_node, read_host_settings(keys, count), there))
+        host_memory = int(quantity(keys["host_memory"], "bytes")) if "host_memory" in keys else 0
+        groups.append(NodeGroup(name, count, chip, per_node, read_host_settings(keys, count), host_memory))
         if "hosts" in keys:
             hosts[name] = keys["hosts"]
         clash = _same_node_name(groups)
@@ -127,13 +127,13 @@ def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
 
 def _same_node_name(groups: list[NodeGroup]) -> str:
     """A node name that the newest group shares with an earlier one; empty if there is none."""
-    new = groups[-1]
-    for other in groups[:-1]:
-        for one, several in ((new, other), (other, new)):
-            stem, dash, index = one.name.rpartition("-")
+    newest = groups[-1]
+    for earlier in groups[:-1]:
+        for single, several in ((newest, earlier), (earlier, newest)):
+            stem, dash, index = single.name.rpartition("-")
             numbered = dash and stem == several.name and index.isdecimal() and str(int(index)) == index
-            if one.count == 1 and several.count > 1 and numbered and int(index) < several.count:
-                return one.name
+            if single.count == 1 and several.count > 1 and numbered and int(index) < several.count:
+                return single.name
     return ""
 
 
@@ -161,9 +161,9 @@ def _chip(name: str, entry: Entry) -> Chip:
         check_numbers(keys["rates"])
         changes["rates"] = keys["rates"].plain()
     if "communicators" in keys:
-        known = keys["communicators"].mapping(("each", "peer"), required=("each", "peer"))
-        each, peer = (int(quantity(known[key], "bytes")) for key in ("each", "peer"))
-        changes["communicators"] = CommunicatorMemory(each, peer, "cluster file")
+        communicators = keys["communicators"].mapping(("each", "peer"), required=("each", "peer"))
+        each_bytes, peer_bytes = (int(quantity(communicators[key], "bytes")) for key in ("each", "peer"))
+        changes["communicators"] = CommunicatorMemory(each_bytes, peer_bytes, "cluster file")
     if "emulate" in keys:
         emulate = keys["emulate"].mapping(("speed", "memory"))
         if "speed" in emulate:
@@ -178,12 +178,12 @@ def _chip(name: str, entry: Entry) -> Chip:
 
 def _flops(entry: Entry, dtypes: tuple[str, ...]) -> dict[str, float]:
     """Dense TFLOP/s by dtype, as plain numbers; FLOP/s in the result. ``dtypes``: those that the chip has."""
-    result = {}
+    flops = {}
     for dtype, value in entry.mapping(CHIP_DTYPES).items():
-        result[dtype] = value.number(1e-9, 1e9) * 1e12
+        flops[dtype] = value.number(1e-9, 1e9) * 1e12
         if dtype not in dtypes:
             value.fail(f"the chip does not compute in {dtype}", accepted="one of " + ", ".join(dtypes))
-    return result
+    return flops
 
 
 def _link(entry: Entry, keys: dict[str, Entry] | None = None) -> Link:
@@ -202,16 +202,16 @@ def _link(entry: Entry, keys: dict[str, Entry] | None = None) -> Link:
 
 def _pairs(entry: Entry, nodes: tuple[NodeGroup, ...]) -> dict[frozenset[str], Link]:
     names = [group.name for group in nodes]
-    result: dict[frozenset[str], Link] = {}
+    links: dict[frozenset[str], Link] = {}
     for item in entry.items():
         keys = item.mapping(("between", *LINK_KEYS), required=("between", "bandwidth"))
-        between = keys["between"].items()
-        if len(between) != 2:
+        ends = keys["between"].items()
+        if len(ends) != 2:
             keys["between"].fail("a link is between two node groups", accepted="[name, name]")
-        pair = frozenset(end.choice(names) for end in between)
+        pair = frozenset(end.choice(names) for end in ends)
         if len(pair) == 1 and nodes[names.index(next(iter(pair)))].count == 1:
             keys["between"].fail("this group has one node, and so no link to itself", accepted="two groups")
-        if pair in result:
+        if pair in links:
             keys["between"].fail("this pair is written twice", accepted="each pair once, in either order")
-        result[pair] = _link(item, keys)
-    return result
+        links[pair] = _link(item, keys)
+    return links

@@ -26,16 +26,16 @@ def with_nodes(document: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
         count, name, chip = int(group.get("count", 1)), group["name"], group["chip"]
         members = [name] if count == 1 else [f"{name}-{i}" for i in range(count)]
         chips = {member: choose(member, chip) for member in members}
-        if all(now == chip for now in chips.values()):
+        if all(new_chip == chip for new_chip in chips.values()):
             nodes.append(dict(group))
             names[name] = [name]
             continue
         hosts = group.get("hosts") or [None] * count
-        for (member, now), host in zip(chips.items(), hosts, strict=True):
-            if now is not None:
-                more = {"hosts": [host]} if host is not None else {}
-                nodes.append({**group, "name": member, "count": 1, "chip": now, **more})
-        names[name] = [m for m, now in chips.items() if now is not None]
+        for (member, new_chip), host in zip(chips.items(), hosts, strict=True):
+            if new_chip is not None:
+                host_keys = {"hosts": [host]} if host is not None else {}
+                nodes.append({**group, "name": member, "count": 1, "chip": new_chip, **host_keys})
+        names[name] = [m for m, new_chip in chips.items() if new_chip is not None]
     used, counts = {node["chip"] for node in nodes}, {n["name"]: int(n.get("count", 1)) for n in nodes}
     out = {**document, "nodes": nodes}
     if document.get("chips"):
@@ -57,11 +57,11 @@ def _ends(
     between: list[str], names: Mapping[str, list[str]], counts: Mapping[str, int], one_way: bool
 ) -> list[list[str]]:
     """The pairs of new groups for a pair of groups; a group of one node has no link to itself."""
-    found: dict[object, list[str]] = {}
+    pairs: dict[object, list[str]] = {}
     for a, b in product(names[between[0]], names[between[1]]):
         if a != b or counts[a] > 1:
-            found.setdefault((a, b) if one_way else frozenset((a, b)), [a, b])
-    return list(found.values())
+            pairs.setdefault((a, b) if one_way else frozenset((a, b)), [a, b])
+    return list(pairs.values())
 
 
 def _rates(
@@ -77,8 +77,8 @@ def _rates(
         elif "between" in link:
             links += [{**link, "between": ends} for ends in _ends(link["between"], names, counts, one_way=False)]
         else:
-            both = [link["from"], link["to"]]
-            links += [{**link, "from": a, "to": b} for a, b in _ends(both, names, counts, one_way=True)]
+            group_names = [link["from"], link["to"]]
+            links += [{**link, "from": a, "to": b} for a, b in _ends(group_names, names, counts, one_way=True)]
     if "links" in rates:
         out["links"] = links
     return out

@@ -135,17 +135,17 @@ def read_launch_settings(entry: Entry) -> LaunchSettings:
 
 
 def _volumes(entry: Entry) -> tuple[Volume, ...]:
-    found: list[Volume] = []
+    volumes: list[Volume] = []
     for item in entry.items():
         keys = item.mapping(("path", *VOLUME_SOURCES, "read_only"), required=("path",))
         path = kinds.ABSOLUTE.read(keys["path"])
         sources = {name: kind.read(keys[name]) for name, kind in VOLUME_SOURCES.items() if name in keys}
         if len(sources) != 1:
             item.fail("a volume is from one place", accepted=f"one of {', '.join(VOLUME_SOURCES)} beside path")
-        if any(volume.path == path for volume in found):
+        if any(volume.path == path for volume in volumes):
             keys["path"].fail("two volumes are there", accepted="a path of its own for each")
-        found.append(Volume(path, **sources, read_only="read_only" in keys and keys["read_only"].flag()))
-    return tuple(found)
+        volumes.append(Volume(path, **sources, read_only="read_only" in keys and keys["read_only"].flag()))
+    return tuple(volumes)
 
 
 def check_hosts_once(entries: Mapping[str, Entry], settings: Mapping[str, HostSettings]) -> None:
@@ -154,12 +154,14 @@ def check_hosts_once(entries: Mapping[str, Entry], settings: Mapping[str, HostSe
     Args:
         entries: ``hosts`` of the file, by node group.
     """
-    seen: dict[str, str] = {}
+    group_of: dict[str, str] = {}
     for group, entry in entries.items():
         for item, host in zip(entry.items(), settings[group].hosts, strict=True):
-            if host in seen:
-                item.fail(f"a node of {seen[host]} has this address, too", accepted="an address of its own for each")
-            seen[host] = group
+            if host in group_of:
+                item.fail(
+                    f"a node of {group_of[host]} has this address, too", accepted="an address of its own for each"
+                )
+            group_of[host] = group
 
 
 def host_keys(settings: HostSettings) -> dict[str, Any]:
@@ -169,39 +171,39 @@ def host_keys(settings: HostSettings) -> dict[str, Any]:
 
 def launch_keys(settings: LaunchSettings) -> dict[str, Any]:
     """The section ``launch`` of a cluster file."""
-    found = _filled(settings)
+    section = _filled(settings)
     if settings.shm:
-        found["shm"] = f"{settings.shm} B"
+        section["shm"] = f"{settings.shm} B"
     if settings.volumes:
-        found["volumes"] = [_filled(volume) for volume in settings.volumes]
-    return found
+        section["volumes"] = [_filled(volume) for volume in settings.volumes]
+    return section
 
 
 def _filled(settings: HostSettings | LaunchSettings | Volume) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    filled: dict[str, Any] = {}
     for key in fields(settings):
         value = getattr(settings, key.name)
         if value and value != key.default:
-            found[key.name] = list(value) if isinstance(value, tuple) else value
-    return found
+            filled[key.name] = list(value) if isinstance(value, tuple) else value
+    return filled
 
 
 def _variables(keys: Mapping[str, Entry]) -> dict[str, str]:
-    found = _texts(keys["env"]) if "env" in keys else {}
-    for name in found:
+    variables = _texts(keys["env"]) if "env" in keys else {}
+    for name in variables:
         if not kinds.VARIABLE.fits(name):
             keys["env"].fail(f"{name!r} is not {kinds.VARIABLE.what}", accepted=kinds.VARIABLE.accepted)
-    return found
+    return variables
 
 
 def _texts(entry: Entry) -> dict[str, str]:
     """Of a mapping whose values are words or numbers."""
-    found = {}
+    texts = {}
     for name, item in entry.any_mapping().items():
         if isinstance(item.value, bool) or not isinstance(item.value, str | int | float):
             item.fail("a word or a number was expected", accepted="true and false in quotes")
-        found[name] = str(item.value)
-    return found
+        texts[name] = str(item.value)
+    return texts
 
 
 ACCEPTED = "HOST slots=8 type=A100-80-SXM (a chip of docs/chips.md)"
@@ -226,17 +228,17 @@ def parse_host_file(text: str, file: str = "") -> Entry:
         UserError: a line is none of a host file, or a host is there twice.
     """
     nodes: list[dict[str, Any]] = []
-    seen: dict[str, int] = {}
+    line_of: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         where = f"{file}:{number}" if file else f"line {number}"
         host, slots, chip = _host(words, where)
-        if host in seen:
-            problem = f"two hosts have this name (line {seen[host]} is the other)"
+        if host in line_of:
+            problem = f"two hosts have this name (line {line_of[host]} is the other)"
             raise UserError(problem, field="host", value=host, accepted="each host once", where=where)
-        seen[host] = number
+        line_of[host] = number
         last = nodes[-1] if nodes else None
         if last is not None and (last["chip"], last["chips_per_node"]) == (chip, slots):
             last["hosts"].append(host)
@@ -244,13 +246,13 @@ def parse_host_file(text: str, file: str = "") -> Entry:
             nodes.append({"name": "", "chip": chip, "chips_per_node": slots, "hosts": [host]})
     for index, node in enumerate(nodes):
         node["count"] = len(node["hosts"])
-        node["name"] = _name(node, [other["name"] for other in nodes[:index]])
+        node["name"] = _name(node, [earlier["name"] for earlier in nodes[:index]])
     return from_data({"version": 1, "nodes": nodes}, "", file)
 
 
 def _host(words: list[str], where: str) -> tuple[str, int, str]:
     """(host, slots, chip) of a line."""
-    host, options = words[0], dict(word.partition("=")[::2] for word in words[1:])
+    host, options = words[0], dict(option.partition("=")[::2] for option in words[1:])
     for name in options:
         if name not in ("slots", "type"):
             problem = "unknown key of a host file"

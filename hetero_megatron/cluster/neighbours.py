@@ -18,12 +18,12 @@ def link_pairs(cluster: Cluster) -> list[tuple[int, int]]:
         first = next(iter(nodes.values()))
         if len(first) > 1:
             chosen[group, group, True] = (first[0], first[1])
-        others = list(nodes.values())[1:]
-        if others:
-            chosen[group, group, False] = (first[0], others[0][0])
-        for other, theirs in heads.items():
+        other_nodes = list(nodes.values())[1:]
+        if other_nodes:
+            chosen[group, group, False] = (first[0], other_nodes[0][0])
+        for other, nodes_there in heads.items():
             if other != group:
-                chosen[group, other, False] = (first[0], next(iter(theirs.values()))[0])
+                chosen[group, other, False] = (first[0], next(iter(nodes_there.values()))[0])
     return list(chosen.values())
 
 
@@ -33,10 +33,10 @@ def tp_groups(cluster: Cluster, tp: int, without: Collection[int] = ()) -> dict[
     nodes: dict[str, dict[str, list[int]]] = {}
     for rank in cluster.ranks:
         nodes.setdefault(rank.chip, {}).setdefault(rank.node, []).append(rank.rank)
-    found = {}
+    by_chip = {}
     for chip, by_node in nodes.items():
         inside = list(by_node.values())
-        parts = inside if max(map(len, inside)) >= tp else [sum(inside, [])]
-        groups = [tuple(ranks[i : i + tp]) for ranks in parts for i in range(0, len(ranks) - tp + 1, tp)]
-        found[chip] = [g for g in groups if not set(g) & set(without)] or groups
-    return {chip: groups for chip, groups in found.items() if groups}
+        rank_lists = inside if max(map(len, inside)) >= tp else [sum(inside, [])]
+        groups = [tuple(ranks[i : i + tp]) for ranks in rank_lists for i in range(0, len(ranks) - tp + 1, tp)]
+        by_chip[chip] = [g for g in groups if not set(g) & set(without)] or groups
+    return {chip: groups for chip, groups in by_chip.items() if groups}

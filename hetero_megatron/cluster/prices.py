@@ -71,13 +71,13 @@ def affordable(prices: Prices, kinds: Sequence[str], budget: float, most: int) -
         if kind not in prices.cards:
             raise UserError(f"has no price{did_you_mean(kind, prices.cards)}", field="--shop", value=kind,
                             accepted=", ".join(prices.cards))  # fmt: skip
-    found = list(_sets(prices, kinds, budget))
-    if not found:
-        least = min(prices.cost({kind: 1}) for kind in kinds)
-        accepted = f"at least {least:g} {prices.currency}"
+    affordable = list(_sets(prices, kinds, budget))
+    if not affordable:
+        cheapest = min(prices.cost({kind: 1}) for kind in kinds)
+        accepted = f"at least {cheapest:g} {prices.currency}"
         raise UserError("buys no card", field="--budget", value=budget, accepted=accepted)
-    found.sort(key=prices.cost)
-    return found[-most:], max(0, len(found) - most)
+    affordable.sort(key=prices.cost)
+    return affordable[-most:], max(0, len(affordable) - most)
 
 
 def _sets(prices: Prices, kinds: Sequence[str], budget: float) -> Iterator[dict[str, int]]:
@@ -98,8 +98,8 @@ def with_cards(cluster: Cluster, cards: Mapping[str, int], per_host: int) -> Clu
                         accepted="bandwidth and latency between nodes")  # fmt: skip
     for chip, count in cards.items():
         described: Chip = cluster.chips.get(chip, CHIPS[chip])
-        full, rest = divmod(count, per_host)
-        for hosts, size in ((full, per_host), (1, rest)):
+        full, remainder = divmod(count, per_host)
+        for hosts, size in ((full, per_host), (1, remainder)):
             if hosts and size:
                 group = NodeGroup(fresh_name(f"new-{chip.lower()}", cluster), hosts, chip, size)
                 cluster = replace(cluster, nodes=(*cluster.nodes, group), chips={**cluster.chips, chip: described})

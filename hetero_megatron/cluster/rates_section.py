@@ -58,9 +58,12 @@ def merge_rates(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
     chips = {name: dict(by_dtype) for name, by_dtype in old.get("chips", {}).items()}
     for name, by_dtype in new.get("chips", {}).items():
         for dtype, rows in by_dtype.items():
-            known = chips.setdefault(name, {})
-            before = known.get(dtype, {})
-            known[dtype] = {**before, **{key: _merge_value(key, before.get(key), value) for key, value in rows.items()}}
+            merged = chips.setdefault(name, {})
+            known_rows = merged.get(dtype, {})
+            merged[dtype] = {
+                **known_rows,
+                **{key: _merge_value(key, known_rows.get(key), value) for key, value in rows.items()},
+            }
     links = {_ends(link): link for link in [*old.get("links", []), *new.get("links", [])]}
     return {"chips": chips, **({"links": list(links.values())} if links else {})}
 
@@ -89,23 +92,23 @@ def write_rates(cluster_file: str | os.PathLike[str], rates: Mapping[str, Any], 
                             accepted="--out FILE.yaml: a cluster file with its hosts and the rates")  # fmt: skip
         text = yaml.safe_dump(parse_host_file(text, str(cluster_file)).plain(), sort_keys=False)
     if str(cluster_file).endswith(".json"):
-        result = json.dumps({**parse_json(text, str(cluster_file)), "rates": rates}, indent=2) + "\n"
+        new_text = json.dumps({**parse_json(text, str(cluster_file)), "rates": rates}, indent=2) + "\n"
     else:
-        result = _without_section(text, "rates") + _dump(rates)
-    write_text(out, "--out", result)
+        new_text = _without_section(text, "rates") + _dump(rates)
+    write_text(out, "--out", new_text)
 
 
 def _without_section(text: str, key: str) -> str:
     """The YAML text without a top-level key and what is indented below it."""
-    kept, inside = [], False
+    kept_lines, inside = [], False
     for line in text.splitlines(keepends=True):
         if re.match(rf"{key}\s*:", line):
             inside = True
         elif inside and re.match(r"[^\s#-]", line):
             inside = False
         if not inside:
-            kept.append(line)
-    body = "".join(kept)
+            kept_lines.append(line)
+    body = "".join(kept_lines)
     return body if body.endswith("\n") or not body else body + "\n"
 
 
@@ -146,9 +149,9 @@ def format_rates(
     lines = ["chip            tp  mbs   layer fwd   layer bwd       embed        head   wait/exchange"]
     spreads = ["spread (standard deviation, relative)"]
     for chip, rows in ((chip, rows) for chip, by_dtype in rates["chips"].items() for rows in by_dtype.values()):
-        parts = {(table, *row[1:3]): row[-2:] for table in tables for row in rows.get(table, [])}
+        seconds_of = {(table, *row[1:3]): row[-2:] for table in tables for row in rows.get(table, [])}
         for _, tp, n, *_ in rows.get("layers", []):
-            layer, embed, head, waited = (parts.get((table, tp, n), []) for table in tables)
+            layer, embed, head, waited = (seconds_of.get((table, tp, n), []) for table in tables)
             seconds = "".join(f"{1e3 * s:>9.3f} ms" for s in (*layer, sum(embed), sum(head)))
             lines.append(f"{chip:<14}{tp:>4}{n:>5}{seconds}" + (f"{5e5 * sum(waited):>13.0f} us" if waited else ""))
         if "spread" in rows:

@@ -20,16 +20,16 @@ DEFAULT_PER_NODE = 8
 def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
     """The cluster with only the ranks ``keep``, in the same order. Nodes keep their names; chips of a node that loses
     some are renumbered."""
-    left: dict[str, int] = defaultdict(int)
+    chips_left: dict[str, int] = defaultdict(int)
     for rank in keep:
-        left[cluster.ranks[rank].node] += 1
+        chips_left[cluster.ranks[rank].node] += 1
     groups: list[NodeGroup] = []
     origin: dict[str, str] = {}
     for group in cluster.nodes:
         run: list[tuple[int, int]] = []  # (node index, chips)
         runs = []
         for index in range(group.count):
-            chips = left.get(group.node(index), 0)
+            chips = chips_left.get(group.node(index), 0)
             if run and (chips != run[0][1] or run[-1][0] != index - 1):
                 runs.append(run)
                 run = []
@@ -61,14 +61,14 @@ def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
             link = cluster.pairs.get(frozenset((origin[a.name], origin[b.name])))
             if link is not None and (a.name != b.name or origin[a.name] == a.name):
                 pairs[frozenset((a.name, b.name))] = link
-    left_chips = {name: chip for name, chip in cluster.chips.items() if any(g.chip == name for g in groups)}
+    kept_chips = {name: chip for name, chip in cluster.chips.items() if any(g.chip == name for g in groups)}
     rates = dict(cluster.rates)
     if rates.get("chips"):
-        rates["chips"] = {name: value for name, value in rates["chips"].items() if name in left_chips}
+        rates["chips"] = {name: value for name, value in rates["chips"].items() if name in kept_chips}
     if rates.get("links"):
         rates["links"] = _link_rows(rates["links"], origin)
     return Cluster(
-        tuple(groups), left_chips, cluster.intra_node, cluster.inter_node, pairs, rates, cluster.file, cluster.launch
+        tuple(groups), kept_chips, cluster.intra_node, cluster.inter_node, pairs, rates, cluster.file, cluster.launch
     )
 
 
@@ -80,10 +80,10 @@ def _settings(group: NodeGroup, run: Sequence[tuple[int, int]]) -> HostSettings:
 
 def _link_rows(rows: Sequence[Mapping[str, object]], origin: Mapping[str, str]) -> list[dict[str, object]]:
     """Measured links under the names of the remaining groups."""
-    found: list[dict[str, object]] = []
+    renamed: list[dict[str, object]] = []
     for row in rows:
         if "within" in row:
-            found += [{**row, "within": name} for name, old in origin.items() if old == row["within"]]
+            renamed += [{**row, "within": name} for name, old in origin.items() if old == row["within"]]
             continue
         ends: Any = row["between"] if "between" in row else (row["from"], row["to"])
         first, second = str(ends[0]), str(ends[1])
@@ -91,8 +91,8 @@ def _link_rows(rows: Sequence[Mapping[str, object]], origin: Mapping[str, str]) 
         if first == second and "between" in row:
             pairs = [(a, b) for a, b in pairs if a <= b]
         for a, b in pairs:
-            found.append({**row, **({"between": [a, b]} if "between" in row else {"from": a, "to": b})})
-    return found
+            renamed.append({**row, **({"between": [a, b]} if "between" in row else {"from": a, "to": b})})
+    return renamed
 
 
 def of_type(cluster: Cluster, chip: str) -> Cluster:
@@ -109,19 +109,19 @@ def without(cluster: Cluster, names: Sequence[str]) -> Cluster:
     """
     nodes = {rank.node for rank in cluster.ranks}
     groups = {group.name for group in cluster.nodes}
-    gone: set[str] = set()
+    removed: set[str] = set()
     for name in names:
         if name in nodes:
-            gone.add(name)
+            removed.add(name)
         elif name in groups:
-            gone |= {rank.node for rank in cluster.ranks if rank.group == name}
+            removed |= {rank.node for rank in cluster.ranks if rank.group == name}
         else:
             raise UserError(
                 f"the cluster has no such node{did_you_mean(name, sorted(nodes | groups))}", field="--without",
                 value=name, accepted=", ".join(sorted(nodes)[:8]) + (", …" if len(nodes) > 8 else ""),
                 where=cluster.file,
             )  # fmt: skip
-    keep = [rank.rank for rank in cluster.ranks if rank.node not in gone]
+    keep = [rank.rank for rank in cluster.ranks if rank.node not in removed]
     if not keep:
         raise UserError(
             "no chip is left", field="--without", value=",".join(names), accepted="at least one node that stays",
@@ -141,27 +141,27 @@ def with_more(cluster: Cluster, text: str) -> Cluster:
     if not match or int(match[1]) < 1:
         raise UserError("cannot be read", field="--add", value=text, accepted="COUNTxNAME, e.g. 2xH100-node")
     count, name = int(match[1]), match[2].removesuffix("-node")
-    for same in (
+    for matches in (
         lambda group: match[2] in (group.name, group.chip),  # a name may end in -node
         lambda group: name in (group.name, group.chip),
         lambda group: group.chip.lower().startswith(name.lower()),
     ):
         for i, group in enumerate(cluster.nodes):
-            if same(group):
+            if matches(group):
                 settings = replace(group.settings, hosts=())  # nobody said where the new ones are
-                more = replace(group, count=group.count + count, settings=settings)
-                nodes = (*cluster.nodes[:i], more, *cluster.nodes[i + 1 :])
+                larger = replace(group, count=group.count + count, settings=settings)
+                nodes = (*cluster.nodes[:i], larger, *cluster.nodes[i + 1 :])
                 return replace(cluster, nodes=nodes)
     chips = [chip for chip in CHIPS if chip.lower().startswith(name.lower())]
     if not chips:
-        known = [g.name for g in cluster.nodes] + list(CHIPS)
+        names = [g.name for g in cluster.nodes] + list(CHIPS)
         raise UserError(
-            "no such node group or chip", field="--add", value=text, accepted=", ".join(known), where=cluster.file
+            "no such node group or chip", field="--add", value=text, accepted=", ".join(names), where=cluster.file
         )
     new = NodeGroup(fresh_name(name.lower(), cluster), count, chips[0], DEFAULT_PER_NODE)
     return replace(cluster, nodes=(*cluster.nodes, new), chips={**cluster.chips, chips[0]: CHIPS[chips[0]]})
 
 
 def fresh_name(name: str, cluster: Cluster) -> str:
-    taken = {group.name for group in cluster.nodes}
-    return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken)
+    names = {group.name for group in cluster.nodes}
+    return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in names)

@@ -63,11 +63,11 @@ def quantity(entry: Entry, kind: str) -> float:
     factor = UNITS[kind].get(unit)
     if factor is None:
         entry.fail(f"{unit!r} is not a unit of {kind}", accepted)
-    result = number * factor
-    least, most = RANGES[kind]
-    if not least <= result <= most:
+    base_value = number * factor
+    lowest, highest = RANGES[kind]
+    if not lowest <= base_value <= highest:
         entry.fail("out of range", f"a positive quantity such as {accepted}")
-    return result
+    return base_value
 
 
 @dataclass(frozen=True)

@@ -33,20 +33,20 @@ class Layout:
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        whole = Box.whole(self.shape)
-        kept, counts = {}, {}
+        whole_box = Box.whole(self.shape)
+        checked_boxes, counts = {}, {}
         by_tuple: dict[int, tuple[tuple[Box, ...], int]] = {}  # ranks that share one tuple of boxes are checked once
         for rank in sorted(self.boxes):
-            given = self.boxes[rank]
-            checked = by_tuple.get(id(given))
+            boxes = self.boxes[rank]
+            checked = by_tuple.get(id(boxes))
             if checked is None:
-                sizes = [b.size for b in given]
-                mine = tuple(sorted(b for b, size in zip(given, sizes) if size))
-                assert all(map(whole.contains, mine)), f"rank {rank}: {mine} outside {self.shape}"
-                assert _disjoint(mine), f"rank {rank}: boxes overlap: {mine}"
-                checked = by_tuple[id(given)] = mine, sum(sizes)
-            kept[rank], counts[rank] = checked
-        object.__setattr__(self, "boxes", kept)
+                sizes = [b.size for b in boxes]
+                non_empty = tuple(sorted(b for b, size in zip(boxes, sizes) if size))
+                assert all(map(whole_box.contains, non_empty)), f"rank {rank}: {non_empty} outside {self.shape}"
+                assert _disjoint(non_empty), f"rank {rank}: boxes overlap: {non_empty}"
+                checked = by_tuple[id(boxes)] = non_empty, sum(sizes)
+            checked_boxes[rank], counts[rank] = checked
+        object.__setattr__(self, "boxes", checked_boxes)
         object.__setattr__(self, "_counts", counts)
 
     @property
@@ -62,8 +62,8 @@ class Layout:
 
     def only(self, ranks: Iterable[int]) -> Layout:
         """What some of the ranks hold; itself where these are all."""
-        kept = {r: self.boxes[r] for r in ranks if r in self.boxes}
-        return self if len(kept) == len(self.boxes) else Layout(self.shape, kept)
+        boxes = {r: self.boxes[r] for r in ranks if r in self.boxes}
+        return self if len(boxes) == len(self.boxes) else Layout(self.shape, boxes)
 
     def on_ranks(self, ranks: Sequence[int]) -> Layout:
         """This layout on other ranks: on the i-th of ``ranks`` (ascending) those of the i-th rank here."""
@@ -169,10 +169,10 @@ def _grid_cells(pairs: list[tuple[int, Box]]) -> list[Cell]:
     faces = [sorted({c for b in by_box for c in (b.lo[a], b.hi[a])}) for a in range(ndim)]
     index = [{c: i for i, c in enumerate(axis)} for axis in faces]
     holders: dict[tuple[int, ...], set[int]] = {}
-    for box, same in by_box.items():
+    for box, ranks in by_box.items():
         spans = [range(index[a][box.lo[a]], index[a][box.hi[a]]) for a in range(ndim)]
-        for where in itertools.product(*spans):
-            holders.setdefault(where, set()).update(same)
+        for cell in itertools.product(*spans):
+            holders.setdefault(cell, set()).update(ranks)
     return [
         Cell(
             Box(tuple(faces[a][i] for a, i in enumerate(w)), tuple(faces[a][i + 1] for a, i in enumerate(w))),

@@ -53,7 +53,7 @@ def chunk_starts(starts: Sequence[int], length: int, chunk: int | None) -> tuple
     if chunk is None:
         return tuple(starts)
     ends = [*starts[1:], length]
-    return tuple(at for a, b in zip(starts, ends, strict=True) for at in range(a, b, chunk))
+    return tuple(start for a, b in zip(starts, ends, strict=True) for start in range(a, b, chunk))
 
 
 def tiles(
@@ -70,8 +70,8 @@ def tiles(
     """
     by_document = dict(_by_document(keys, starts))
     out: list[Tile] = []
-    for document, parts in _by_document(queries, starts):
-        for q in parts:
+    for document, intervals in _by_document(queries, starts):
+        for q in intervals:
             for k in by_document.get(document, ()):
                 out += _pair(q, k, window)
     return _joined(out) if join else sorted(out)
@@ -82,22 +82,23 @@ def _joined(found: list[Tile]) -> list[Tile]:
     for along, across in (((2, 3), (0, 1)), ((0, 1), (2, 3))):
         first, last = along
         out: list[Tile] = []
-        at: dict[tuple[int, int, int], int] = {}  # (other axis, end) -> place in out of a full tile that ends there
+        # (other axis, end) -> place in out of a full tile that ends there
+        ending_at: dict[tuple[int, int, int], int] = {}
         for tile in sorted(found, key=lambda t: (t[first], t[across[0]])):
             if tile.kind != FULL:
                 out.append(tile)
                 continue
             sides = list(tile[:4])
-            side = (sides[across[0]], sides[across[1]])
-            where = at.pop((*side, sides[first]), None)
-            if where is None:
-                where = len(out)
+            across_span = (sides[across[0]], sides[across[1]])
+            place = ending_at.pop((*across_span, sides[first]), None)
+            if place is None:
+                place = len(out)
                 out.append(tile)
             else:
-                sides[first] = list(out[where][:4])[first]
+                sides[first] = list(out[place][:4])[first]
                 q0, q1, k0, k1 = sides
-                out[where] = Tile(q0, q1, k0, k1, FULL, k1 - k0)  # any distance at which all keys are visible
-            at[(*side, sides[last])] = where
+                out[place] = Tile(q0, q1, k0, k1, FULL, k1 - k0)  # any distance at which all keys are visible
+            ending_at[(*across_span, sides[last])] = place
         found = out
     return sorted(found)
 
@@ -111,16 +112,16 @@ def visible(
 
 def _by_document(intervals: Sequence[Interval], starts: Sequence[int]) -> Iterator[tuple[int, list[_Part]]]:
     """(document, its parts of the intervals), ascending."""
-    found: dict[int, list[_Part]] = defaultdict(list)
-    at = 0
+    parts: dict[int, list[_Part]] = defaultdict(list)
+    offset = 0
     for a, b in intervals:
         while a < b:
             document = max(bisect_right(starts, a) - 1, 0)
             end = min(b, starts[document + 1]) if document + 1 < len(starts) else b
-            found[document].append(_Part(a, end, at))
-            at += end - a
+            parts[document].append(_Part(a, end, offset))
+            offset += end - a
             a = end
-    yield from found.items()
+    yield from parts.items()
 
 
 def _pair(q: _Part, k: _Part, window: int | None) -> Iterator[Tile]:

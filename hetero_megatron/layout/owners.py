@@ -31,7 +31,9 @@ def assign_owners(
     without talking.
     """
     weight = dict(weights or {})
-    owned: dict[str, dict[int, list[Box]]] = {name: {r: [] for r in layout.ranks} for name, layout in holders.items()}
+    owned_boxes: dict[str, dict[int, list[Box]]] = {
+        name: {r: [] for r in layout.ranks} for name, layout in holders.items()
+    }
     runs: dict[tuple[int, ...], list[tuple[str, Box]]] = {}
     cells_of = {id(layout): refine(layout) for layout in holders.values()}  # tensors of equal layers share theirs
     for name, layout in holders.items():
@@ -42,11 +44,11 @@ def assign_owners(
                 weight[rank] = max(weight.get(rank, 1.0), 1e-9)
     for ranks, shares in _pour({r: sum(box.size for _, box in cells) for r, cells in runs.items()}, weight):
         for name, rank, box in _cut(runs[ranks], shares, whole_below):
-            owned[name][rank].append(box)
+            owned_boxes[name][rank].append(box)
     shared = SharedLayouts()
     return {
         name: shared(holders[name].shape, {r: tuple(_join(boxes)) for r, boxes in by_rank.items()})
-        for name, by_rank in owned.items()
+        for name, by_rank in owned_boxes.items()
     }
 
 
@@ -71,14 +73,14 @@ def _pour(sizes: Mapping[Ranks, int], weight: Mapping[int, float]) -> Iterator[t
     shared = sum(len(ranks) for ranks in order if len(ranks) > 1) > len({r for s in order if len(s) > 1 for r in s})
     poured: dict[Ranks, Shares] = {}
     for _ in range(AGAIN + 1 if shared else 1):
-        before = dict(poured)
+        poured_before = dict(poured)
         for ranks in order:
             for rank, amount in poured.get(ranks, ()):
                 load[rank] -= amount / weight[rank]
             poured[ranks] = _shares(sizes[ranks], ranks, load, weight)
             for rank, amount in poured[ranks]:
                 load[rank] += amount / weight[rank]
-        if poured == before:
+        if poured == poured_before:
             break
     return iter(poured.items())
 
@@ -96,17 +98,19 @@ def representatives(
     boxes_of: dict[str, dict[int, tuple[Box, ...]]] = {name: {} for name in holders}
     shared = SharedLayouts()
     for island in islands:
-        rest, by_layouts = {}, dict[tuple[int, int], Layout]()
+        unowned, by_layouts = {}, dict[tuple[int, int], Layout]()
         for name, layout in holders.items():
             key = id(layout), id(owners[name])
             if key not in by_layouts:
                 # Ranks that hold the same lack the same: found once for all of them, of hundreds.
-                owned = _join([box for rank in island for box in owners[name].of(rank)])
+                owned_boxes = _join([box for rank in island for box in owners[name].of(rank)])
                 kinds = {layout.of(r) for r in island}
-                left = {held: tuple(x for box in held for x in _without(box, owned)) for held in kinds}
-                by_layouts[key] = Layout(layout.shape, {r: left[layout.of(r)] for r in island})
-            rest[name] = by_layouts[key]
-        for name, layout in assign_owners(rest, whole_below=whole_below).items():
+                unowned_boxes = {
+                    boxes: tuple(x for box in boxes for x in _without(box, owned_boxes)) for boxes in kinds
+                }
+                by_layouts[key] = Layout(layout.shape, {r: unowned_boxes[layout.of(r)] for r in island})
+            unowned[name] = by_layouts[key]
+        for name, layout in assign_owners(unowned, whole_below=whole_below).items():
             for rank in island:
                 boxes_of[name][rank] = (*owners[name].of(rank), *layout.of(rank))
     return {name: shared(holders[name].shape, boxes) for name, boxes in boxes_of.items()}
@@ -122,10 +126,10 @@ def crossing_elements(
     total = 0
     for island in islands:
         for key, (layout, owned_by) in different.items():
-            owned = _join([box for rank in island for box in owned_by.of(rank)])
-            for held, count in Counter(map(layout.of, island)).items():
-                inside = (x.size for box in held for o in owned if (x := box.intersect(o)))
-                total += equal[key] * count * (sum(box.size for box in held) - sum(inside))
+            owned_boxes = _join([box for rank in island for box in owned_by.of(rank)])
+            for boxes, count in Counter(map(layout.of, island)).items():
+                inside = (x.size for box in boxes for o in owned_boxes if (x := box.intersect(o)))
+                total += equal[key] * count * (sum(box.size for box in boxes) - sum(inside))
     return total
 
 
@@ -150,22 +154,22 @@ def _cut(
     cells: Sequence[tuple[str, Box]], shares: Sequence[tuple[int, float]], whole_below: int
 ) -> Iterator[tuple[str, int, Box]]:
     """(tensor, rank, box) of every rank's run of the cells."""
-    at, turn, stop = 0, 0, shares[0][1]  # elements passed; whose run it is, and where it should end
+    passed, turn, stop = 0, 0, shares[0][1]  # elements passed; whose run it is, and where it should end
     for name, box in cells:
         size, count, first = box.size, box.hi[0] - box.lo[0], 0
         row = size // count
         while first < count:
             last = turn + 1 == len(shares)
-            rows = count if last else min(max(round((stop - at) / row), first), count)
+            rows = count if last else min(max(round((stop - passed) / row), first), count)
             if size < whole_below and not last:
-                rows = count if 2 * (stop - at) >= size else 0
+                rows = count if 2 * (stop - passed) >= size else 0
             if rows > first:
                 yield name, shares[turn][0], box.rows(box.lo[0] + first, box.lo[0] + rows)
                 first = rows
             if first < count:
                 turn += 1
                 stop += shares[turn][1]
-        at += size
+        passed += size
 
 
 def _water_level(size: int, order: list[int], load: Mapping[int, float], weight: Mapping[int, float]) -> float:

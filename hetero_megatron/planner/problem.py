@@ -109,8 +109,8 @@ class PlanningProblem:
         if sizes is not None and len(sizes) == 1 and batch % sizes[0]:
             size = sizes[0]
             lower = batch // size * size
-            near = f"{lower} or {lower + size}" if lower else str(size)
+            divisible = f"{lower} or {lower + size}" if lower else str(size)
             raise UserError(
                 f"cannot be divided into micro-batches of {size} sequences", field="--global-batch-size", value=batch,
-                accepted=f"{near}, or --micro-batch-size 1",
+                accepted=f"{divisible}, or --micro-batch-size 1",
             )  # fmt: skip

@@ -33,16 +33,16 @@ def min_max_shares(
     price = np.asarray(cost, dtype=np.float64)
     start = np.zeros(len(price)) if fixed is None else np.asarray(fixed, dtype=np.float64)
     start = start + least * price
-    more = total - least * len(price)
-    limit = np.full(len(price), more) if caps is None else np.minimum(np.asarray(caps, np.int64) - least, more)
-    if more < 0 or (limit < 0).any() or int(limit.sum()) < more:
+    to_share = total - least * len(price)
+    limit = np.full(len(price), to_share) if caps is None else np.minimum(np.asarray(caps, np.int64) - least, to_share)
+    if to_share < 0 or (limit < 0).any() or int(limit.sum()) < to_share:
         raise ValueError("caps sum to less than the total, or least shares to more")
-    level = water_level(more, 1.0 / price, limit.astype(np.float64), start)
+    level = water_level(to_share, 1.0 / price, limit.astype(np.float64), start)
     shares = np.clip(np.floor((level - start) / price * (1 - 1e-12)).astype(np.int64), 0, limit)
-    rest = more - int(shares.sum())
-    heap = [(start[i] + (shares[i] + 1) * price[i], i) for i in np.flatnonzero(shares < limit)] if rest else []
+    remainder = to_share - int(shares.sum())
+    heap = [(start[i] + (shares[i] + 1) * price[i], i) for i in np.flatnonzero(shares < limit)] if remainder else []
     heapq.heapify(heap)
-    for _ in range(rest):
+    for _ in range(remainder):
         _, i = heapq.heappop(heap)
         shares[i] += 1
         if shares[i] < limit[i]:
@@ -61,30 +61,32 @@ def min_max_tokens(
     Returns:
         None where they do not fit.
     """
-    units, rest = divmod(total, unit)
+    units, remainder = divmod(total, unit)
     try:
         shares = min_max_shares(units, cost * unit, np.floor(room / unit).astype(np.int64), fixed) * unit
     except ValueError:
         return None
-    if rest:
-        ends = np.where(shares + rest <= room, (shares + rest) * cost + (0.0 if fixed is None else fixed), np.inf)
+    if remainder:
+        ends = np.where(
+            shares + remainder <= room, (shares + remainder) * cost + (0.0 if fixed is None else fixed), np.inf
+        )
         first = int(ends.argmin())
         if ends[first] == np.inf:
             return None
-        shares[first] += rest
+        shares[first] += remainder
     return tuple(shares.tolist())
 
 
 def min_max_counts(seconds: Sequence[Sequence[float]], total: int) -> list[int] | None:
     """Numbers n_i >= 1 with sum ``total`` that minimise the largest ``seconds[i][n_i]``, which rises with n_i; None if
     there are more parts than units."""
-    given = [1] * len(seconds)
+    counts = [1] * len(seconds)
     if total < len(seconds):
         return None
     for _ in range(total - len(seconds)):
-        best = min(range(len(seconds)), key=lambda i: (seconds[i][given[i] + 1], i))
-        given[best] += 1
-    return given
+        best = min(range(len(seconds)), key=lambda i: (seconds[i][counts[i] + 1], i))
+        counts[best] += 1
+    return counts
 
 
 def water_level(total: float, rate: Floats, caps: Floats, delay: Floats) -> float:
@@ -95,10 +97,10 @@ def water_level(total: float, rate: Floats, caps: Floats, delay: Floats) -> floa
     order = np.argsort(points, kind="stable")
     points, slopes = points[order], np.cumsum(change[order])
     filled = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(points))])
-    at = int(np.searchsorted(filled, total, side="left"))
-    if at == 0:
+    segment = int(np.searchsorted(filled, total, side="left"))
+    if segment == 0:
         return float(points[0])
-    if at == len(points):
+    if segment == len(points):
         return float(points[-1])
-    slope = slopes[at - 1]
-    return float(points[at - 1] + (total - filled[at - 1]) / slope) if slope > 0 else float(points[at])
+    slope = slopes[segment - 1]
+    return float(points[segment - 1] + (total - filled[segment - 1]) / slope) if slope > 0 else float(points[segment])

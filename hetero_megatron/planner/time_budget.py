@@ -62,9 +62,9 @@ class TimeBudget:
 
     def uncaught(self) -> TimeBudget:
         """The same limit for work that Ctrl-C may abort immediately."""
-        other = copy.copy(self)
-        other._catches = False
-        return other
+        uncaught = copy.copy(self)
+        uncaught._catches = False
+        return uncaught
 
     def over(self) -> bool:
         """Whether to stop now. The caller must stop when True: the result is then marked as cut short."""

@@ -98,28 +98,28 @@ class Bucket:
 
     def counts(self) -> tuple[Ints, Ints]:
         """[ranks] elements that each rank holds, and that it owns."""
-        held, owned = (
+        elements_held, elements_owned = (
             np.asarray(np.sum([layout.counts() for layout in layouts.values()], axis=0))
             for layouts in (self.holders, self.owners)
         )
-        return held, owned
+        return elements_held, elements_owned
 
 
 def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
     """For every logical tensor, which box each rank of the plan holds; layers on the same stages share layouts."""
     stages = plan.stages
-    held = _interned([rank_shares(spec, stage) for stage in stages])
+    shares = _interned([rank_shares(spec, stage) for stage in stages])
     of_layer: dict[int, list[int]] = defaultdict(list)
-    for at, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         for layer in stage.layer_indices():
-            of_layer[layer].append(at)
+            of_layer[layer].append(index)
     layouts: dict[tuple[object, ...], Layout] = {}
     out: dict[str, Layout] = {}
     place = 0  # of a tensor in its layer
-    before: int | str | None = None
+    layer_before: int | str | None = None
     for tensor in logical_tensors(spec):
-        place = place + 1 if tensor.layer == before else 0
-        before = tensor.layer
+        place = place + 1 if tensor.layer == layer_before else 0
+        layer_before = tensor.layer
         if isinstance(tensor.layer, int):
             at_stages = of_layer[tensor.layer]
         else:
@@ -127,7 +127,7 @@ def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
         kind = "layer" if isinstance(tensor.layer, int) else tensor.layer
         key = (kind, place, tensor.shape, tensor.axes, tuple(at_stages))
         if key not in layouts:
-            layouts[key] = Layout(tensor.shape, _boxes(tensor, [held[i] for i in at_stages]))
+            layouts[key] = Layout(tensor.shape, _boxes(tensor, [shares[i] for i in at_stages]))
         out[tensor.name] = layouts[key]
     return out
 
@@ -135,19 +135,19 @@ def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
 def _interned(stages: Sequence[Mapping[int, Share]]) -> list[Mapping[int, Share]]:
     """The same with one object for equal shares, so that they are compared once per stage and not once per tensor."""
     first: dict[Share, Share] = {}
-    same: dict[int, Share] = {}  # by identity: most stages have the very same shares
-    for share in (share for held in stages for share in held.values()):
-        if id(share) not in same:
-            same[id(share)] = first.setdefault(share, share)
-    return [{rank: same[id(share)] for rank, share in held.items()} for held in stages]
+    interned: dict[int, Share] = {}  # by identity: most stages have the very same shares
+    for share in (share for shares in stages for share in shares.values()):
+        if id(share) not in interned:
+            interned[id(share)] = first.setdefault(share, share)
+    return [{rank: interned[id(share)] for rank, share in shares.items()} for shares in stages]
 
 
 def _boxes(tensor: LogicalTensor, stages: Sequence[Mapping[int, Share]]) -> dict[int, tuple[Box, ...]]:
     """What each rank of some stages holds of a tensor; ranks with one share have one tuple."""
     by_share: dict[int, tuple[Box, ...]] = {}
     boxes = {}
-    for held in stages:
-        for rank, share in held.items():
+    for shares in stages:
+        for rank, share in shares.items():
             box = by_share.get(id(share))
             if box is None:
                 box = by_share[id(share)] = (tensor_box(tensor, share),)
@@ -193,24 +193,24 @@ def make_buckets(
     if muon:
         from hetero_megatron.plans.matrices import in_order, matrix_owners
     buckets = list[Bucket]()
-    for held in _apart(plan, holders):
-        segments, whole = backward_order(t for t in logical_tensors(spec) if t.trained), dict[str, Layout]()
+    for layouts in _apart(plan, holders):
+        segments, whole_owners = backward_order(t for t in logical_tensors(spec) if t.trained), dict[str, Layout]()
         if muon:
-            whole = matrix_owners((t for segment in segments for t in segment), held, owner_weights(plan))
+            whole_owners = matrix_owners((t for segment in segments for t in segment), layouts, owner_weights(plan))
             segments = in_order(segments)
         rows = [
-            [(t.name, (held[t.name].ranks, t.wide, _dividing(sharding, held[t.name]) and t.layer, t.name in whole))
-             for t in segment] for segment in segments
+            [(t.name, (layouts[t.name].ranks, t.wide, _dividing(sharding, layouts[t.name]) and t.layer,
+                       t.name in whole_owners)) for t in segment] for segment in segments
         ]  # fmt: skip
-        make = _BucketMaker(plan, held, itemsize)
-        for (ranks, _, segment, matrices), names in _runs(rows, held, bucket_bytes // itemsize):
+        make = _BucketMaker(plan, layouts, itemsize)
+        for (ranks, _, segment, matrices), names in _runs(rows, layouts, bucket_bytes // itemsize):
             if matrices:
-                sources, owners = ({name: layouts[name] for name in names} for layouts in (held, whole))
+                sources, owners = ({name: sides[name] for name in names} for sides in (layouts, whole_owners))
                 hop = Hop((ranks,), sources, owners)
                 buckets.append(Bucket(len(buckets), ranks, tuple(names), sources, owners, (hop,), matrices=True))
                 continue
-            kept = sharding[ranks[0]].weights if segment is not None else None
-            buckets.append(make(len(buckets), ranks, names, kept, segment))
+            weights = sharding[ranks[0]].weights if segment is not None else None
+            buckets.append(make(len(buckets), ranks, names, weights, segment))
     return by_islands(buckets, plan.islands, itemsize) if plan.islands else tuple(buckets)
 
 
@@ -260,12 +260,12 @@ def _runs(
 ) -> Iterator[tuple[Kind, list[str]]]:
     """Tensors of one kind that follow one another, up to ``most`` elements on a rank. ``rows``: (name, kind)."""
     run, kind, size = list[str](), None, 0
-    for name, its in (each for row in rows for each in row):
-        more = int(holders[name].counts().max())
-        if run and (its != kind or size + more > most):
+    for name, its in (named for row in rows for named in row):
+        size_of_tensor = int(holders[name].counts().max())
+        if run and (its != kind or size + size_of_tensor > most):
             yield cast(Kind, kind), run
             run, size = [], 0
-        kind, size = its, size + more
+        kind, size = its, size + size_of_tensor
         run.append(name)
     if run:
         yield cast(Kind, kind), run
@@ -283,13 +283,13 @@ class _BucketMaker:
         self, index: int, ranks: tuple[int, ...], names: Sequence[str], weights: WeightSharding | None,
         segment: int | str | None,
     ) -> Bucket:  # fmt: skip
-        held = {name: self._holders[name] for name in names}
-        key = (tuple(map(id, held.values())), _order(names))
+        sources = {name: self._holders[name] for name in names}
+        key = (tuple(map(id, sources.values())), _order(names))
         if key not in self._owners:
-            owned = _owners(held, self._weights, self._whole_below, key[1], self._divided)
-            self._owners[key] = list(owned.values())
+            owners_of = _owners(sources, self._weights, self._whole_below, key[1], self._divided)
+            self._owners[key] = list(owners_of.values())
         owners = dict(zip(names, self._owners[key], strict=True))
-        return Bucket(index, ranks, tuple(names), held, owners, (Hop((ranks,), held, owners),), weights, segment)
+        return Bucket(index, ranks, tuple(names), sources, owners, (Hop((ranks,), sources, owners),), weights, segment)
 
 
 def by_islands(buckets: Sequence[Bucket], islands: Islands, itemsize: int = 4) -> tuple[Bucket, ...]:
@@ -300,14 +300,14 @@ def by_islands(buckets: Sequence[Bucket], islands: Islands, itemsize: int = 4) -
         if bucket.weights is not None or bucket.matrices:  # one hop while it computes, or to one owner of all of it
             routed.append(bucket)
             continue
-        near, key = split_by_island(islands, bucket.ranks), (bucket.layout_key, _order(bucket.names))
+        islands_of_bucket, key = split_by_island(islands, bucket.ranks), (bucket.layout_key, _order(bucket.names))
         if key not in divided:
-            between = island_layouts(bucket.holders, bucket.owners, near, WHOLE_BYTES // itemsize)
-            divided[key] = list(between.values()) if between is not None else None
+            layouts_between = island_layouts(bucket.holders, bucket.owners, islands_of_bucket, WHOLE_BYTES // itemsize)
+            divided[key] = list(layouts_between.values()) if layouts_between is not None else None
         middle = divided[key]
         if middle is not None:
             by_name = dict(zip(bucket.names, middle, strict=True))
-            hops = (Hop(near, bucket.holders, by_name), Hop((bucket.ranks,), by_name, bucket.owners))
+            hops = (Hop(islands_of_bucket, bucket.holders, by_name), Hop((bucket.ranks,), by_name, bucket.owners))
             bucket = replace(bucket, hops=hops)
         routed.append(bucket)
     return tuple(routed)
@@ -325,12 +325,12 @@ def _owners(
     """As :func:`assign_owners` has it, which goes by the order of ranks, not by their numbers: so stages that hold the
     same are divided once, and kept in ``divided``. ``order``: of the names."""
     ranks = next(iter(held.values())).ranks
-    content = tuple((layout.shape, tuple(layout.boxes.values())) for layout in held.values())
+    content = tuple((holders.shape, tuple(holders.boxes.values())) for holders in held.values())
     key = (content, tuple(weights[r] for r in ranks), order)
     if key not in divided:
         divided[key] = assign_owners(held, weights, whole_below=whole_below)
         return divided[key]
-    return {name: like.on_ranks(ranks) for name, like in zip(held, divided[key].values(), strict=True)}
+    return {name: layout.on_ranks(ranks) for name, layout in zip(held, divided[key].values(), strict=True)}
 
 
 def island_layouts(
@@ -353,9 +353,9 @@ def sync_actions(buckets: Sequence[Bucket], rank: int) -> tuple[tuple[Action, ..
     """(REDUCE, ALL_GATHER) of one rank in the order in which it starts them: by bucket, and within one hop after hop;
     the parameters come back the other way round. All ranks keep to this one order, so none waits in a circle. Buckets
     of divided weights travel inside forward and backward."""
-    mine = [b for b in buckets if rank in b.hops[0] and b.weights is None]
-    reduces = tuple(action for b in mine for action in bucket_actions(b, gather=False))
-    all_gathers = tuple(action for b in mine for action in bucket_actions(b, gather=True))
+    buckets_of_rank = [b for b in buckets if rank in b.hops[0] and b.weights is None]
+    reduces = tuple(action for b in buckets_of_rank for action in bucket_actions(b, gather=False))
+    all_gathers = tuple(action for b in buckets_of_rank for action in bucket_actions(b, gather=True))
     return reduces, all_gathers
 
 
@@ -380,8 +380,8 @@ def plan_groups(
     """
     layers = layer_groups(plan, spec) | (answer_groups(plan) if pairs else set())
     sync = {ranks for b in buckets for hop in b.hops for ranks in hop.groups}
-    between = [plan.ranks] if plan.outer is not None else []  # of exchanges that are under way beside the steps' own
-    return [*sorted({plan.ranks, *layers, *sync}), *sorted(r for r in sync & layers if len(r) > 1), *between]
+    outer = [plan.ranks] if plan.outer is not None else []  # of exchanges that are under way beside the steps' own
+    return [*sorted({plan.ranks, *layers, *sync}), *sorted(r for r in sync & layers if len(r) > 1), *outer]
 
 
 def layer_groups(plan: Plan, spec: ModelSpec) -> set[tuple[int, ...]]:

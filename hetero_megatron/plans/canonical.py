@@ -385,10 +385,10 @@ def _outer_json(outer: Outer) -> dict[str, Any]:
 
 
 def _pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
-    found = {key: value for key, value in asdict(pipeline).items() if value or key not in ("orders", "in_flight")}
-    for stage in found["stages"]:
+    fields = {key: value for key, value in asdict(pipeline).items() if value or key not in ("orders", "in_flight")}
+    for stage in fields["stages"]:
         for key in ("experts", "dtype", "weights", "activations"):
             if not stage[key]:
                 del stage[key]
         stage["optimizer"]["shard_weights"] = False  # a key of every fingerprint, by which checkpoints know their plan
-    return found
+    return fields

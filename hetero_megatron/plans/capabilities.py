@@ -62,12 +62,12 @@ def used_features(plan: Plan) -> Iterator[tuple[str, str, object]]:
         yield "outer", "outer.every", plan.outer.every
     if plan.allow_bridge:
         yield "allow_bridge", "allow_bridge", True
-    seen = set()
+    reported = set()
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             for feature, key, value in _stage_features(stage):
-                if feature not in seen:  # the first use is the one to report
-                    seen.add(feature)
+                if feature not in reported:  # the first use is the one to report
+                    reported.add(feature)
                     yield feature, f"pipelines[{p}].stages[{s}].{key}", value
 
 

@@ -84,22 +84,25 @@ def stage_contexts(spec: ModelSpec, stage: Stage, seq_length: int) -> list[Stage
     """One per inner replica; none for a stage without context groups."""
     if not has_context(stage, seq_length):
         return []
-    found = []
+    contexts = []
     for rows in stage.replicas:
         units = [u for u in stage.units if u.sequences == rows]
         groups = tuple(
             _group(spec, index, [u for u in units if u.group == index]) for index in sorted({u.group for u in units})
         )
         transport, block = (stage.kv.transport, stage.kv.block) if stage.kv else ("ring", 0)
-        found.append(StageContext(spec, seq_length, groups, transport, block))
-    return found
+        contexts.append(StageContext(spec, seq_length, groups, transport, block))
+    return contexts
 
 
 def _group(spec: ModelSpec, index: int, units: Sequence[Unit]) -> ContextGroup:
     members = []
     for unit in units:
-        held, computed = shares(spec, unit.tp_split), shares(spec, unit.tp_split, unit.heads)
-        members += [Member(r, index, unit.tokens, h, c) for r, h, c in zip(unit.ranks, held, computed, strict=True)]
+        held_shares, computed_shares = shares(spec, unit.tp_split), shares(spec, unit.tp_split, unit.heads)
+        members += [
+            Member(r, index, unit.tokens, h, c)
+            for r, h, c in zip(unit.ranks, held_shares, computed_shares, strict=True)
+        ]
     return ContextGroup(index, tuple(members), merged([i for u in units for i in u.tokens]))
 
 
@@ -108,10 +111,10 @@ def context_groups(stage: Stage, seq_length: int) -> list[tuple[int, ...]]:
     if not has_context(stage, seq_length):
         return []
     gather = stage.kv is not None and stage.kv.transport == "gather"
-    found: dict[tuple[Interval, int], list[int]] = {}
+    ranks_of: dict[tuple[Interval, int], list[int]] = {}
     for unit in stage.units:
-        found.setdefault((unit.sequences, 0 if gather else unit.group), []).extend(unit.ranks)
-    return [tuple(sorted(ranks)) for ranks in found.values()]
+        ranks_of.setdefault((unit.sequences, 0 if gather else unit.group), []).extend(unit.ranks)
+    return [tuple(sorted(ranks)) for ranks in ranks_of.values()]
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def head_moves(context: StageContext, group: ContextGroup) -> tuple[tuple[int, .
     gather = context.transport == "gather"
     members = [m for g in context.groups for m in g.members] if gather else list(group.members)
     tokens = {g.index: g.tokens for g in context.groups}
-    seen = {g: seen_tokens(t) if gather else t for g, t in tokens.items()}
+    visible = {g: seen_tokens(t) if gather else t for g, t in tokens.items()}
     s, spec = context.seq_length, context.spec
     query, key = (s, spec.num_heads), (s, spec.num_kv_heads)
     queries = _move(
@@ -144,7 +147,7 @@ def head_moves(context: StageContext, group: ContextGroup) -> tuple[tuple[int, .
     )
     keys = _move(
         _layout(key, {m.rank: (m.tokens, m.held.kv_heads) for m in members}),
-        _layout(key, {m.rank: (seen[m.group], m.computed.kv_heads) for m in members}),
+        _layout(key, {m.rank: (visible[m.group], m.computed.kv_heads) for m in members}),
     )
     return tuple(sorted(m.rank for m in members)), queries, keys
 
@@ -216,8 +219,8 @@ def make_blocks(groups: Sequence[ContextGroup], block: int, mirrored: bool = Tru
         count = round(length / limit) if block == 0 else -(-length // limit)
         for a, b in cut(length, [1] * count) if count else ():
             front, back = (a - a // 2, b - b // 2), (length - b // 2, length - a // 2)
-            at = merged((front, back)) if mirrored else ((a, b),)
-            out.append(Block(group.index, at, tokens_at(group.tokens, at)))
+            pieces = merged((front, back)) if mirrored else ((a, b),)
+            out.append(Block(group.index, pieces, tokens_at(group.tokens, pieces)))
     return tuple(out)
 
 
@@ -232,8 +235,8 @@ def ring_schedule(
     order = {g.index: i for i, g in enumerate(groups)}
     chains: list[list[int]] = []
     for block in blocks:
-        others = [*groups[order[block.group] + 1 :], *groups[: order[block.group]]]
-        chains.append([g.index for g in others if needs(g, block)])
+        later_groups = [*groups[order[block.group] + 1 :], *groups[: order[block.group]]]
+        chains.append([g.index for g in later_groups if needs(g, block)])
     busy: set[tuple[int, int]] = set()
     rounds: dict[int, list[Hop]] = {}
     for b in _turns(groups, blocks):
@@ -246,28 +249,28 @@ def ring_schedule(
             rounds.setdefault(start + k, []).append(Hop(b, source, g, k + 1 == len(chain)))
             source = g
     count = max(rounds, default=-1) + 1
-    own = {g.index: _fill(g.index, blocks, busy, count) for g in groups}
-    return RingSchedule(tuple(blocks), tuple(tuple(rounds.get(t, ())) for t in range(count)), own)
+    own_blocks = {g.index: _fill(g.index, blocks, busy, count) for g in groups}
+    return RingSchedule(tuple(blocks), tuple(tuple(rounds.get(t, ())) for t in range(count)), own_blocks)
 
 
 def _turns(groups: Sequence[ContextGroup], blocks: Sequence[Block]) -> list[int]:
     """Blocks in the order in which they are placed: groups take turns, those with most left first."""
-    mine = {g.index: [b for b, block in enumerate(blocks) if block.group == g.index] for g in groups}
-    total = {g: len(rows) for g, rows in mine.items()}
-    keyed = [((k + 0.5) / total[g], g, b) for g, rows in mine.items() for k, b in enumerate(rows)]
+    blocks_of = {g.index: [b for b, block in enumerate(blocks) if block.group == g.index] for g in groups}
+    total = {g: len(rows) for g, rows in blocks_of.items()}
+    keyed = [((k + 0.5) / total[g], g, b) for g, rows in blocks_of.items() for k, b in enumerate(rows)]
     return [b for _, _, b in sorted(keyed)]
 
 
 def _fill(group: int, blocks: Sequence[Block], busy: set[tuple[int, int]], count: int) -> tuple[tuple[int, ...], ...]:
     """Own blocks per round: one before the first arrival (index 0), one per free round, the rest at the end."""
-    left = [b for b, block in enumerate(blocks) if block.group == group]
-    rows: list[tuple[int, ...]] = [tuple(left[:1])]
-    left = left[1:]
+    unplaced = [b for b, block in enumerate(blocks) if block.group == group]
+    rows: list[tuple[int, ...]] = [tuple(unplaced[:1])]
+    unplaced = unplaced[1:]
     for t in range(count):
         free = (t, group) not in busy
-        rows.append(tuple(left[:1]) if free else ())
-        left = left[1:] if free else left
-    rows[-1] = (*rows[-1], *left)
+        rows.append(tuple(unplaced[:1]) if free else ())
+        unplaced = unplaced[1:] if free else unplaced
+    rows[-1] = (*rows[-1], *unplaced)
     return tuple(rows)
 
 

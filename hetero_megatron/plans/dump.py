@@ -125,8 +125,8 @@ def _stage(pipeline: Pipeline, index: int) -> dict[str, Any]:
     if stage.weights is not None:
         entry["weights"] = spelled_weights(stage.weights)
     if stage.activations is not None:
-        whole, ahead = stage.activations.layers == stage.num_layers, stage.activations.ahead
-        entry["activations"] = {"offload": "all" if whole else {"first": stage.activations.layers}}
+        all_layers, ahead = stage.activations.layers == stage.num_layers, stage.activations.ahead
+        entry["activations"] = {"offload": "all" if all_layers else {"first": stage.activations.layers}}
         entry["activations"] |= {"ahead": ahead} if ahead != 1 else {}
     if stage.kernels:
         entry["kernels"] = dict(stage.kernels)
@@ -166,24 +166,24 @@ def _tp_split(stage: Stage, entry: dict[str, Any]) -> None:
     splits = [unit.tp_split for unit in stage.units]
     if all(set(split) == {1} for split in splits):
         return
-    one = len(set(splits)) == 1
-    entry["tp_split"] = list(splits[0]) if one else [list(split) for split in splits]
+    alike = len(set(splits)) == 1
+    entry["tp_split"] = list(splits[0]) if alike else [list(split) for split in splits]
 
 
 def _ends(pipeline: Pipeline, index: int, entry: dict[str, Any]) -> None:
     """``embed`` and ``head`` where they are not where they would be by default."""
     for key, default in (("embed", 0), ("head", len(pipeline.stages) - 1)):
-        held = [s for s, stage in enumerate(pipeline.stages) if getattr(stage, key)]
-        if held != [default] and index in (held or [default]):
-            entry[key] = bool(held)
+        holders = [s for s, stage in enumerate(pipeline.stages) if getattr(stage, key)]
+        if holders != [default] and index in (holders or [default]):
+            entry[key] = bool(holders)
 
 
 def _has_context(stage: Stage) -> bool:
-    whole = stage.units[0].tokens
+    all_tokens = stage.units[0].tokens
     divided = any(
-        unit.group or unit.tokens != whole or unit.heads != stage.units[0].heads for unit in stage.units
+        unit.group or unit.tokens != all_tokens or unit.heads != stage.units[0].heads for unit in stage.units
     )
-    return stage.kv is not None or divided or len(whole) != 1
+    return stage.kv is not None or divided or len(all_tokens) != 1
 
 
 def _context(every: Sequence[Unit]) -> list[dict[str, Any]]:
@@ -230,8 +230,8 @@ def format_plan(plan: Plan, spec: ModelSpec, chips: Sequence[str] | None = None)
         for start in range(0, len(stages), PER_ROW):
             lines += _row(stages[start : start + PER_ROW], start)
     if len(groups) > MOST_GROUPS:
-        rest = sum(len(members) for members in groups[MOST_GROUPS:])
-        lines += ["", f"… and {rest} more pipelines"]
+        hidden = sum(len(members) for members in groups[MOST_GROUPS:])
+        lines += ["", f"… and {hidden} more pipelines"]
     return "\n".join(lines)
 
 
@@ -250,9 +250,9 @@ def _title(plan: Plan, members: list[int]) -> str:
     first = plan.pipelines[members[0]]
     percent = 100 * first.batch_size / plan.global_batch_size
     name = f"pipeline {members[0]}" if len(members) == 1 else f"pipelines {_short(rank_ranges(members), 40)}"
-    each = "" if len(members) == 1 else f" ({len(members)} alike), each"
+    alike = "" if len(members) == 1 else f" ({len(members)} alike), each"
     return (
-        f"{name}{each}: {plural(first.batch_size, 'sequence')} per step ({percent:.3g} %) = "
+        f"{name}{alike}: {plural(first.batch_size, 'sequence')} per step ({percent:.3g} %) = "
         f"{plural(first.num_micro_batches, 'micro-batch')} of {first.micro_batch_size}"
     )
 
@@ -299,10 +299,10 @@ def _bar(stage: Stage, num_layers: int) -> str:
 
 
 def _content(stage: Stage) -> str:
-    held = ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in stage.layers if a < b)
+    ranges = ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in stage.layers if a < b)
     layers = (
-        f"{'layer' if stage.num_layers == 1 else 'layers'} {held} ({stage.num_layers})"
-        if held
+        f"{'layer' if stage.num_layers == 1 else 'layers'} {ranges} ({stage.num_layers})"
+        if ranges
         else "no layers"
     )
     return " ".join([*(["E"] if stage.embed else []), layers, *(["L"] if stage.head else [])])
@@ -316,14 +316,14 @@ def degrees(stage: Stage) -> str:
             f"{len(numbers)}" if len(set(numbers)) == 1 else f"{len(numbers)} ({':'.join(map(str, numbers))})"
         )
 
-    parts = [f"tp {ratio(split)}" for split in dict.fromkeys(unit.tp_split for unit in stage.units)]
+    texts = [f"tp {ratio(split)}" for split in dict.fromkeys(unit.tp_split for unit in stage.units)]
     if len(stage.replicas) > 1:
-        parts.append(f"dp {ratio(stage.dp_split)}")
+        texts.append(f"dp {ratio(stage.dp_split)}")
     if len(stage.units) > len(stage.replicas):
         units = [u for u in stage.units if u.sequences == stage.replicas[0]]
         members = [sum(u.group == g for u in units) for g in dict.fromkeys(u.group for u in units)]
-        parts.append("context " + "+".join(map(str, members)))
-    return "  ".join(parts)
+        texts.append("context " + "+".join(map(str, members)))
+    return "  ".join(texts)
 
 
 def _weights(stage: Stage) -> str:
@@ -336,14 +336,14 @@ def _weights(stage: Stage) -> str:
 
 def _cuts(stage: Stage, spec: ModelSpec) -> list[str]:
     """What the ranks of a TP group get of MLP and vocabulary, on two lines, which are empty where shares are equal."""
-    found = []
-    for name, wanted in (("ffn", True), ("vocab", stage.embed or stage.head)):
+    lines = []
+    for name, applies in (("ffn", True), ("vocab", stage.embed or stage.head)):
         sizes = {
             ":".join(str(b - a) for a, b in (getattr(share, name) for share in shares(spec, split)))
             for split in dict.fromkeys(u.tp_split for u in stage.units) if len(set(split)) > 1
         }  # fmt: skip
-        found.append(f"{name} {', '.join(sorted(sizes))}" if sizes and wanted else "")
-    return found
+        lines.append(f"{name} {', '.join(sorted(sizes))}" if sizes and applies else "")
+    return lines
 
 
 def _row(boxes: list[list[str]], first: int) -> list[str]:

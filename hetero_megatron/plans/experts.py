@@ -79,8 +79,8 @@ def _interval(entry: Entry) -> Interval:
 
 def expert_groups(stage: Stage, num_experts: int) -> tuple[ExpertGroup, ...]:
     """The groups in which routed tokens travel."""
-    whole = (0, num_experts)
-    plain = [ExpertGroup((ExpertMember(unit.ranks, whole, unit.tp_split),)) for unit in stage.units]
+    all_experts = (0, num_experts)
+    plain = [ExpertGroup((ExpertMember(unit.ranks, all_experts, unit.tp_split),)) for unit in stage.units]
     return stage.experts or tuple(sorted(plain, key=lambda group: min(group.ranks)))
 
 
@@ -101,30 +101,30 @@ def destinations(
     the own one if it has it, else one inside the own island, else one that is fixed for each sender so that replicas
     share the work."""
     order = sorted(group.ranks).index(rank)
-    near = next((set(ranks) for ranks in islands if rank in ranks), {rank})
-    found = []
+    island = next((set(ranks) for ranks in islands if rank in ranks), {rank})
+    receivers = []
     for expert in range(num_experts):
         holders = [m for m in group.members if m.experts[0] <= expert < m.experts[1]]
-        own = [m for m in holders if rank in m.ranks]
-        inside = own or [m for m in holders if near.issuperset(m.ranks)]
-        among = inside or holders
-        found.append(among[0 if own else order % len(among)].ranks)
-    return tuple(found)
+        own_members = [m for m in holders if rank in m.ranks]
+        inside = own_members or [m for m in holders if island.issuperset(m.ranks)]
+        candidates = inside or holders
+        receivers.append(candidates[0 if own_members else order % len(candidates)].ranks)
+    return tuple(receivers)
 
 
 def replicated_experts(stage: Stage) -> list[int]:
     """Experts that several members of one of its groups hold, ascending."""
-    found = set[int]()
+    replicated = set[int]()
     for group in stage.experts:
-        held = Counter(e for member in group.members for e in range(*member.experts))
-        found |= {expert for expert, holders in held.items() if holders > 1}
-    return sorted(found)
+        holder_counts = Counter(e for member in group.members for e in range(*member.experts))
+        replicated |= {expert for expert, holders in holder_counts.items() if holders > 1}
+    return sorted(replicated)
 
 
 def sequence_group(stage: Stage, rank: int) -> tuple[int, ...]:
     """The ranks of a stage that have tokens of the same sequences as ``rank``, ascending."""
-    own = next(unit.sequences for unit in stage.units if rank in unit.ranks)
-    return tuple(sorted(r for unit in stage.units if unit.sequences == own for r in unit.ranks))
+    own_sequences = next(unit.sequences for unit in stage.units if rank in unit.ranks)
+    return tuple(sorted(r for unit in stage.units if unit.sequences == own_sequences for r in unit.ranks))
 
 
 def require_rows(plan: Plan, batch_size: int) -> None:
@@ -161,13 +161,15 @@ def _rank_shares(
 ) -> Mapping[int, Share]:
     from hetero_megatron.spec import shares
 
-    found = {rank: share for unit in units for rank, share in zip(unit.ranks, shares(spec, unit.tp_split), strict=True)}
+    share_of = {
+        rank: share for unit in units for rank, share in zip(unit.ranks, shares(spec, unit.tp_split), strict=True)
+    }
     for member in (member for group in experts for member in group.members):
         assert spec.moe is not None
         columns = cut_in_tiles(spec.moe.ffn_hidden_size, member.split)
-        for rank, part in zip(member.ranks, columns, strict=True):
-            found[rank] = replace(found[rank], experts=member.experts, expert_ffn=part)
-    return found
+        for rank, columns_of_rank in zip(member.ranks, columns, strict=True):
+            share_of[rank] = replace(share_of[rank], experts=member.experts, expert_ffn=columns_of_rank)
+    return share_of
 
 
 WORTH_A_HOP = 1 / 16  # of what crosses between islands must be saved by a second hop, or its messages are not worth it
@@ -208,53 +210,53 @@ def token_hops(moe: MoE, group: ExpertGroup, islands: Islands) -> TokenHops | No
 
 @lru_cache(maxsize=4096)
 def _token_hops(group: ExpertGroup, islands: Islands, num_experts: int, top_k: int) -> TokenHops | None:
-    mine = split_by_island(islands, group.ranks)
-    if not islands or len(mine) == 1 or len(mine) == len(group.ranks):
+    group_islands = split_by_island(islands, group.ranks)
+    if not islands or len(group_islands) == 1 or len(group_islands) == len(group.ranks):
         return None
     straight = once = 0.0
-    even = (1 / num_experts,) * num_experts
+    popularity = (1 / num_experts,) * num_experts
     for source in group.ranks:
         to = destinations(group, source, num_experts, islands)
-        for island in (island for island in mine if source not in island):
-            per_rank = shares_of(even, to, island)
+        for island in (island for island in group_islands if source not in island):
+            per_rank = shares_of(popularity, to, island)
             straight += sum(hit_probability(share, num_experts, top_k) for share in per_rank.values())
-            once += hit_probability(share_of_island(even, to, island), num_experts, top_k)
-    return TokenHops(mine) if once < (1 - WORTH_A_HOP) * straight else None
+            once += hit_probability(share_of_island(popularity, to, island), num_experts, top_k)
+    return TokenHops(group_islands) if once < (1 - WORTH_A_HOP) * straight else None
 
 
 def stage_token_hops(spec: ModelSpec, stage: Stage, islands: Islands) -> dict[ExpertGroup, TokenHops]:
     """Of the groups that the stage lists, those whose tokens go in two hops."""
     moe = spec.moe
-    found = {group: token_hops(moe, group, islands) for group in stage.experts} if moe is not None else {}
-    return {group: hops for group, hops in found.items() if hops is not None}
+    hops_of = {group: token_hops(moe, group, islands) for group in stage.experts} if moe is not None else {}
+    return {group: hops for group, hops in hops_of.items() if hops is not None}
 
 
 def routing_groups(spec: ModelSpec, stage: Stage, islands: Islands) -> list[tuple[int, ...]]:
     """Groups of several ranks that exchange routed tokens and are no TP group, ascending ranks in each; those of the
     second hop after the group of the first one, in the order in which they meet."""
-    hops, found = stage_token_hops(spec, stage, islands), []
+    hops, groups = stage_token_hops(spec, stage, islands), []
     for group in stage.experts:
         inner = hops[group].islands if group in hops else ()
-        found += [ranks for ranks in (tuple(sorted(group.ranks)), *inner) if len(ranks) > 1]
-    return found
+        groups += [ranks for ranks in (tuple(sorted(group.ranks)), *inner) if len(ranks) > 1]
+    return groups
 
 
 def shares_of(
     popular: Sequence[float], to: Sequence[Iterable[int]], ranks: Iterable[int]
 ) -> Mapping[int, float]:
     """By rank of ``ranks``, the popularity of the experts for which tokens go ``to`` it; those without are left out."""
-    found: dict[int, float] = defaultdict(float)
-    among = set(ranks)
+    shares: dict[int, float] = defaultdict(float)
+    wanted_ranks = set(ranks)
     for share, receivers in zip(popular, to, strict=True):
-        for rank in among.intersection(receivers):
-            found[rank] += share
-    return found
+        for rank in wanted_ranks.intersection(receivers):
+            shares[rank] += share
+    return shares
 
 
 def share_of_island(popular: Sequence[float], to: Sequence[Iterable[int]], island: Iterable[int]) -> float:
     """The popularity of the experts for which tokens go to some rank of an island."""
-    among = set(island)
-    return sum(share for share, receivers in zip(popular, to, strict=True) if among.intersection(receivers))
+    island_ranks = set(island)
+    return sum(share for share, receivers in zip(popular, to, strict=True) if island_ranks.intersection(receivers))
 
 
 def hit_probability(share: float, experts: int, top_k: int) -> float:
@@ -281,18 +283,18 @@ def experts_are_held(plan: Plan, spec: ModelSpec, source: Source) -> None:
                 f"the ranks {sorted(stage.ranks)}; a rank without experts has []",
             )  # fmt: skip
         for g, group in enumerate(stage.experts):
-            held = sorted(member.experts for member in group.members)
+            intervals = sorted(member.experts for member in group.members)
             end = 0
-            for a, b in held:
+            for a, b in intervals:
                 if b > moe.num_experts:
-                    there = plural(moe.num_experts, "expert")
-                    raise source.error(f"the model has {there}", f"{field}[{g}].experts", [a, b])
+                    count = plural(moe.num_experts, "expert")
+                    raise source.error(f"the model has {count}", f"{field}[{g}].experts", [a, b])
                 if a > end:
                     break
                 end = max(end, b)
             if end < moe.num_experts:
                 raise source.error(
-                    f"no rank of the group holds expert {end}", f"{field}[{g}].experts", [list(e) for e in held],
+                    f"no rank of the group holds expert {end}", f"{field}[{g}].experts", [list(e) for e in intervals],
                     f"intervals that cover [0, {moe.num_experts}]; they may overlap",
                 )  # fmt: skip
             for member in group.members:

@@ -49,20 +49,20 @@ def _one_shape(plan: Plan, kind: str, rounded: bool = False) -> None:
     """Refuse what neither format can say: pipelines of unlike stages or shares; ``rounded``: the last micro-batch of a
     share may be missing."""
     first = plan.pipelines[0]
-    most = -(-plan.global_batch_size // (len(plan.pipelines) * first.micro_batch_size))
+    most_micro_batches = -(-plan.global_batch_size // (len(plan.pipelines) * first.micro_batch_size))
     for p, pipeline in enumerate(plan.pipelines):
-        same = [s.layers for s in pipeline.stages] == [s.layers for s in first.stages]
-        same = same and pipeline.micro_batch_size == first.micro_batch_size
-        share = pipeline.num_micro_batches <= most if rounded else pipeline.batch_size == first.batch_size
-        if not same or not share:
+        alike = [s.layers for s in pipeline.stages] == [s.layers for s in first.stages]
+        alike = alike and pipeline.micro_batch_size == first.micro_batch_size
+        share = pipeline.num_micro_batches <= most_micro_batches if rounded else pipeline.batch_size == first.batch_size
+        if not alike or not share:
             raise UserError(
                 f"{kind} has one layer split and one share of the batch for all pipelines", field=f"pipelines[{p}]",
                 accepted="a plan of equal pipelines",
             )  # fmt: skip
         for s, stage in enumerate(pipeline.stages):
-            for what, instead in _unsayable(stage, plan.seq_length):
+            for unsayable, accepted in _unsayable(stage, plan.seq_length):
                 field = f"pipelines[{p}].stages[{s}]"
-                raise UserError(f"{kind} cannot say {what}", field=field, accepted=instead)
+                raise UserError(f"{kind} cannot say {unsayable}", field=field, accepted=accepted)
 
 
 def _unsayable(stage: Stage, seq_length: int) -> Iterator[tuple[str, str]]:

@@ -31,9 +31,9 @@ def tp_splits(entry: Entry | None, groups: list[tuple[int, ...]]) -> list[tuple[
     for item, group in zip(per_group, groups, strict=True):
         weights = item.integers(1)
         if len(weights) != len(group):
-            there = plural(len(weights), "weight")
+            count = plural(len(weights), "weight")
             item.fail(
-                f"{there} for TP groups of {plural(len(group), 'rank')}", accepted=plural(len(group), "weight")
+                f"{count} for TP groups of {plural(len(group), 'rank')}", accepted=plural(len(group), "weight")
             )
         splits.append(reduced(weights))
     return splits
@@ -60,15 +60,15 @@ def parse_ranks(entry: Entry) -> tuple[int, ...]:
     """``"0-3"``, ``"0-3,8"``, ``5``, or a list of these -> ranks in the order written."""
     accepted = 'ranks such as 3, [0, 1, 2], "0-3" or "0-3,8"'
     if isinstance(entry.value, list):
-        found: list[int] = []
+        listed: list[int] = []
         for item in entry.items():
-            found += parse_ranks(item)
-            require_few_ranks(entry, len(found))
-        ranks = tuple(found)
+            listed += parse_ranks(item)
+            require_few_ranks(entry, len(listed))
+        ranks = tuple(listed)
     elif isinstance(entry.value, str):
         ranks = ()
-        for part in entry.value.split(","):
-            match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
+        for range_text in entry.value.split(","):
+            match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", range_text)
             if not match:
                 entry.fail("not a range of ranks", accepted=accepted)
             first, last = int(match[1]), int(match[2] or match[1])
@@ -164,11 +164,11 @@ class FlagSource(Source):
 
     def error(self, problem: str, path: str, value: Any = None, accepted: str = "") -> UserError:
         match = PATH.fullmatch(path)
-        found = self.blame(match[2], int(match[1] or -1)) if match else None
-        if found is None:
+        blame = self.blame(match[2], int(match[1] or -1)) if match else None
+        if blame is None:
             return super().error(problem, path, value, accepted)
-        text = f"{found.place}: {problem}" if found.place else problem
-        return flag_error(found.flag, found.value, text, found.accepted or accepted)
+        text = f"{blame.place}: {problem}" if blame.place else problem
+        return flag_error(blame.flag, blame.value, text, blame.accepted or accepted)
 
 
 def stages(plan: Plan) -> Iterator[tuple[str, Pipeline, Stage]]:

@@ -48,8 +48,8 @@ def add_islands(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
     """
     if plan.ranks[-1] >= cluster.world_size:
         return plan
-    near = plan if plan.islands else _near(plan, model, cluster)
-    return over_libraries(near, cluster.library_of, lambda rank: cluster.ranks[rank].chip)
+    divided = plan if plan.islands else _near(plan, model, cluster)
+    return over_libraries(divided, cluster.library_of, lambda rank: cluster.ranks[rank].chip)
 
 
 def over_libraries(plan: Plan, library: Callable[[int], int], name: Callable[[int], str]) -> Plan:
@@ -66,30 +66,30 @@ def over_libraries(plan: Plan, library: Callable[[int], int], name: Callable[[in
         return plan
     for group in sorted(replicas(plan)):
         if not plan.allow_bridge and len({library(rank) for rank in group}) > 1:
-            parts = {library(rank): rank for rank in reversed(group)}
-            ends = " and ".join(f"rank {rank} ({name(rank)})" for rank in sorted(parts.values()))
+            example_ranks = {library(rank): rank for rank in reversed(group)}
+            ends = " and ".join(f"rank {rank} ({name(rank)})" for rank in sorted(example_ranks.values()))
             raise UserError(
                 f"ranks {rank_ranges(group)} are one tensor-parallel or context group, and {ends} have no "
                 "communication library in common: every layer would wait for the bridge", field="plan",
                 accepted="such groups of one library's chips, or allow_bridge: true in the plan",
             )  # fmt: skip
-    found: dict[tuple[int, int], list[int]] = {}
-    for i, near in enumerate(split_by_island(plan.islands, plan.ranks) if plan.islands else [plan.ranks]):
-        for rank in near:
-            found.setdefault((i, library(rank)), []).append(rank)
-    islands = tuple(sorted(tuple(ranks) for ranks in found.values()))
+    ranks_of: dict[tuple[int, int], list[int]] = {}
+    for i, island in enumerate(split_by_island(plan.islands, plan.ranks) if plan.islands else [plan.ranks]):
+        for rank in island:
+            ranks_of.setdefault((i, library(rank)), []).append(rank)
+    islands = tuple(sorted(tuple(ranks) for ranks in ranks_of.values()))
     return plan if islands == plan.islands else replace(plan, islands=islands)
 
 
 def replicas(plan: Plan) -> set[tuple[int, ...]]:
     """Ranks that work on the same sequences in the same layers, and so exchange data in every one of these: TP groups,
     or all ranks of context parallelism, whether they exchange by collectives or round a ring."""
-    found: dict[object, list[int]] = {}
+    ranks_of: dict[object, list[int]] = {}
     for i, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             for unit in stage.units:
-                found.setdefault((i, s, unit.sequences), []).extend(unit.ranks)
-    return {tuple(sorted(ranks)) for ranks in found.values()}
+                ranks_of.setdefault((i, s, unit.sequences), []).extend(unit.ranks)
+    return {tuple(sorted(ranks)) for ranks in ranks_of.values()}
 
 
 def _near(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
@@ -100,19 +100,21 @@ def _near(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
     hop, by the bandwidths of links and of what a node has for all others together; of those that take about equally
     long, the one that loads links the least in all.
     """
-    found, straight = [], make_buckets(plan, model)
+    priced, straight = [], make_buckets(plan, model)
     for islands in divisions(plan, cluster):
         divided = replace(plan, islands=islands)
         buckets, tokens = by_islands(straight, islands), list(_token_moves(divided, model))
         if any(len(b.hops) > 1 for b in buckets) or any(twice for twice, _ in tokens):
-            found.append((divided, *_link_seconds(buckets, [moves for _, moves in tokens], cluster)))
-    if not found:
+            priced.append((divided, *_link_seconds(buckets, [moves for _, moves in tokens], cluster)))
+    if not priced:
         return plan
     moves = [moves for _, moves in _token_moves(plan, model)]
-    found.insert(0, (plan, *_link_seconds(straight, moves, cluster)))
-    least = min(busiest for _, busiest, _ in found)
-    equal = [(together, i) for i, (_, busiest, together) in enumerate(found) if busiest <= EQUAL * least]
-    return found[min(equal)[1]][0]
+    priced.insert(0, (plan, *_link_seconds(straight, moves, cluster)))
+    least_busy = min(busiest for _, busiest, _ in priced)
+    equal = [
+        (total_seconds, i) for i, (_, busiest, total_seconds) in enumerate(priced) if busiest <= EQUAL * least_busy
+    ]
+    return priced[min(equal)[1]][0]
 
 
 def format_added(plan: Plan, cluster: Cluster) -> str:
@@ -131,7 +133,7 @@ def with_islands_where_quick(plan: Plan, model: ModelSpec, cluster: Cluster) -> 
 def divisions(plan: Plan, cluster: Cluster) -> list[Islands]:
     """The plan's ranks in islands, for every bandwidth up to which links could be cut; those of unknown speed stay."""
     speeds = sorted({s for a, b in _ends(plan.ranks, cluster) if (s := _bandwidth(cluster, a, b)) is not None})
-    found: dict[Islands, None] = {}
+    divisions_of_ranks: dict[Islands, None] = {}
     for cut in speeds[:-1]:
         parent = {r: r for r in plan.ranks}
 
@@ -148,8 +150,8 @@ def divisions(plan: Plan, cluster: Cluster) -> list[Islands]:
         for rank in plan.ranks:
             groups[root(rank)].append(rank)
         if 1 < len(groups) < len(plan.ranks):
-            found[tuple(sorted(tuple(g) for g in groups.values()))] = None
-    return list(found)
+            divisions_of_ranks[tuple(sorted(tuple(g) for g in groups.values()))] = None
+    return list(divisions_of_ranks)
 
 
 def _ends(ranks: Sequence[int], cluster: Cluster, every: bool = False) -> list[tuple[int, int]]:
@@ -173,8 +175,8 @@ def _bandwidth(cluster: Cluster, a: int, b: int) -> float | None:
     link = cluster.link(a, b)
     if link is None:
         return None
-    one, two = cluster.group_of(a), cluster.group_of(b)
-    return 1 / cluster.seconds_per_byte(link, one, two, cluster.ranks[a].node != cluster.ranks[b].node)
+    group_a, group_b = cluster.group_of(a), cluster.group_of(b)
+    return 1 / cluster.seconds_per_byte(link, group_a, group_b, cluster.ranks[a].node != cluster.ranks[b].node)
 
 
 def _token_moves(plan: Plan, model: ModelSpec) -> Iterator[tuple[bool, Moves]]:
@@ -192,18 +194,18 @@ def _token_moves(plan: Plan, model: ModelSpec) -> Iterator[tuple[bool, Moves]]:
 
 def _link_seconds(buckets: Sequence[Bucket], tokens: Iterable[Moves], cluster: Cluster) -> tuple[float, float]:
     """Elements over bandwidth, hop after hop: of the busiest link or port, and of all links together."""
-    busiest = together = 0.0
+    busiest = total = 0.0
     places = _Places(cluster)
-    known: dict[tuple[int, ...], tuple[float, float]] = {}  # equal layers share their layouts
+    seconds_of: dict[tuple[int, ...], tuple[float, float]] = {}  # equal layers share their layouts
     for hop in (hop for bucket in buckets for hop in bucket.hops):
         key = tuple(id(layout) for layout in (*hop.sources.values(), *hop.targets.values()))
-        if key not in known:
-            known[key] = places.seconds(*_hop_pairs(hop))
-        busiest, together = busiest + known[key][0], together + known[key][1]
+        if key not in seconds_of:
+            seconds_of[key] = places.seconds(*_hop_pairs(hop))
+        busiest, total = busiest + seconds_of[key][0], total + seconds_of[key][1]
     for moves in tokens:
-        most, every = places.seconds(*moves)
-        busiest, together = busiest + most, together + every
-    return busiest, together
+        busiest_link, all_links = places.seconds(*moves)
+        busiest, total = busiest + busiest_link, total + all_links
+    return busiest, total
 
 
 class _Places:
@@ -220,29 +222,29 @@ class _Places:
         """The busiest link, or end of links: a chip inside its node, a node among others, which sends (and receives)
         all at the rate of the fastest of its links; and the sum of all links. A link of unknown speed counts
         nothing."""
-        same = self.node[src] == self.node[dst]
-        speed = self._speeds(src, dst, same)
-        known = (src != dst) & (speed > 0)
-        src, dst, elements, same, speed = (x[known] for x in (src, dst, elements, same, speed))
+        same_node = self.node[src] == self.node[dst]
+        speed = self._speeds(src, dst, same_node)
+        has_speed = (src != dst) & (speed > 0)
+        src, dst, elements, same_node, speed = (x[has_speed] for x in (src, dst, elements, same_node, speed))
         if not len(src):
             return 0.0, 0.0
-        ends = [np.where(same, rank, len(self.node) + self.node[rank]) for rank in (src, dst)]
+        ends = [np.where(same_node, rank, len(self.node) + self.node[rank]) for rank in (src, dst)]
         _, link = np.unique(ends[0] * 2 * len(self.node) + ends[1], return_inverse=True)
-        together = np.bincount(link, elements / speed)
-        busiest = [together.max()]
+        link_seconds = np.bincount(link, elements / speed)
+        busiest = [link_seconds.max()]
         for end in ends:
             _, port = np.unique(end, return_inverse=True)
             fastest = np.zeros(port.max() + 1)
             np.maximum.at(fastest, port, speed)
             busiest.append((np.bincount(port, elements) / fastest).max())
-        return float(max(busiest)), float(together.sum())
+        return float(max(busiest)), float(link_seconds.sum())
 
     def _speeds(self, src: IntArray, dst: IntArray, same: IntArray) -> FloatArray:
         """Bytes/s of each pair; 0 where unknown. Pairs of the same node groups have the same."""
         kinds = (self.group[src] * (self.group.max() + 1) + self.group[dst]) * 2 + same
         _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
-        found = [_bandwidth(self.cluster, int(src[i]), int(dst[i])) or 0.0 for i in first]
-        return np.array(found)[kind]
+        bandwidths = [_bandwidth(self.cluster, int(src[i]), int(dst[i])) or 0.0 for i in first]
+        return np.array(bandwidths)[kind]
 
 
 def hop_elements(hop: Hop) -> dict[tuple[int, int], int]:
@@ -256,46 +258,46 @@ def _hop_pairs(hop: Hop) -> tuple[IntArray, IntArray, IntArray]:
     layouts = [(layout, hop.targets[name]) for name, layout in hop.sources.items()]
     equal = Counter((id(source), id(target)) for source, target in layouts)
     different = {(id(source), id(target)): (source, target) for source, target in layouts}
-    parts = []
+    columns_of_hops = []
     for ranks in hop.groups:
         for key, (source, target) in different.items():
             *ends, elements = reduction_elements(source.only(ranks), target.only(ranks))
-            parts.append((*ends, equal[key] * elements))
-    src, dst, elements = (np.concatenate(columns) for columns in zip(*parts))
+            columns_of_hops.append((*ends, equal[key] * elements))
+    src, dst, elements = (np.concatenate(columns) for columns in zip(*columns_of_hops))
     width = int(dst.max(initial=0)) + 1
-    pairs, which = np.unique(src * width + dst, return_inverse=True)
+    pairs, pair_of = np.unique(src * width + dst, return_inverse=True)
     total = np.zeros(len(pairs), np.int64)
-    np.add.at(total, which, elements)
+    np.add.at(total, pair_of, elements)
     return pairs // width, pairs % width, total
 
 
 def crossing(compiled: CompiledPlan, itemsize: int = 4) -> Crossing:
     """What of the gradients crosses between the plan's islands, and what would without them."""
     buckets = [b for b in compiled.buckets if len(b.ranks) > 1]
-    known: dict[tuple[int, ...], tuple[int, int]] = {}  # equal layers share their layouts
+    crossing_of: dict[tuple[int, ...], tuple[int, int]] = {}  # equal layers share their layouts
     direct = planned = 0
     for bucket in buckets:
         key = tuple(id(layout) for layout in (*bucket.holders.values(), *bucket.owners.values()))
-        if key not in known:
-            known[key] = bucket_crossing(bucket, split_by_island(compiled.plan.islands, bucket.ranks))
-        direct, planned = direct + known[key][0], planned + known[key][1]
+        if key not in crossing_of:
+            crossing_of[key] = bucket_crossing(bucket, split_by_island(compiled.plan.islands, bucket.ranks))
+        direct, planned = direct + crossing_of[key][0], planned + crossing_of[key][1]
     two = sum(len(b.hops) > 1 for b in buckets)
     return Crossing(itemsize * direct, itemsize * planned, two, len(buckets))
 
 
 def format_islands(compiled: CompiledPlan) -> str:
     """One line: the islands, and what they save."""
-    found = crossing(compiled)
+    saved = crossing(compiled)
     stages = [stage for pipeline in compiled.plan.pipelines for stage in pipeline.stages]
     twice = sum(len(stage_token_hops(compiled.spec, stage, compiled.plan.islands)) for stage in stages)
     tokens = f"; routed tokens of {plural(twice, 'expert group')} go in two hops" if twice else ""
     names = " | ".join(rank_ranges(ranks) for ranks in compiled.plan.islands)
-    if not found.direct:
+    if not saved.direct:
         return f"islands {names}: no gradients cross between them{tokens}"
     return (
-        f"islands {names}: {found.hops} of {plural(found.buckets, 'bucket')} {word(found.hops, 'is')} "
+        f"islands {names}: {saved.hops} of {plural(saved.buckets, 'bucket')} {word(saved.hops, 'is')} "
         "summed inside an island first; per step "
-        f"{format_bytes(found.planned)} of fp32 gradients cross between islands instead of {format_bytes(found.direct)}"
+        f"{format_bytes(saved.planned)} of fp32 gradients cross between islands instead of {format_bytes(saved.direct)}"
         + tokens
     )
 

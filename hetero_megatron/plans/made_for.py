@@ -63,11 +63,11 @@ class MadeFor:
 
     def agree(self, key: str, field: str, value: str, source: str) -> None:
         """UserError for a run that asks for another ``dtype`` or ``optimizer``."""
-        mine = getattr(self, key)
-        if value != mine:
+        planned = getattr(self, key)
+        if value != planned:
             raise UserError(
-                f"the plan was made for {mine} (made_for.{key} of {source})", field=field, value=value,
-                accepted=f"{mine}, or a plan made for {value}", where="command line",
+                f"the plan was made for {planned} (made_for.{key} of {source})", field=field, value=value,
+                accepted=f"{planned}, or a plan made for {value}", where="command line",
             )  # fmt: skip
 
     def agree_on_fp8(self, asked: Fp8, source: str) -> None:
@@ -98,30 +98,34 @@ class MadeFor:
 
     def with_predictions(self, model: ModelSpec) -> ModelSpec:
         """The model with as many modules that predict further tokens as the plan's, where it may have such."""
-        may = model.position == "rope" and model.lora is None
-        return replace(model, mtp_layers=self.mtp_layers) if may else model
+        allowed = model.position == "rope" and model.lora is None
+        return replace(model, mtp_layers=self.mtp_layers) if allowed else model
 
     def _other_adapters(self, asked: Lora | None, source: str) -> UserError:
         """The refusal of adapters that differ from the plan's, by the first flag that does."""
-        mine, theirs = ({} if lora is None else lora_keys(lora) for lora in (self.lora, asked))
-        key = next(key for key in LORA_KEYS.values() if mine.get(key) != theirs.get(key))
-        made, other = (lora_words(lora) if lora is not None else [] for lora in (self.lora, asked))
-        made_with, other_with = (f"with {' '.join(words)}" if words else "without adapters" for words in (made, other))
+        plan_keys, run_keys = ({} if lora is None else lora_keys(lora) for lora in (self.lora, asked))
+        key = next(key for key in LORA_KEYS.values() if plan_keys.get(key) != run_keys.get(key))
+        plan_words, run_words = (lora_words(lora) if lora is not None else [] for lora in (self.lora, asked))
+        made_with, other_with = (
+            f"with {' '.join(words)}" if words else "without adapters" for words in (plan_words, run_words)
+        )
         return UserError(
             f"the plan was made {made_with} (made_for of {source})", field=f"--{key.replace('_', '-')}",
-            value=theirs.get(key, "not given"), accepted=f"the run {made_with}, or a plan made {other_with}",
+            value=run_keys.get(key, "not given"), accepted=f"the run {made_with}, or a plan made {other_with}",
             where="command line",
         )  # fmt: skip
 
     def less_memory(self, cluster: Cluster, ranks: Iterable[int], source: str) -> UserError | None:
         """What to raise where chips of the ranks have less memory in this cluster than the plan was made for."""
-        has = {chip.name: chip.memory for chip in map(cluster.chip_of, ranks)}
-        less = [(name, has[name], size) for name, size in self.memory if has.get(name, size) < size]
-        if not less:
+        memory_of = {chip.name: chip.memory for chip in map(cluster.chip_of, ranks)}
+        smaller = [(name, memory_of[name], size) for name, size in self.memory if memory_of.get(name, size) < size]
+        if not smaller:
             return None
-        said = [f"{name} has {format_bytes(now)}, not {format_bytes(size)}" for name, now, size in less]
+        texts = [
+            f"{name} has {format_bytes(size_now)}, not {format_bytes(size)}" for name, size_now, size in smaller
+        ]
         return UserError(
-            f"the plan was made for chips with more memory: {'; '.join(said)}", field="made_for.memory", where=source,
+            f"the plan was made for chips with more memory: {'; '.join(texts)}", field="made_for.memory", where=source,
             accepted="a plan made for this cluster file, or --allow-over-memory to go on",
         )  # fmt: skip
 
@@ -211,5 +215,5 @@ def _read_lora(entry: Entry, keys: dict[str, Entry]) -> Lora | None:
 
 def made_for_of(entry: Entry) -> MadeFor | None:
     """The section of a plan file, before anything else of it is read."""
-    found = entry.value.get("made_for") if isinstance(entry.value, dict) else None
-    return read_made_for(found) if found is not None else None
+    section = entry.value.get("made_for") if isinstance(entry.value, dict) else None
+    return read_made_for(section) if section is not None else None

@@ -87,10 +87,13 @@ def outer_steps_fit(plan: Plan, spec: ModelSpec, source: Source) -> None:
     if outer.delay >= outer.period:
         problem = f"the next exchange begins {plural(outer.period, 'step')} after this one"
         raise source.error(problem, "outer.delay", outer.delay, f"0 to {outer.period - 1}")
-    for there, what in ((spec.moe is not None, "a mixture of experts"), (spec.lora is not None, "adapters (LoRA)")):
-        if there:
+    for present, feature in (
+        (spec.moe is not None, "a mixture of experts"),
+        (spec.lora is not None, "adapters (LoRA)"),
+    ):
+        if present:
             islands = plural(len(outer.islands), "island")
-            raise source.error(f"there are no outer steps for {what}", "outer", islands, "a plan without outer")
+            raise source.error(f"there are no outer steps for {feature}", "outer", islands, "a plan without outer")
 
 
 def _islands_hold_pipelines(plan: Plan, outer: Outer, source: Source) -> None:
@@ -108,11 +111,11 @@ def _islands_hold_pipelines(plan: Plan, outer: Outer, source: Source) -> None:
         for rank in pipeline.ranks:
             if rank not in island:
                 raise source.error(f"rank {rank} is in none", "outer.islands", rank, "each rank of the plan once")
-        found = {island[rank] for rank in pipeline.ranks}
-        if len(found) > 1:
+        islands = {island[rank] for rank in pipeline.ranks}
+        if len(islands) > 1:
             raise source.error(
                 f"pipeline {p} (ranks {rank_ranges(pipeline.ranks)}) lies in several", "outer.islands",
-                [rank_ranges(outer.islands[i]) for i in sorted(found)], "islands of whole pipelines",
+                [rank_ranges(outer.islands[i]) for i in sorted(islands)], "islands of whole pipelines",
             )  # fmt: skip
 
 
@@ -120,22 +123,22 @@ def fragment_tensors(spec: ModelSpec, outer: Outer) -> list[list[str]]:
     """Names of the tensors of each fragment: a run of layers, as equal as can be; the embedding is in the first one,
     final norm and head are in the last one. Equal on all ranks."""
     runs = cut(spec.num_layers, [1] * outer.fragments)
-    found: list[list[str]] = [[] for _ in runs]
+    names: list[list[str]] = [[] for _ in runs]
     for tensor in trained_tensors(spec):
-        at = {"embed": 0, "head": -1}.get(str(tensor.layer))
+        fragment = {"embed": 0, "head": -1}.get(str(tensor.layer))
         if isinstance(tensor.layer, int):
-            at = next(i for i, (a, b) in enumerate(runs) if a <= tensor.layer < b)
-        assert at is not None
-        found[at].append(tensor.name)
-    return found
+            fragment = next(i for i, (a, b) in enumerate(runs) if a <= tensor.layer < b)
+        assert fragment is not None
+        names[fragment].append(tensor.name)
+    return names
 
 
 def owners_by_island(outer: Outer, buckets: Sequence[Bucket]) -> list[dict[str, Layout]]:
     """By island, the layout of each tensor's owners there."""
-    found: list[dict[str, Layout]] = [{} for _ in outer.islands]
+    owners: list[dict[str, Layout]] = [{} for _ in outer.islands]
     for bucket in buckets:
-        found[outer.island(bucket.ranks[0])].update(bucket.owners)
-    return found
+        owners[outer.island(bucket.ranks[0])].update(bucket.owners)
+    return owners
 
 
 def message_bytes(compress: str, itemsize: int, elements: int, blocks: int) -> int:
@@ -157,10 +160,10 @@ def exchanged(
     sizes: dict[tuple[int, int], tuple[int, int]] = {}
     for giving, taking in permutations(owners, 2):
         for name in names:
-            found = reduction_blocks(giving[name], taking[name], BLOCK)
-            for src, dst, elements, blocks in zip(*(array.tolist() for array in found), strict=True):
-                was = sizes.get((src, dst), (0, 0))
-                sizes[src, dst] = was[0] + elements, was[1] + blocks
+            exchanged_blocks = reduction_blocks(giving[name], taking[name], BLOCK)
+            for src, dst, elements, blocks in zip(*(array.tolist() for array in exchanged_blocks), strict=True):
+                size_before = sizes.get((src, dst), (0, 0))
+                sizes[src, dst] = size_before[0] + elements, size_before[1] + blocks
     return {pair: message_bytes(outer.compress, itemsize, *size) for pair, size in sizes.items()}
 
 
@@ -172,20 +175,20 @@ def outer_memory(
     outer = plan.outer
     assert outer is not None
     fragments = fragment_tensors(spec, outer)
-    owned = {rank: [0] * len(fragments) for rank in plan.ranks}
+    owned_elements = {rank: [0] * len(fragments) for rank in plan.ranks}
     fragment_of = {name: i for i, names in enumerate(fragments) for name in names}
     for bucket in buckets:
         for name, layout in bucket.owners.items():
             for rank in layout.ranks:
-                owned[rank][fragment_of[name]] += layout.elements(rank)
+                owned_elements[rank][fragment_of[name]] += layout.elements(rank)
     copies = 1 + (outer.momentum > 0) + outer.compressed
-    passing = {rank: [2 * itemsize * size for size in sizes] for rank, sizes in owned.items()}
+    passing = {rank: [2 * itemsize * size for size in sizes] for rank, sizes in owned_elements.items()}
     owners = owners_by_island(outer, buckets)
     for i, names in enumerate(fragments):
         for pair, size in exchanged(outer, owners, names, itemsize).items():
             for rank in pair:
                 passing[rank][i] += size
-    return {rank: (itemsize * copies * sum(sizes), max(passing[rank])) for rank, sizes in owned.items()}
+    return {rank: (itemsize * copies * sum(sizes), max(passing[rank])) for rank, sizes in owned_elements.items()}
 
 
 def bytes_per_exchange(plan: Plan, spec: ModelSpec, itemsize: int) -> list[int]:
@@ -193,12 +196,12 @@ def bytes_per_exchange(plan: Plan, spec: ModelSpec, itemsize: int) -> list[int]:
     boxes cut through blocks there are more scales (:func:`exchanged`)."""
     assert plan.outer is not None
     shapes = {tensor.name: tensor.shape for tensor in trained_tensors(spec)}
-    found = []
+    sizes = []
     for names in fragment_tensors(spec, plan.outer):
         elements = [prod(shapes[name]) for name in names]
         blocks = [prod(shapes[name][:-1]) * -(-shapes[name][-1] // BLOCK) for name in names]
-        found.append(message_bytes(plan.outer.compress, itemsize, sum(elements), sum(blocks)))
-    return found
+        sizes.append(message_bytes(plan.outer.compress, itemsize, sum(elements), sum(blocks)))
+    return sizes
 
 
 def format_outer(plan: Plan, spec: ModelSpec, dtype: str) -> list[str]:
@@ -207,7 +210,7 @@ def format_outer(plan: Plan, spec: ModelSpec, dtype: str) -> list[str]:
     assert outer is not None
     names = " | ".join(rank_ranges(ranks) for ranks in outer.islands)
     sizes = bytes_per_exchange(plan, spec, 8 if dtype == "fp64" else 4)
-    what = "all weights" if outer.fragments == 1 else f"one of {outer.fragments} fragments"
+    part = "all weights" if outer.fragments == 1 else f"one of {outer.fragments} fragments"
     late = f", for {plural(outer.delay, 'step')} beside the computing" if outer.delay else ""
     mixed = f"; {outer.mixing:g} of an island's own weights stays" if outer.mixing else ""
     form = f", in {outer.compress} with error feedback" if outer.compressed else ""
@@ -217,7 +220,7 @@ def format_outer(plan: Plan, spec: ModelSpec, dtype: str) -> list[str]:
             f"outer steps: islands {names} train apart and exchange weights, so the loss depends on the plan and is "
             "not that of one process"
         ),
-        f"outer steps: {what} every {plural(outer.period, 'step')} ({format_bytes(max(sizes))} at most to each other "
+        f"outer steps: {part} every {plural(outer.period, 'step')} ({format_bytes(max(sizes))} at most to each other "
         f"island{form}{late}); SGD lr {outer.lr:g}, {kind} {outer.momentum:g}{mixed}",
     ]
 

@@ -22,9 +22,9 @@ def predictions_fit(plan: Plan, spec: ModelSpec, source: Source) -> None:
             "--mtp-num-layers", depth, f"at most {plan.seq_length - 1}",
         )  # fmt: skip
     for path, _, stage in stages(plan):
-        for key, what in (("weights", "divides its weights"), ("activations", "has activations in host memory")):
+        for key, feature in (("weights", "divides its weights"), ("activations", "has activations in host memory")):
             if stage.head and getattr(stage, key) is not None:
                 raise source.error(
-                    f"a stage that {what} knows no modules that predict further tokens", f"{path}.{key}", "a choice",
+                    f"a stage that {feature} knows no modules that predict further tokens", f"{path}.{key}", "a choice",
                     f"none on the stage with the head, or a model without modules (it has {depth})",
                 )  # fmt: skip

@@ -143,14 +143,14 @@ def step_schedules(plan: Plan, buckets: Sequence[Bucket], batch_size: int | None
     for pipeline, (start, stop) in zip(plan.pipelines, pipeline_samples(plan, batch_size or plan.global_batch_size)):
         count = len(micro_batch_sizes(pipeline, stop - start))
         island = plan.outer.island(pipeline.ranks[0]) if plan.outer is not None else 0
-        held = tuple((stage.layers, stage.embed, stage.head, island) for stage in pipeline.stages)
-        for key, stage in zip(held, pipeline.stages, strict=True):
+        contents = tuple((stage.layers, stage.embed, stage.head, island) for stage in pipeline.stages)
+        for key, stage in zip(contents, pipeline.stages, strict=True):
             if key not in rows:
                 rows[key] = sync_actions(buckets, stage.ranks[0])
-        shape = (held, count, pipeline.orders, pipeline.in_flight)
+        shape = (contents, count, pipeline.orders, pipeline.in_flight)
         if shape not in by_shape:
             plain = pipeline_schedule(plan, pipeline, count)
-            by_shape[shape] = with_synchronisation(plain, [rows[key] for key in held])
+            by_shape[shape] = with_synchronisation(plain, [rows[key] for key in contents])
         out.append(by_shape[shape])
     return tuple(out)
 
@@ -243,9 +243,9 @@ def _meetings(
     lines = []
     for name, ranks_of in groups.items():
         shown = " | ".join(rank_ranges(ranks) for ranks in sorted(ranks_of)[:GROUPS_SHOWN])
-        more = f" | … {len(ranks_of) - GROUPS_SHOWN} more groups" if len(ranks_of) > GROUPS_SHOWN else ""
+        others = f" | … {len(ranks_of) - GROUPS_SHOWN} more groups" if len(ranks_of) > GROUPS_SHOWN else ""
         if ranks_of:
-            lines.append(f"{name}: ranks {shown}{more} meet")
+            lines.append(f"{name}: ranks {shown}{others} meet")
     return lines
 
 

@@ -50,10 +50,10 @@ class RoutingStats:
 
 def write_routing_stats(path: str, stats: RoutingStats, spec: ModelSpec) -> None:
     """Replace the file as a whole, without modules that predict further tokens; UserError if it cannot be written."""
-    own = sorted((layer, counts) for layer, counts in stats.layers.items() if layer < spec.num_layers)
-    layers = {str(layer): list(counts) for layer, counts in own}
-    known = {"version": VERSION, "model_hash": _hash(spec), "tokens": stats.tokens, "layers": layers}
-    write_text(path, FLAG, json.dumps(known) + "\n")
+    main_layers = sorted((layer, counts) for layer, counts in stats.layers.items() if layer < spec.num_layers)
+    layers = {str(layer): list(counts) for layer, counts in main_layers}
+    document = {"version": VERSION, "model_hash": _hash(spec), "tokens": stats.tokens, "layers": layers}
+    write_text(path, FLAG, json.dumps(document) + "\n")
 
 
 def _hash(spec: ModelSpec) -> str:
@@ -67,36 +67,38 @@ def read_routing_stats(path: str, spec: ModelSpec) -> RoutingStats:
     Raises:
         UserError: it is malformed, or of another model than ``spec``.
     """
-    found = read_json_object(path, FLAG)
-    if found.get("version") != VERSION:
-        said = found.get("version")
-        raise UserError("unknown version", field="version", value=said, accepted=str(VERSION), where=path)
-    if found.get("model_hash") != _hash(spec):
+    document = read_json_object(path, FLAG)
+    if document.get("version") != VERSION:
+        written = document.get("version")
+        raise UserError("unknown version", field="version", value=written, accepted=str(VERSION), where=path)
+    if document.get("model_hash") != _hash(spec):
         raise UserError(
             f"is of another model than {spec.name} ({_hash(spec)})", field="model_hash",
-            value=found.get("model_hash"), accepted="what a run with this model wrote", where=path,
+            value=document.get("model_hash"), accepted="what a run with this model wrote", where=path,
         )  # fmt: skip
     assert spec.moe is not None, "the hash is of a model with experts"
-    tokens: Any = found.get("tokens")
-    layers = found.get("layers")
+    tokens: Any = document.get("tokens")
+    layers = document.get("layers")
     if not _is_count(tokens) or tokens == 0:
         raise UserError("must be a count", field="tokens", value=tokens, accepted="an integer >= 1", where=path)
-    wanted = [str(i) for i, kind in enumerate(spec.layers) if kind.mlp == "moe"]
-    if not isinstance(layers, dict) or set(layers) != set(wanted):
-        said = ", ".join(layers) if isinstance(layers, dict) else None
-        accepted = ", ".join(wanted)
-        raise UserError("must name the layers with experts", field="layers", value=said, accepted=accepted, where=path)
+    moe_layers = [str(i) for i, kind in enumerate(spec.layers) if kind.mlp == "moe"]
+    if not isinstance(layers, dict) or set(layers) != set(moe_layers):
+        written = ", ".join(layers) if isinstance(layers, dict) else None
+        accepted = ", ".join(moe_layers)
+        raise UserError(
+            "must name the layers with experts", field="layers", value=written, accepted=accepted, where=path
+        )
     for layer, counts in layers.items():
         _check_counts(counts, tokens, spec.moe, f"layers.{layer}", path)
-    return RoutingStats(tokens, {int(layer): tuple(layers[layer]) for layer in wanted})
+    return RoutingStats(tokens, {int(layer): tuple(layers[layer]) for layer in moe_layers})
 
 
 def _check_counts(counts: object, tokens: int, moe: MoE, field: str, path: str) -> None:
     """Refuse what no run of a model with these experts can have counted."""
     if not isinstance(counts, list) or len(counts) != moe.num_experts:
-        said = plural(len(counts), "count") if isinstance(counts, list) else counts
+        written = plural(len(counts), "count") if isinstance(counts, list) else counts
         accepted = f"a list of one count for each of the model's {moe.num_experts} experts"
-        raise UserError("not one count per expert", field=field, value=said, accepted=accepted, where=path)
+        raise UserError("not one count per expert", field=field, value=written, accepted=accepted, where=path)
     for expert, count in enumerate(counts):
         if not _is_count(count) or count > tokens:
             raise UserError(
@@ -181,10 +183,10 @@ def layer_kinds(
     spec: ModelSpec, layers: Iterable[int], routing: Routing = EVEN
 ) -> list[tuple[bool, Popularity | None, int]]:
     """(mixture of experts?, popularity of its experts, how many) of each kind of layer among ``layers``."""
-    known = dict(routing.layers)
+    popularity_of = dict(routing.layers)
     moes = ((i, spec.layer(i).mlp == "moe") for i in layers)
-    found = Counter((moe, known.get(i) if moe else None) for i, moe in moes)
-    return [(*kind, count) for kind, count in found.items()]
+    layers_of_kind = Counter((moe, popularity_of.get(i) if moe else None) for i, moe in moes)
+    return [(*kind, count) for kind, count in layers_of_kind.items()]
 
 
 def layer_loads(
@@ -192,8 +194,8 @@ def layer_loads(
 ) -> LayerLoads:
     """Loads of a layer that is a mixture of experts (``routed``), or a dense one of a model that has some; ``islands``:
     the plan's."""
-    near = split_by_island(islands, stage.ranks) if islands else ()
-    return _layer_loads(spec, replace(stage, layers=(), embed=False, head=False), routed, popularity, near)
+    stage_islands = split_by_island(islands, stage.ranks) if islands else ()
+    return _layer_loads(spec, replace(stage, layers=(), embed=False, head=False), routed, popularity, stage_islands)
 
 
 @lru_cache(maxsize=4096)
@@ -202,9 +204,9 @@ def _layer_loads(
 ) -> LayerLoads:
     moe = spec.moe
     assert moe is not None, "a dense model routes nothing"
-    own = own_tokens(stage)
+    tokens_of = own_tokens(stage)
     if not routed:
-        return LayerLoads({rank: ExpertLoad(0.0, n, 0.0, 0.0, 0.0, 0, 0.0, 1) for rank, n in own.items()}, ())
+        return LayerLoads({rank: ExpertLoad(0.0, n, 0.0, 0.0, 0.0, 0, 0.0, 1) for rank, n in tokens_of.items()}, ())
     shares, count = rank_shares(spec, stage), moe.num_experts
     popular = popularity or (1 / count,) * count
     rows = dict.fromkeys(stage.ranks, 0.0)
@@ -219,16 +221,16 @@ def _layer_loads(
             to = destinations(group, source, count, islands)
             for relay, island in hops.relays(source).items() if hops else ():
                 share = share_of_island(popular, to, island)
-                first[source, relay] += own[source] * hit_probability(share, count, moe.top_k)
+                first[source, relay] += tokens_of[source] * hit_probability(share, count, moe.top_k)
             for rank, share in shares_of(popular, to, group.ranks).items():
-                rows[rank] += own[source] * moe.top_k * share
-                tokens = own[source] * hit_probability(share, count, moe.top_k)
+                rows[rank] += tokens_of[source] * moe.top_k * share
+                tokens = tokens_of[source] * hit_probability(share, count, moe.top_k)
                 if hops:
                     second[hops.relay(source, hops.island(rank)), rank] += tokens
                 else:
                     first[source, rank] += tokens
     return LayerLoads(
-        _loads(own, rows, shares, members, first, second, {r for g in twice for r in g.ranks}),
+        _loads(tokens_of, rows, shares, members, first, second, {r for g in twice for r in g.ranks}),
         _hops(groups, twice, first, second),
     )
 
@@ -240,10 +242,10 @@ def _loads(
     """By rank. ``twice``: ranks whose tokens go in two hops, of which the second one is to the experts."""
 
     def sums(copies: Mapping[tuple[int, int], float], end: int) -> dict[int, float]:
-        found: dict[int, float] = defaultdict(float)
+        tokens_at_rank: dict[int, float] = defaultdict(float)
         for pair, tokens in copies.items():
-            found[pair[end]] += tokens
-        return found
+            tokens_at_rank[pair[end]] += tokens
+        return tokens_at_rank
 
     (out, into), (out2, into2) = ([sums(copies, end) for end in (0, 1)] for copies in (first, second))
     loads = {}
@@ -261,9 +263,9 @@ def _hops(
 ) -> tuple[TokenHop, ...]:  # fmt: skip
     straight = [tuple(sorted(group.ranks)) for group in groups if group not in twice]
     relayed = [tuple(dict.fromkeys((r, *hops.relays(r)))) for group, hops in twice.items() for r in group.ranks]
-    whole = TokenHop((*straight, *relayed), dict(first))
+    first_hop = TokenHop((*straight, *relayed), dict(first))
     inside = tuple(island for hops in twice.values() for island in hops.islands)
-    return (whole, TokenHop(inside, dict(second))) if inside else (whole,)
+    return (first_hop, TokenHop(inside, dict(second))) if inside else (first_hop,)
 
 
 def own_tokens(stage: Stage) -> dict[int, int]:
@@ -282,16 +284,16 @@ def mean_loads(
     if spec.moe is None:
         return dict.fromkeys(stage.ranks)
     kinds = layer_kinds(spec, layers, routing)
-    found = [(layer_loads(spec, stage, moe, popular, islands).of, count) for moe, popular, count in kinds if moe]
-    total, several = sum(count for *_, count in kinds), sum(count for _, count in found)
-    if not found:
+    loads = [(layer_loads(spec, stage, moe, popular, islands).of, count) for moe, popular, count in kinds if moe]
+    total, several = sum(count for *_, count in kinds), sum(count for _, count in loads)
+    if not loads:
         return layer_loads(spec, stage, False).of
     means = {}
     for rank in stage.ranks:
-        one = found[0][0][rank]
+        load = loads[0][0][rank]
         sums = {
-            name: sum(getattr(of[rank], name) * count for of, count in found) / several
+            name: sum(getattr(load_of[rank], name) * count for load_of, count in loads) / several
             for name in ("sent", "arriving", "rows", "passed_on", "taken_on")
         }
-        means[rank] = replace(one, layers=several / total, **sums)
+        means[rank] = replace(load, layers=several / total, **sums)
     return means

@@ -203,10 +203,10 @@ def _orders(entry: Entry, pipeline: Pipeline) -> tuple[str, ...]:
 def _holders(stages: list[dict[str, Entry]], key: str, default: int) -> list[bool]:
     """Which stages hold the embedding or head: those that say so; if none says ``true``, the default
     one unless it says ``false``."""
-    said = [stage[key].flag() if key in stage else None for stage in stages]
-    if any(said):
-        return [bool(x) for x in said]
-    return [i == default and said[i] is not False for i in range(len(stages))]
+    flags = [stage[key].flag() if key in stage else None for stage in stages]
+    if any(flags):
+        return [bool(x) for x in flags]
+    return [i == default and flags[i] is not False for i in range(len(stages))]
 
 
 def shifted(pipeline: Pipeline, offset: int) -> Pipeline:
@@ -221,9 +221,9 @@ def _stage(keys: dict[str, Entry], dimensions: Dimensions, embed: bool, head: bo
             keys["tp"].fail("a stage with context groups cannot have it", accepted="TP groups as context members")
         units = context_units(keys, dimensions.seq_length, dimensions.num_heads, dimensions.micro_batch_size)
     else:
-        for other in ("kv", "order"):
-            if other in keys:
-                keys[other].fail("it needs context groups", accepted="context: [{ranks, tokens, heads}, ...]")
+        for key in ("kv", "order"):
+            if key in keys:
+                keys[key].fail("it needs context groups", accepted="context: [{ranks, tokens, heads}, ...]")
         units = _replicas(keys, dimensions)
     kernels = keys["kernels"].any_mapping() if "kernels" in keys else {}
     return Stage(

@@ -53,8 +53,8 @@ def pipeline_samples(plan: Plan, batch_size: int) -> tuple[Interval, ...]:
 def micro_batch_sizes(pipeline: Pipeline, share: int) -> tuple[int, ...]:
     """Sequences per micro-batch: the pipeline's micro-batch size each, a smaller last one for what is
     left."""
-    full, rest = divmod(share, pipeline.micro_batch_size)
-    return (pipeline.micro_batch_size,) * full + ((rest,) if rest else ())
+    full, remainder = divmod(share, pipeline.micro_batch_size)
+    return (pipeline.micro_batch_size,) * full + ((remainder,) if remainder else ())
 
 
 def unit_sequences(stage: Stage, size: int) -> tuple[Interval, ...]:
@@ -72,13 +72,13 @@ def token_intervals(unit: Unit, tp_rank: int) -> tuple[Interval, ...]:
     whatever ``tp_split`` says.
     """
     start, stop = cut(unit.num_tokens, [1] * unit.tp)[tp_rank]
-    held, offset = [], 0
+    intervals, offset = [], 0
     for a, b in unit.tokens:
         lo, hi = max(start, offset), min(stop, offset + b - a)
         if lo < hi:
-            held.append((a + lo - offset, a + hi - offset))
+            intervals.append((a + lo - offset, a + hi - offset))
         offset += b - a
-    return tuple(held)
+    return tuple(intervals)
 
 
 def activation_layout(plan: Plan, pipeline: int, stage: int, size: int, hidden: int) -> Layout:
@@ -113,7 +113,9 @@ def context_units(
     replicas, rows = [entry], [(0, micro_batch_size)]
     if "dp_split" in keys:
         replicas, rows = _replicas(entry, keys["dp_split"])
-    groups = [[item.mapping(GROUP_KEYS, required=("ranks", "heads")) for item in one.items()] for one in replicas]
+    groups = [
+        [item.mapping(GROUP_KEYS, required=("ranks", "heads")) for item in replica.items()] for replica in replicas
+    ]
     if not all(groups):
         entry.fail("no groups", accepted="at least one context group")
     members = [
@@ -122,12 +124,12 @@ def context_units(
     _check_ranks(keys["ranks"], [group for row in members for group in row])
     splits = tp_splits(keys.get("tp_split"), [ranks for row in members for group in row for ranks in group])
     units: list[Unit] = []
-    for one, mine, who, sequences in zip(replicas, groups, members, rows, strict=True):
-        tokens = _tokens(one, mine, who, keys.get("order"), seq_length)
-        for g, group in enumerate(who):
-            heads = _counts(mine[g]["heads"], len(group))
+    for replica, group_keys, members_of_groups, sequences in zip(replicas, groups, members, rows, strict=True):
+        tokens = _tokens(replica, group_keys, members_of_groups, keys.get("order"), seq_length)
+        for g, group in enumerate(members_of_groups):
+            heads = _counts(group_keys[g]["heads"], len(group))
             if sum(heads) != num_heads:
-                mine[g]["heads"].fail(
+                group_keys[g]["heads"].fail(
                     f"the heads of a group sum to {sum(heads)}, the model has {plural(num_heads, 'query head')}"
                 )
             first = 0
@@ -141,7 +143,7 @@ def context_units(
 def _replicas(entry: Entry, split: Entry) -> tuple[list[Entry], list[Interval]]:
     """With ``dp_split``: one list of groups per inner replica, and the rows of the micro-batch that each computes."""
     weights, replicas = split.integers(1), entry.items()
-    if len(weights) != len(replicas) or not all(isinstance(one.value, list) for one in replicas):
+    if len(weights) != len(replicas) or not all(isinstance(replica.value, list) for replica in replicas):
         entry.fail(
             f"with dp_split, there is one list of groups per inner replica, {len(weights)} of them",
             accepted="[[{ranks, tokens, heads}, ...], ...]",
@@ -202,25 +204,25 @@ def _written(entry: Entry, members: int) -> list[tuple[Interval, ...]]:
     items = entry.items()
     if len(items) != members:
         entry.fail(_entries(len(items), members), accepted="one list of intervals per member")
-    result = []
+    intervals = []
     for item in items:
         pairs = [pair.integers() for pair in item.items()]
         if any(len(pair) != 2 or pair[0] >= pair[1] for pair in pairs):
             item.fail("not a list of token intervals", accepted="[[first, end], ...] with end excluded")
-        result.append(merged([(a, b) for a, b in pairs]))
-    return result
+        intervals.append(merged([(a, b) for a, b in pairs]))
+    return intervals
 
 
 def contiguous(counts: Sequence[Sequence[int]]) -> list[list[tuple[Interval, ...]]]:
     """One interval per member, groups and members in listed order."""
-    result, start = [], 0
+    intervals, start = [], 0
     for group in counts:
         row: list[tuple[Interval, ...]] = []
         for count in group:
             row.append(((start, start + count),) if count else ())
             start += count
-        result.append(row)
-    return result
+        intervals.append(row)
+    return intervals
 
 
 def zigzag(counts: Sequence[int]) -> list[tuple[Interval, ...]]:
@@ -238,33 +240,33 @@ def zigzag(counts: Sequence[int]) -> list[tuple[Interval, ...]]:
 
 def nested_zigzag(counts: Sequence[Sequence[int]]) -> list[list[tuple[Interval, ...]]]:
     """Zigzag over the groups, then over the members inside the tokens of each group."""
-    result = []
-    for group, owned in zip(counts, zigzag([sum(group) for group in counts]), strict=True):
-        result.append([tokens_at(owned, pieces) for pieces in zigzag(group)])
-    return result
+    intervals = []
+    for group, group_tokens in zip(counts, zigzag([sum(group) for group in counts]), strict=True):
+        intervals.append([tokens_at(group_tokens, pieces) for pieces in zigzag(group)])
+    return intervals
 
 
 def tokens_at(owned: tuple[Interval, ...], pieces: tuple[Interval, ...]) -> tuple[Interval, ...]:
     """Intervals of the line that ``owned`` forms when strung together, as tokens."""
-    result, offset = [], 0
+    tokens, offset = [], 0
     for a, b in owned:
         for lo, hi in pieces:
             start, stop = max(lo, offset), min(hi, offset + b - a)
             if start < stop:
-                result.append((a + start - offset, a + stop - offset))
+                tokens.append((a + start - offset, a + stop - offset))
         offset += b - a
-    return merged(result)
+    return merged(tokens)
 
 
 def merged(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
     """Ascending, empty ones dropped, touching ones joined."""
-    result: list[Interval] = []
+    joined: list[Interval] = []
     for a, b in sorted(i for i in intervals if i[0] < i[1]):
-        if result and result[-1][1] == a:
-            result[-1] = (result[-1][0], b)
+        if joined and joined[-1][1] == a:
+            joined[-1] = (joined[-1][0], b)
         else:
-            result.append((a, b))
-    return tuple(result)
+            joined.append((a, b))
+    return tuple(joined)
 
 
 def weights_can_be_split(plan: Plan, spec: ModelSpec, source: Source) -> None:

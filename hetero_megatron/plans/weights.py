@@ -52,22 +52,22 @@ def weights_can_be_sharded(plan: Plan, stage: Stage, path: str, spec: ModelSpec,
     if len(stage.units) < 2:
         accepted = "a stage with inner replicas or context groups (dp_split, or more ranks than tp)"
         raise source.error("nobody else in the stage holds the same weights", field, len(stage.units), accepted)
-    other = next((p for p, pipeline in enumerate(plan.pipelines) if stage not in pipeline.stages), None)
-    if other is not None:
+    pipeline_with_same = next((p for p, pipeline in enumerate(plan.pipelines) if stage not in pipeline.stages), None)
+    if pipeline_with_same is not None:
         accepted = "one pipeline, whose stages have inner replicas (dp_split)"
         value = plural(len(plan.pipelines), "pipeline")
-        raise source.error(f"pipeline {other} holds the same layers", field, value, accepted)
-    without = (
+        raise source.error(f"pipeline {pipeline_with_same} holds the same layers", field, value, accepted)
+    refused = (
         (spec.moe is not None, "a mixture of experts", "experts"),
         (spec.lora is not None and spec.lora.dora, "DoRA, which measures whole rows in every step", "--use-dora"),
         (spec.in_nf4, "a base in 4 bits, whose blocks have scales of the whole matrix", "--lora-base-dtype nf4"),
         (stage.optimizer.offload, "an optimizer in host memory", "optimizer.offload"),
         (stage.dtype == "fp8", "products in fp8", "dtype"),
     )
-    for there, what, value in without:
-        if there:
+    for present, feature, value in refused:
+        if present:
             accepted = "no weights key for this stage"
-            raise source.error(f"weights cannot be divided beside {what}", field, value, accepted)
+            raise source.error(f"weights cannot be divided beside {feature}", field, value, accepted)
     if len({unit.tp_split for unit in stage.units}) == 1:
         columns = [sum(stage.weights.shard[t :: stage.units[0].tp]) for t in range(stage.units[0].tp)]
         if 0 in columns:

@@ -59,8 +59,10 @@ def read_runs(path: str, cluster: Cluster, say: Callable[[str], None] = lambda _
         where = f"{path}:{number}"
         missing = [key for key in ("plan", "model") if not row.get(key)]
         if missing or not (row.get("seconds") or row.get("metrics")):
-            what = missing[0] if missing else "seconds"
-            raise UserError("a column is missing", field=what, where=where, accepted="plan, model, seconds or metrics")
+            column = missing[0] if missing else "seconds"
+            raise UserError(
+                "a column is missing", field=column, where=where, accepted="plan, model, seconds or metrics"
+            )
         model = load_model(row["model"])
         written = load_plan(base / row["plan"], model, cluster)
         plan = add_islands(written, model, cluster)  # as the run that was measured had it

@@ -116,24 +116,24 @@ def fit_rates(
     knobs = _knobs(runs, start, only)
     problem = _FitProblem(runs, start, options or CostOptions(), knobs)
     highest = [_highest(knob, start) for knob in knobs]
-    found = least_squares(
+    solution = least_squares(
         problem.residuals, _coarse(problem, np.array(highest)), problem.jacobian, loss="soft_l1",
         bounds=(-np.inf, highest), ftol=1e-3, max_nfev=steps,
     )  # fmt: skip
-    after = problem.errors(found.x)
+    errors_after = problem.errors(solution.x)
     # The Jacobian of the plain residuals gives the bars; a worse fit than NOISE widens them.
-    jacobian = problem.jacobian(found.x, fresh=True)
+    jacobian = problem.jacobian(solution.x, fresh=True)
     covariance = np.linalg.inv(jacobian.T @ jacobian)
-    widen = max(1.0, float(np.sqrt(np.mean(np.square(after)))) / NOISE)
+    widen = max(1.0, float(np.sqrt(np.mean(np.square(errors_after)))) / NOISE)
     bars = np.minimum(np.sqrt(np.diag(covariance)) * widen, PRIOR)
     keep = np.array([bar < DETERMINED * PRIOR for bar in bars])
-    rates = _apply(start, knobs, found.x)
+    rates = _apply(start, knobs, solution.x)
     fitted = tuple(
         FittedRate(str(knob), knob.value(start), knob.value(rates), float(np.exp(bar)), bool(ok))
         for knob, bar, ok in zip(knobs, bars, keep, strict=True)
     )
-    before = np.exp(problem.errors(np.zeros(len(knobs)))) - 1
-    return Fit(rates, fitted, tuple(before.tolist()), tuple((np.exp(after) - 1).tolist()))
+    errors_before = np.exp(problem.errors(np.zeros(len(knobs)))) - 1
+    return Fit(rates, fitted, tuple(errors_before.tolist()), tuple((np.exp(errors_after) - 1).tolist()))
 
 
 class _FitProblem:
@@ -171,19 +171,19 @@ class _FitProblem:
         """Finite differences: wide, to average over kinks of maxima, and downwards because of the bounds."""
         fresh = fresh or self._calls % LAG == 0
         self._calls += 1
-        here = self.seconds(at)
-        base = self.predicted(at, self.runs, True) if any(k.computes for k in self.knobs) else here
+        seconds_here = self.seconds(at)
+        base = self.predicted(at, self.runs, True) if any(k.computes for k in self.knobs) else seconds_here
         for i, knob in enumerate(self.knobs):
             move = at.copy()
             move[i] += step
             if knob.computes:
-                there = here + self.predicted(move, self.runs, True) - base
+                seconds_moved = seconds_here + self.predicted(move, self.runs, True) - base
             elif fresh or i not in self._columns:
-                there = self.seconds(move)
+                seconds_moved = self.seconds(move)
                 del self._exact[move.tobytes()]
             else:
                 continue
-            self._columns[i] = (np.log(there) - np.log(here)) / step / NOISE
+            self._columns[i] = (np.log(seconds_moved) - np.log(seconds_here)) / step / NOISE
         prior = np.eye(len(at)) / PRIOR
         return np.concatenate([np.stack([self._columns[i] for i in range(len(at))], axis=1), prior])
 
@@ -213,12 +213,12 @@ def _coarse(problem: _FitProblem, highest: np.ndarray) -> np.ndarray:
     for another must be able to come back."""
     best = np.zeros(len(highest))
     base = problem.after(best)
-    least = problem.rough(best, None)
-    for factors, passes, every in SEARCH:
+    least_loss = problem.rough(best, None)
+    for factors, passes, turns in SEARCH:
         for turn in range(passes):
-            start = least
+            start = least_loss
             for i, knob in enumerate(problem.knobs):
-                if not knob.computes and turn >= every:  # expensive: synchronisation is simulated again
+                if not knob.computes and turn >= turns:  # expensive: synchronisation is simulated again
                     continue
                 origin = best[i]
                 for factor in factors:
@@ -226,12 +226,12 @@ def _coarse(problem: _FitProblem, highest: np.ndarray) -> np.ndarray:
                     trial[i] = origin + math.log(factor)
                     if trial[i] >= highest[i]:
                         continue
-                    found = problem.rough(trial, base if knob.computes else None)
-                    if found < least:
-                        best, least = trial, found
+                    loss = problem.rough(trial, base if knob.computes else None)
+                    if loss < least_loss:
+                        best, least_loss = trial, loss
                 if not knob.computes and best[i] != origin:
                     base = problem.after(best)
-            if least > start * (1 - LITTLE):
+            if least_loss > start * (1 - LITTLE):
                 break
     return best
 
@@ -247,8 +247,8 @@ class _Knob:
     def __str__(self) -> str:
         if self.link is None:
             return f"{self.chip}.{self.rate}"
-        a, b, same = self.link
-        return f"link {'within ' + a if same else a + '-' + b}.{self.rate}"
+        a, b, inside = self.link
+        return f"link {'within ' + a if inside else a + '-' + b}.{self.rate}"
 
     @property
     def computes(self) -> bool:
@@ -257,8 +257,8 @@ class _Knob:
 
     def value(self, rates: Rates) -> float:
         if self.link is not None:
-            found = getattr(rates.between(*self.link), self.rate)
-            return float(found or 0.0)
+            rate = getattr(rates.between(*self.link), self.rate)
+            return float(rate or 0.0)
         value = getattr(rates.chips[self.chip], self.rate)
         return float(value) if not isinstance(value, tuple) else _size(value)
 
@@ -294,8 +294,8 @@ def _pairs(plan: Plan) -> set[tuple[int, int]]:
         for up, down in zip(pipeline.stages, pipeline.stages[1:]):
             out |= {(a, b) for a in up.ranks for b in down.ranks if a != b}
     for stage in plan.pipelines[0].stages:
-        others = [s for p in plan.pipelines for s in p.stages if set(s.layer_indices()) & set(stage.layer_indices())]
-        holders = [r for s in others for r in s.ranks]
+        sharing = [s for p in plan.pipelines for s in p.stages if set(s.layer_indices()) & set(stage.layer_indices())]
+        holders = [r for s in sharing for r in s.ranks]
         out |= {(holders[0], r) for r in holders[1:]}
     return out
 
@@ -318,8 +318,8 @@ def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.nda
         for name, rates in start.chips.items()
     }
     measured: dict[tuple[str, str, bool], LinkRates] = dict(start.measured)
-    for (a, b, same), factors in links.items():
-        for ends in ((a, b, same), (b, a, same)):  # both directions are scaled alike
+    for (a, b, inside), factors in links.items():
+        for ends in ((a, b, inside), (b, a, inside)):  # both directions are scaled alike
             values = {r: _first(start, _Knob(r, link=ends)) * factor for r, factor in factors.items()}
             measured[ends] = replace(start.between(*ends), calibrated=True, **values)  # type: ignore[arg-type]
     return Rates(start.cluster, start.dtype, new_chips, measured)

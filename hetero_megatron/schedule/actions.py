@@ -52,8 +52,8 @@ class Schedule:
 
     def forward_only(self) -> Schedule:
         """Without backwards, what they send, and all that follows them."""
-        kept = ("F", "SEND_F", "RECV_F")
-        return replace(self, stages=tuple(tuple(a for a in row if a.kind in kept) for row in self.stages))
+        kinds = ("F", "SEND_F", "RECV_F")
+        return replace(self, stages=tuple(tuple(a for a in row if a.kind in kinds) for row in self.stages))
 
     def after(self, stage: int, chunk: int) -> tuple[int, int] | None:
         """(stage, chunk) that a micro-batch passes next; None after the last one."""
@@ -70,10 +70,10 @@ class Schedule:
     def peer(self, stage: int, action: Action) -> tuple[int, Action] | None:
         """Where the other end of a send or receive of ``stage`` is: (stage, its action); None: there is none."""
         kind, micro_batch, chunk = action
-        there = self.after(stage, chunk) if kind in ("SEND_F", "RECV_B") else self.before(stage, chunk)
-        if there is None or there[0] == stage:
+        other_end = self.after(stage, chunk) if kind in ("SEND_F", "RECV_B") else self.before(stage, chunk)
+        if other_end is None or other_end[0] == stage:
             return None
-        return there[0], Action(_OTHER_END[kind], micro_batch, there[1])
+        return other_end[0], Action(_OTHER_END[kind], micro_batch, other_end[1])
 
 
 Rows = tuple[tuple[Action, ...], ...]  # of every stage in turn
@@ -86,7 +86,10 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Per stage, the most micro-batches whose activations are alive at once (from F until B, or W where
     split); those of several chunks are added up.
     """
-    return tuple(max((sum(held) + sum(left) for held, left in states), default=0) for states in held_states(schedule))
+    return tuple(
+        max((sum(whole_by_chunk) + sum(deferred_by_chunk) for whole_by_chunk, deferred_by_chunk in states), default=0)
+        for states in held_states(schedule)
+    )
 
 
 def held_states(schedule: Schedule) -> tuple[tuple[Held, ...], ...]:
@@ -118,9 +121,9 @@ def _row_states(row: tuple[Action, ...], chunks: int) -> tuple[Held, ...]:
             if kind == "B_INPUT":  # what W needs may be more than the activations that are gone
                 states[tuple(counts)] = None
     states[tuple(counts)] = None
-    most = np.array(list(states), np.int64)
-    top = np.sum(np.all(np.less_equal(most[:, None], most[None]), axis=2), axis=1) == 1  # all differ
-    return tuple((tuple(x[:chunks]), tuple(x[chunks:])) for x in most[top].tolist())
+    candidates = np.array(list(states), np.int64)
+    top = np.sum(np.all(np.less_equal(candidates[:, None], candidates[None]), axis=2), axis=1) == 1  # all differ
+    return tuple((tuple(x[:chunks]), tuple(x[chunks:])) for x in candidates[top].tolist())
 
 
 def receive_order(schedule: Schedule, stage: int) -> tuple[Action, ...]:
@@ -133,15 +136,15 @@ def receive_order(schedule: Schedule, stage: int) -> tuple[Action, ...]:
     rows, sent = schedule.stages, dict[int, list[Action]]()
     place: dict[Action, tuple[int, int]] = {}  # of a receive: its sender, and how many it sends before
     for action in rows[stage]:
-        there = schedule.peer(stage, action) if action.kind in ("RECV_F", "RECV_B") else None
-        if there is not None and there[0] not in sent:
-            sender = there[0]
+        other_end = schedule.peer(stage, action) if action.kind in ("RECV_F", "RECV_B") else None
+        if other_end is not None and other_end[0] not in sent:
+            sender = other_end[0]
             sent[sender] = []
             for send in rows[sender]:
-                back = schedule.peer(sender, send) if send.kind in ("SEND_F", "SEND_B") else None
-                if back is not None and back[0] == stage:
-                    place[back[1]] = sender, len(sent[sender])
-                    sent[sender].append(back[1])
+                receive = schedule.peer(sender, send) if send.kind in ("SEND_F", "SEND_B") else None
+                if receive is not None and receive[0] == stage:
+                    place[receive[1]] = sender, len(sent[sender])
+                    sent[sender].append(receive[1])
     posted = dict.fromkeys(sent, 0)
     order: list[Action] = []
     for action in rows[stage]:

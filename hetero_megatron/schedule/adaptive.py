@@ -153,8 +153,8 @@ class _Search:
 
     def try_uniform_rules(self) -> None:
         """The same rule on all stages."""
-        every = itertools.product((math.inf, 0, 1, 2), (0, 0.5, 1), (False, True))
-        for deferred, patience, forward_first in dict.fromkeys((*UNIFORM, *every)):
+        combinations = itertools.product((math.inf, 0, 1, 2), (0, 0.5, 1), (False, True))
+        for deferred, patience, forward_first in dict.fromkeys((*UNIFORM, *combinations)):
             self.try_rule(ListRule.uniform(len(self.times.stages), deferred, forward_first, patience))
 
     def try_other_rules(self) -> None:
@@ -172,13 +172,13 @@ class _Search:
 
     def _changed(self, rule: ListRule, draw: random.Random) -> ListRule:
         stage = draw.randrange(len(self.times.stages))
-        what = draw.randrange(4)
-        if what == 0:
+        field = draw.randrange(4)
+        if field == 0:
             return rule.on_stage(stage, most_deferred=draw.choice((0, 1, 2, 3, 4, math.inf)))
-        if what == 1:
-            most = int(min(self.times.stages[stage].capacity, self.count))
-            return rule.on_stage(stage, most_in_flight=draw.choice((math.inf, *range(1, most + 1))))
-        if what == 2:
+        if field == 1:
+            capacity = int(min(self.times.stages[stage].capacity, self.count))
+            return rule.on_stage(stage, most_in_flight=draw.choice((math.inf, *range(1, capacity + 1))))
+        if field == 2:
             return rule.on_stage(stage, forward_first=not rule.forward_first[stage])
         return replace(rule, patience=draw.choice((0, 0.25, 0.5, 0.75, 1)))
 

@@ -108,8 +108,8 @@ class _Search:
         self.bound = chunked_lower_bound_seconds(times, num_micro_batches)
         self.size = 3 * len(times.stages) * times.chunks * num_micro_batches  # actions of a schedule, at most
         self.timed, self.draw = self.size, random.Random(0)
-        made = generate("interleaved", len(times.stages), num_micro_batches, times.chunks)
-        self.interleaved = self.orders = chunk_orders_of(made)
+        schedule = generate("interleaved", len(times.stages), num_micro_batches, times.chunks)
+        self.interleaved = self.orders = chunk_orders_of(schedule)
         self.seconds, self.rule_seconds = math.inf, math.inf
         self.rule = ChunkRule(len(times.stages))
         if all(map(keeps_chunk_memory, times.stages, self.orders)):
@@ -155,26 +155,26 @@ class _Search:
     def change_rules(self) -> None:
         """Change the best rule; half of what is left of the effort."""
         effort, self.effort = self.effort, (self.effort + self.timed) // 2
-        seen, since = set[ChunkRule](), 0
+        tried, since = set[ChunkRule](), 0
         while since < RULES_TRIED and not self.ended():
-            rule, before = self._changed(self.rule), self.rule_seconds
+            rule, seconds_before = self._changed(self.rule), self.rule_seconds
             since += 1
-            if rule not in seen:
-                seen.add(rule)
+            if rule not in tried:
+                tried.add(rule)
                 self.try_rule(rule)
-                since = 0 if self.rule_seconds < before else since
+                since = 0 if self.rule_seconds < seconds_before else since
         self.effort = effort
 
     def _changed(self, rule: ChunkRule) -> ChunkRule:
         draw, stages = self.draw, len(self.times.stages)
-        what = draw.randrange(5)
-        if what == 0:
+        field = draw.randrange(5)
+        if field == 0:
             return replace(rule, group=draw.randint(1, 2 * stages))
-        if what == 1:
+        if field == 1:
             return replace(rule, most_ahead=draw.choice((math.inf, *range(2 * stages + 1))))
-        if what == 2:
+        if field == 2:
             return replace(rule, most_deferred=draw.choice((0, 1, 2, 3, 4, math.inf)))
-        if what == 3:
+        if field == 3:
             return replace(rule, forward_first=not rule.forward_first)
         return replace(rule, patience=draw.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
 
@@ -192,43 +192,43 @@ class _Search:
     def exchange(self) -> None:
         """Move single actions of a stage by a few places, from order to order that is no slower."""
         since = 0
-        here, seconds = self.orders, self.seconds
+        orders, seconds = self.orders, self.seconds
         while since < EXCHANGES_TRIED and not self.ended():
             since += 1
-            s = self.draw.randrange(len(here))
-            row = _moved(here[s], self.draw)
+            s = self.draw.randrange(len(orders))
+            row = _moved(orders[s], self.draw)
             if row is None or not keeps_chunk_memory(self.times.stages[s], row):
                 continue
-            candidate = (*here[:s], row, *here[s + 1 :])
-            found = time_chunk_orders(self.times, candidate)
+            candidate = (*orders[:s], row, *orders[s + 1 :])
+            candidate_seconds = time_chunk_orders(self.times, candidate)
             self.timed += self.size
-            if found is not None and found <= seconds:
-                here, seconds = candidate, found
-                since = 0 if self._offer(found, candidate) else since
+            if candidate_seconds is not None and candidate_seconds <= seconds:
+                orders, seconds = candidate, candidate_seconds
+                since = 0 if self._offer(candidate_seconds, candidate) else since
 
 
 def _most_micro_batches(chunks: Sequence[StageTimes], most: int) -> int:
     """That a stage has memory for in all its chunks, each until its W; at most so many."""
-    each = sum(max(chunk.activation_bytes, chunk.deferred_bytes) for chunk in chunks)
-    return int(max(min(chunks[0].memory_bytes / each if each else most, most), 1))
+    micro_batch_bytes = sum(max(chunk.activation_bytes, chunk.deferred_bytes) for chunk in chunks)
+    return int(max(min(chunks[0].memory_bytes / micro_batch_bytes if micro_batch_bytes else most, most), 1))
 
 
 def _moved(row: tuple[str, ...], draw: random.Random) -> tuple[str, ...] | None:
     """The row with one action elsewhere; None where the stage's order does not allow it, or nothing changed."""
     if len(row) < 2:
         return None
-    at = draw.randrange(len(row))
-    to = min(max(at + draw.choice((-3, -2, -1, 1, 2, 3)), 0), len(row) - 1)
-    passed = row[at + 1 : to + 1] if to > at else row[to:at]
-    if all(action == row[at] for action in passed) or not _may_pass(row, at, to):
+    source = draw.randrange(len(row))
+    target = min(max(source + draw.choice((-3, -2, -1, 1, 2, 3)), 0), len(row) - 1)
+    passed = row[source + 1 : target + 1] if target > source else row[target:source]
+    if all(action == row[source] for action in passed) or not _may_pass(row, source, target):
         return None
-    rest = row[:at] + row[at + 1 :]
-    return (*rest[:to], row[at], *rest[to:])
+    others = row[:source] + row[source + 1 :]
+    return (*others[:target], row[source], *others[target:])
 
 
 def _may_pass(row: tuple[str, ...], at: int, to: int) -> bool:
     """No backward comes before its forward and no W before its B_INPUT when the action at ``at`` is put at ``to``."""
-    rest = row[:at] + row[at + 1 :]
-    new = (*rest[:to], row[at], *rest[to:])
+    others = row[:at] + row[at + 1 :]
+    moved = (*others[:to], row[at], *others[to:])
     chunk = split_letter(row[at])[1]
-    return keeps_order("".join(letter for letter, c in map(split_letter, new) if c == chunk))
+    return keeps_order("".join(letter for letter, c in map(split_letter, moved) if c == chunk))

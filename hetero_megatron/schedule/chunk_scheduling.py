@@ -64,7 +64,7 @@ class _Run:
         self.free = [[0.0] * count for _ in range(2)]
         self.memory = [x[0].memory_bytes for x in times.stages]
         self.kept = [[c.activation_bytes for c in x] for x in times.stages]
-        self.least = [sum(kept) for kept in self.kept]  # of a micro-batch in all chunks
+        self.least = [sum(chunk_bytes) for chunk_bytes in self.kept]  # of a micro-batch in all chunks
         self.names = {letter: [letter + (str(c) if c else "") for c in self.chunks] for letter in "FBIW"}
         self.idle, self.wake = [True] * count, [math.inf] * count
         self.wake[0] = 0.0
@@ -80,7 +80,7 @@ class _Run:
         if backward[0] <= clock and not rule.forward_first:
             self._start_backward(s, backward[1], clock, waiting)
             return
-        forward, short = self._next_forward(s, clock)
+        forward, lacks_memory = self._next_forward(s, clock)
         if backward[0] <= clock < forward[0]:
             self._start_backward(s, backward[1], clock, waiting)
         elif forward[0] <= clock:
@@ -90,7 +90,7 @@ class _Run:
             first = next((c for c in self.chunks if self.deferred[s][c]), 0)
             gap = rule.patience * self.times.stages[s][first].weight_gradient_seconds
             # Where a gradient would find no room, W's come first whatever arrives: waiting gains nothing.
-            if waiting and (short or arrival - clock >= gap or not self._may_split(s, backward[1])):
+            if waiting and (lacks_memory or arrival - clock >= gap or not self._may_split(s, backward[1])):
                 self._weight_gradient(s, clock)
                 return
             self.idle[s], self.wake[s] = True, arrival
@@ -100,52 +100,52 @@ class _Run:
     def _next_forward(self, s: int, clock: float) -> tuple[tuple[float, int], bool]:
         """((arrival, chunk) of the forward that may start and is preferred, or arrives first; whether one that has
         arrived only waits for memory)."""
-        best, at, group, short = math.inf, 0, math.inf, False
-        done, there, size = self.forwards[s], self.there[0][s], self.rule.group
-        most = min(self.backwards[s]) + self.rule.most_ahead
+        best, chunk, group, lacks_memory = math.inf, 0, math.inf, False
+        forwards, arrivals, size = self.forwards[s], self.there[0][s], self.rule.group
+        last_allowed = min(self.backwards[s]) + self.rule.most_ahead
         for c in self.chunks:
-            m = done[c]
-            if m == len(there[c]) or m > most:
+            m = forwards[c]
+            if m == len(arrivals[c]) or m > last_allowed:
                 continue
-            arrival = there[c][m]
+            arrival = arrivals[c][m]
             if arrival <= clock and best <= clock:  # both can start: of the first group, then of the first chunk
                 if m // size >= group:
                     continue
             elif arrival >= best:
                 continue
             if self._fits(s, c):
-                best, at, group = arrival, c, m // size
+                best, chunk, group = arrival, c, m // size
             elif arrival <= clock:
-                short = True
-        return (best, at), short
+                lacks_memory = True
+        return (best, chunk), lacks_memory
 
     def _fits(self, s: int, c: int) -> bool:
         """There is room for a forward in chunk ``c``, and then still for all that is under way, the oldest first."""
-        kept, forwards, backwards, memory = self.kept[s], self.forwards[s], self.backwards[s], self.memory[s]
-        if self.held[s] + kept[c] > memory:
+        chunk_bytes, forwards, backwards, memory = self.kept[s], self.forwards[s], self.backwards[s], self.memory[s]
+        if self.held[s] + chunk_bytes[c] > memory:
             return False
         if (forwards[0] + (c == 0) - min(backwards)) * self.least[s] <= memory:  # all of them in all chunks
             return True
-        done = [n + (i == c) for i, n in enumerate(forwards)]
-        room = memory - sum((done[i] - backwards[i]) * x for i, x in enumerate(kept))
-        for m in range(min(backwards), done[0]):
-            room -= sum(x for i, x in enumerate(kept) if m >= done[i])
+        forwards_then = [n + (i == c) for i, n in enumerate(forwards)]
+        room = memory - sum((forwards_then[i] - backwards[i]) * x for i, x in enumerate(chunk_bytes))
+        for m in range(min(backwards), forwards_then[0]):
+            room -= sum(x for i, x in enumerate(chunk_bytes) if m >= forwards_then[i])
             if room < 0:
                 return False
-            room += sum(x for i, x in enumerate(kept) if m >= backwards[i])
+            room += sum(x for i, x in enumerate(chunk_bytes) if m >= backwards[i])
         return True
 
     def _next_backward(self, s: int, clock: float) -> tuple[float, int]:
         """(arrival, chunk) of the backward that is preferred of those that can start, or arrives first."""
-        best, at, group = math.inf, 0, math.inf
-        done, forwards, there, size = self.backwards[s], self.forwards[s], self.there[1][s], self.rule.group
+        best, chunk, group = math.inf, 0, math.inf
+        backwards, forwards, arrivals, size = self.backwards[s], self.forwards[s], self.there[1][s], self.rule.group
         for c in self.chunks:
-            m = done[c]
-            if m < len(there[c]) and m < forwards[c]:
-                arrival = there[c][m]
+            m = backwards[c]
+            if m < len(arrivals[c]) and m < forwards[c]:
+                arrival = arrivals[c][m]
                 if m // size <= group if arrival <= clock and best <= clock else arrival < best:
-                    best, at, group = arrival, c, m // size
-        return best, at
+                    best, chunk, group = arrival, c, m // size
+        return best, chunk
 
     def _start_backward(self, s: int, c: int, clock: float, waiting: int) -> None:
         if self._may_split(s, c):

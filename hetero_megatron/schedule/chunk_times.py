@@ -44,16 +44,16 @@ class ChunkedTimes:
         counts = sorted({len(chunks) for chunks in self.stages})
         if len(counts) != 1 or counts[0] < 1:
             raise UserError("no equal number of chunks on every stage", field="stages", value=counts, accepted="1 each")
-        wanted = len(self.stages) if len(self.stages) > 1 else 0
-        if len(self.links) != wanted:
+        link_count = len(self.stages) if len(self.stages) > 1 else 0
+        if len(self.links) != link_count:
             problem = f"the pipeline has {len(self.stages)} stages"
-            raise UserError(problem, field="links", value=len(self.links), accepted=f"{wanted} links")
+            raise UserError(problem, field="links", value=len(self.links), accepted=f"{link_count} links")
         for s, chunks in enumerate(self.stages):
-            least = sum(chunk.activation_bytes for chunk in chunks)
-            if least > chunks[0].memory_bytes:
-                problem = f"holds no micro-batch of {least:g} bytes in all chunks of stage {s}"
+            least_bytes = sum(chunk.activation_bytes for chunk in chunks)
+            if least_bytes > chunks[0].memory_bytes:
+                problem = f"holds no micro-batch of {least_bytes:g} bytes in all chunks of stage {s}"
                 raise UserError(
-                    problem, field="memory_bytes", value=chunks[0].memory_bytes, accepted=f"{least:g} or more"
+                    problem, field="memory_bytes", value=chunks[0].memory_bytes, accepted=f"{least_bytes:g} or more"
                 )
 
     @property
@@ -111,11 +111,11 @@ def chunked_lower_bound_seconds(times: ChunkedTimes, num_micro_batches: int) -> 
 def keeps_chunk_memory(chunks: Sequence[StageTimes], row: Sequence[str]) -> bool:
     """Micro-batches never hold more than the stage has."""
     step = _steps(chunks)
-    held = most = 0.0
+    held = peak = 0.0
     for action in row:
         held += step[action]
-        most = max(most, held)
-    return most <= chunks[0].memory_bytes
+        peak = max(peak, held)
+    return peak <= chunks[0].memory_bytes
 
 
 def _steps(chunks: Sequence[StageTimes]) -> dict[str, float]:
@@ -168,11 +168,11 @@ class _Run:
                 clock += chunk.weight_gradient_seconds
             else:
                 back = letter != "F"
-                there, taken = self.there[back][s][c], self.taken[back][s]
-                if taken[c] == len(there):
+                arrivals, taken = self.there[back][s][c], self.taken[back][s]
+                if taken[c] == len(arrivals):
                     self.places[s], self.clocks[s] = place, clock
                     return woken
-                clock = max(clock, there[taken[c]])
+                clock = max(clock, arrivals[taken[c]])
                 taken[c] += 1
                 clock += (
                     chunk.forward_seconds if not back else
@@ -206,11 +206,11 @@ def send(
         there[back][0][c - 1 if back else c + 1].append(end)
         return 0
     if back:
-        to, chunk, at = (s - 1, c, s - 1) if s else (last, c - 1, last)
+        to, chunk, link_index = (s - 1, c, s - 1) if s else (last, c - 1, last)
     else:
-        to, chunk, at = (s + 1, c, s) if s < last else (0, c + 1, last)
-    link = times.links[at]
-    begin = max(end, free[back][at])
-    free[back][at] = done = begin + (link.backward_seconds if back else link.forward_seconds)
-    there[back][to][chunk].append(done + link.latency_seconds)
+        to, chunk, link_index = (s + 1, c, s) if s < last else (0, c + 1, last)
+    link = times.links[link_index]
+    begin = max(end, free[back][link_index])
+    free[back][link_index] = sent = begin + (link.backward_seconds if back else link.forward_seconds)
+    there[back][to][chunk].append(sent + link.latency_seconds)
     return to

@@ -103,9 +103,9 @@ def generate(
     if caps and (name != "zero-bubble" or len(caps) != num_stages or min(caps) < 1):
         accepted = f"with zero-bubble, {num_stages} numbers of 1 or more"
         raise UserError("not in-flight caps of this schedule", field="caps", value=list(caps), accepted=accepted)
-    more: dict[str, Any] = {"chunks": num_chunks} if num_chunks > 1 else {}
-    more |= {"caps": tuple(caps)} if caps else {}
-    return Schedule(name, GENERATORS[name](num_stages, num_micro_batches, **more), num_chunks)
+    options: dict[str, Any] = {"chunks": num_chunks} if num_chunks > 1 else {}
+    options |= {"caps": tuple(caps)} if caps else {}
+    return Schedule(name, GENERATORS[name](num_stages, num_micro_batches, **options), num_chunks)
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -141,23 +141,23 @@ def with_synchronisation(
 
 def _lower_stage(schedule: Schedule, stage: int) -> tuple[Action, ...]:
     chunks = range(schedule.chunks)
-    before = [schedule.peer(stage, Action("RECV_F", 0, c)) is not None for c in chunks]
-    after = [schedule.peer(stage, Action("SEND_F", 0, c)) is not None for c in chunks]
+    receives = [schedule.peer(stage, Action("RECV_F", 0, c)) is not None for c in chunks]
+    sends = [schedule.peer(stage, Action("SEND_F", 0, c)) is not None for c in chunks]
     out: list[Action] = []
     append, make, new = out.append, tuple.__new__, Action  # most of a large schedule's cost is making its actions
     for action in schedule.stages[stage]:
         kind, m, c = action
         if kind == "F":
-            if before[c]:
+            if receives[c]:
                 append(make(new, ("RECV_F", m, c)))
             append(action)
-            if after[c]:
+            if sends[c]:
                 append(make(new, ("SEND_F", m, c)))
         elif kind == "B" or kind == "B_INPUT":
-            if after[c]:
+            if sends[c]:
                 append(make(new, ("RECV_B", m, c)))
             append(action)
-            if before[c]:
+            if receives[c]:
                 append(make(new, ("SEND_B", m, c)))
         else:
             append(action)

@@ -67,10 +67,10 @@ class _Run:
         self.links = [(x.forward_seconds, x.backward_seconds, x.latency_seconds) for x in times.links]
         self.numbers = [
             (
-                x.forward_seconds, x.input_gradient_seconds, x.weight_gradient_seconds, whole, x.activation_bytes,
+                x.forward_seconds, x.input_gradient_seconds, x.weight_gradient_seconds, backward, x.activation_bytes,
                 x.deferred_bytes, x.memory_bytes, *limits, rule.patience * x.weight_gradient_seconds,
             )
-            for x, whole, *limits in zip(
+            for x, backward, *limits in zip(
                 times.stages, times.backward_seconds, rule.most_in_flight, rule.most_deferred, rule.forward_first
             )
         ]  # fmt: skip
@@ -89,27 +89,33 @@ class _Run:
         count = len(self.rows)
         rows, numbers, events, wake, idle = self.rows, self.numbers, self.events, self.wake, self.idle
         activations, gradients = self.activations, self.gradients
-        forwards, backwards, deferred, held = [0] * count, [0] * count, [0] * count, [0.0] * count
+        forwards, backwards, deferred, held_bytes = [0] * count, [0] * count, [0] * count, [0.0] * count
         while events:
             clock, s = heappop(events)
             if clock != wake[s]:
                 continue
-            forward, inputs, weights, whole, kept, waiting, memory, flying, most, first, gap = numbers[s]
-            done, back, due, full = forwards[s], backwards[s], deferred[s], held[s]
-            here, there, letter = activations[s], gradients[s], ""
-            ready = done < len(here) and done - back < flying and full + kept <= memory
-            activation = here[done] if ready else math.inf
-            gradient = there[back] if back < len(there) else math.inf
-            if due > most:
+            forward, inputs, weights, backward, kept_bytes, waiting, memory, flying, most_deferred, first, gap = (
+                numbers[s]
+            )
+            forwards_done, backwards_done, due, full = forwards[s], backwards[s], deferred[s], held_bytes[s]
+            activation_arrivals, gradient_arrivals, letter = activations[s], gradients[s], ""
+            ready = (
+                forwards_done < len(activation_arrivals)
+                and forwards_done - backwards_done < flying
+                and full + kept_bytes <= memory
+            )
+            activation = activation_arrivals[forwards_done] if ready else math.inf
+            gradient = gradient_arrivals[backwards_done] if backwards_done < len(gradient_arrivals) else math.inf
+            if due > most_deferred:
                 letter = "W"
             elif gradient <= clock and not (first and activation <= clock):
-                letter = "I" if full - kept + waiting <= memory else "W" if due else "B"
+                letter = "I" if full - kept_bytes + waiting <= memory else "W" if due else "B"
             elif activation <= clock:
                 letter = "F"
             else:
                 arrival = activation if activation < gradient else gradient
                 # Where a gradient would find no room, W's come first whatever arrives: waiting gains nothing.
-                if due and (arrival - clock >= gap or full - kept + waiting > memory):
+                if due and (arrival - clock >= gap or full - kept_bytes + waiting > memory):
                     letter = "W"
                 else:
                     idle[s], wake[s] = True, arrival
@@ -117,14 +123,14 @@ class _Run:
                         heappush(events, (arrival, s))
                     continue
             if letter == "F":
-                forwards[s], held[s], end = done + 1, full + kept, clock + forward
+                forwards[s], held_bytes[s], end = forwards_done + 1, full + kept_bytes, clock + forward
                 self._sent_forward(s, end)
             elif letter == "W":
-                deferred[s], held[s], end = due - 1, full - waiting, clock + weights
+                deferred[s], held_bytes[s], end = due - 1, full - waiting, clock + weights
             else:
-                backwards[s], held[s], end = back + 1, full - kept, clock + whole
+                backwards[s], held_bytes[s], end = backwards_done + 1, full - kept_bytes, clock + backward
                 if letter == "I":
-                    deferred[s], held[s], end = due + 1, full - kept + waiting, clock + inputs
+                    deferred[s], held_bytes[s], end = due + 1, full - kept_bytes + waiting, clock + inputs
                 if s:
                     self._sent_backward(s, end)
             rows[s].append(letter)
@@ -172,33 +178,33 @@ def improve_orders(
         (seconds, orders) of the fastest seen, and the actions timed.
     """
     draw = random.Random(0)
-    here, timing = orders, time_orders(times, orders)
+    current, timing = orders, time_orders(times, orders)
     assert timing is not None, "starts from a deadlock"
     best, size = (timing.seconds, orders), sum(map(len, orders))
-    seen, timed, since = {orders}, size, 0
+    tried, timed, since = {orders}, size, 0
     while best[0] > goal_seconds and since < patience:
         following: tuple[Orders, Timing] | None = None
-        for move in _moves(times, here, timing, draw):
-            candidate = _moved(times, here, move)
-            if candidate is None or candidate in seen:
+        for move in _moves(times, current, timing, draw):
+            candidate = _moved(times, current, move)
+            if candidate is None or candidate in tried:
                 continue
             if timed + size > most_actions or since >= patience:
                 return *best, timed
-            seen.add(candidate)
-            found = time_orders(times, candidate)
+            tried.add(candidate)
+            candidate_timing = time_orders(times, candidate)
             timed, since = timed + size, since + 1
-            if found is None:
+            if candidate_timing is None:
                 continue
-            if found.seconds <= timing.seconds:
-                following = candidate, found
+            if candidate_timing.seconds <= timing.seconds:
+                following = candidate, candidate_timing
                 break
-            if following is None or found.seconds < following[1].seconds:
-                following = candidate, found
+            if following is None or candidate_timing.seconds < following[1].seconds:
+                following = candidate, candidate_timing
         if following is None:
             break
-        here, timing = following
+        current, timing = following
         if timing.seconds < best[0]:
-            best, since = (timing.seconds, here), 0
+            best, since = (timing.seconds, current), 0
     return *best, timed
 
 
@@ -206,11 +212,11 @@ def _moved(times: PipelineTimes, orders: Orders, move: Move) -> Orders | None:
     """The orders with one action elsewhere; None where that breaks the stage's order or memory, or changes nothing."""
     stage, source, target = move
     row = orders[stage]
-    rest = row[:source] + row[source + 1 :]
-    new = rest[:target] + row[source] + rest[target:]
-    if new == row or not keeps_order(new) or not keeps_memory(times.stages[stage], new):
+    others = row[:source] + row[source + 1 :]
+    moved = others[:target] + row[source] + others[target:]
+    if moved == row or not keeps_order(moved) or not keeps_memory(times.stages[stage], moved):
         return None
-    return (*orders[:stage], new, *orders[stage + 1 :])
+    return (*orders[:stage], moved, *orders[stage + 1 :])
 
 
 def _moves(times: PipelineTimes, orders: Orders, timing: Timing, draw: random.Random) -> list[Move]:

@@ -45,30 +45,30 @@ class Picture:
     def in_flight(self) -> tuple[float, ...]:
         """Per stage, the most micro-batches that it holds at once; one in one of two chunks counts half."""
         schedule = self.timeline.schedule
-        return tuple(most / schedule.chunks for most in in_flight(schedule))
+        return tuple(micro_batches / schedule.chunks for micro_batches in in_flight(schedule))
 
     @property
     def bubble(self) -> float:
         """The part of all stages' time until the last of them ends in which they do not compute."""
-        whole = self.timeline.step_seconds * len(self.timeline.busy)
-        return 1 - sum(self.timeline.busy) / whole if whole else 0.0
+        all_seconds = self.timeline.step_seconds * len(self.timeline.busy)
+        return 1 - sum(self.timeline.busy) / all_seconds if all_seconds else 0.0
 
 
 def svg(pictures: Sequence[Picture]) -> str:
     """The pictures below each other, with a legend; no scripts, no fonts, nothing loaded."""
     longest = max((p.timeline.step_seconds for p in pictures), default=0.0)
     scale = (_WIDTH - _LEFT - _RIGHT) / (longest or 1.0)
-    parts: list[str] = []
+    lines: list[str] = []
     top = _GAP + _HEAD
     for picture in pictures:
-        parts += _panel(picture, top, scale)
+        lines += _panel(picture, top, scale)
         top += _HEAD + _ROW * len(picture.timeline.busy) + _GAP
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{top}" viewBox="0 0 {_WIDTH} {top}">'
         f'<style>{_STYLE}</style><rect class="page" width="{_WIDTH}" height="{top}"/>'
     )
     kinds = {a.kind for p in pictures for row in p.timeline.schedule.stages for a in row}
-    return "\n".join([head, *_legend(kinds), *parts, "</svg>\n"])
+    return "\n".join([head, *_legend(kinds), *lines, "</svg>\n"])
 
 
 def _legend(kinds: set[str]) -> Iterator[str]:
@@ -84,10 +84,10 @@ def _panel(picture: Picture, top: int, scale: float) -> Iterator[str]:
     timeline = picture.timeline
     facts = f"step {timeline.step_seconds:.4g} s, bubble {picture.bubble:.1%}"
     yield f'<text class="title" x="{_LEFT}" y="{top + 14}">{escape(picture.title)}: {facts}</text>'
-    for s, (row, most) in enumerate(zip(timeline.stages, picture.in_flight, strict=True)):
+    for s, (row, micro_batches) in enumerate(zip(timeline.stages, picture.in_flight, strict=True)):
         y = top + _HEAD + s * _ROW
         yield f'<text x="8" y="{y + 14}">stage {s}</text>'
-        yield f'<text x="{_WIDTH - _RIGHT + 8}" y="{y + 14}">{most:g} in flight</text>'
+        yield f'<text x="{_WIDTH - _RIGHT + 8}" y="{y + 14}">{micro_batches:g} in flight</text>'
         width = timeline.step_seconds * scale
         yield f'<rect class="idle" x="{_LEFT}" y="{y + 1}" width="{width:.2f}" height="{_ROW - 2}"/>'
         for timed in row:
@@ -116,6 +116,6 @@ def table(pictures: Sequence[Picture], against: str = "1f1b") -> str:
     for p in pictures:
         step = p.timeline.step_seconds
         speed = f"{reference[against] / step:.3f}x" if against in reference and step else "-"
-        most = " ".join(f"{n:g}" for n in p.in_flight)
-        lines.append(f"{p.title:{width}}  {step:9.4g}  {speed:>7}  {p.bubble:7.1%}  {most}")
+        in_flight = " ".join(f"{n:g}" for n in p.in_flight)
+        lines.append(f"{p.title:{width}}  {step:9.4g}  {speed:>7}  {p.bubble:7.1%}  {in_flight}")
     return "\n".join(lines)

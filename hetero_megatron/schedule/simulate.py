@@ -187,12 +187,12 @@ class _Run:
             backward = kind == "RECV_B" or kind == "SEND_B"
             key = micro_batch + (chunk << 40)
             if kind in _RECEIVES:
-                mine = self.arrivals[backward][stage]
-                if key not in mine:
+                arrivals = self.arrivals[backward][stage]
+                if key not in arrivals:
                     waits[stage] = (backward, key)
                     yield
                 start(clock)
-                clock = later(clock, mine.pop(key)) + host[kind]
+                clock = later(clock, arrivals.pop(key)) + host[kind]
                 end(clock)
                 continue
             clock = clock + host[kind]
@@ -203,8 +203,8 @@ class _Run:
                 peer = stage + 1 if stage < last else 0
                 key += 0 if stage < last else 1 << 40
             begin = later(clock, self.free[backward][peer])
-            self.free[backward][peer] = done = begin + self.link[backward][stage]
-            self.arrivals[backward][peer][key] = arrival = done + self.latency[backward][stage]
+            self.free[backward][peer] = sent = begin + self.link[backward][stage]
+            self.arrivals[backward][peer][key] = arrival = sent + self.latency[backward][stage]
             if waits[peer] == (backward, key):
                 waits[peer] = None
                 ready.append(peer)
@@ -242,9 +242,9 @@ def _seconds(count: int, chunks: int, costs: Costs) -> tuple[list[Table], Table,
             raise UserError(f"the schedule has {count} stages", field=name, value=list(values), accepted=accepted)
     compute: list[Table] = []
     for s in range(count):
-        after = {"REDUCE": reduce[s], "ALL_GATHER": gather[s], "UPDATE": update[s]}
+        sync = {"REDUCE": reduce[s], "ALL_GATHER": gather[s], "UPDATE": update[s]}
         compute.append([
-            {"F": c.forward, "B": c.backward, "W": c.weight, "B_INPUT": c.backward - c.weight + c.split, **after}
+            {"F": c.forward, "B": c.backward, "W": c.weight, "B_INPUT": c.backward - c.weight + c.split, **sync}
             for c in _stage_chunks(costs, s, chunks)
         ])  # fmt: skip
     by_kind: Table = [{kind: host[s].get(kind, 0.0) for kind in COMMUNICATION} for s in range(count)]
@@ -253,14 +253,16 @@ def _seconds(count: int, chunks: int, costs: Costs) -> tuple[list[Table], Table,
 
 def _stage_chunks(costs: Costs, stage: int, chunks: int) -> Sequence[ChunkSeconds]:
     if costs.chunks:
-        if len(found := costs.chunks[stage]) != chunks:
+        if len(chunk_seconds := costs.chunks[stage]) != chunks:
             accepted = f"{chunks} of each stage"
-            raise UserError(f"the schedule has {chunks} chunks", field="chunks", value=list(found), accepted=accepted)
-        return found
+            raise UserError(
+                f"the schedule has {chunks} chunks", field="chunks", value=list(chunk_seconds), accepted=accepted
+            )
+        return chunk_seconds
     weight = costs.weight[stage] if costs.weight else costs.backward[stage] * costs.weight_share
     split = costs.split[stage] if costs.split else 0.0
-    whole = costs.forward[stage], costs.backward[stage], weight, split
-    return (ChunkSeconds(*(seconds / chunks for seconds in whole)),) * chunks
+    stage_seconds = costs.forward[stage], costs.backward[stage], weight, split
+    return (ChunkSeconds(*(seconds / chunks for seconds in stage_seconds)),) * chunks
 
 
 def _both_ways(there: list[float], back: list[float], count: int) -> Directions:

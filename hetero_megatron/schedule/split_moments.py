@@ -20,16 +20,16 @@ def split_moments(schedule: Schedule) -> tuple[tuple[Moment, ...], ...]:
 
 @lru_cache(maxsize=64)
 def _of_row(row: tuple[Action, ...], chunks: int) -> tuple[Moment, ...]:
-    whole, split = [0] * chunks, [0] * chunks
-    found: dict[Moment, None] = {}
+    whole_counts, split_counts = [0] * chunks, [0] * chunks
+    moments: dict[Moment, None] = {}
     for kind, _, chunk in row:
         if kind in ("B", "B_INPUT", "W"):
-            found[tuple(whole), tuple(split), kind, chunk] = None
+            moments[tuple(whole_counts), tuple(split_counts), kind, chunk] = None
         if kind == "F":
-            whole[chunk] += 1
+            whole_counts[chunk] += 1
         elif kind == "W":
-            split[chunk] -= 1
+            split_counts[chunk] -= 1
         elif kind in ("B", "B_INPUT"):
-            whole[chunk] -= 1
-            split[chunk] += kind == "B_INPUT"
-    return tuple(found)
+            whole_counts[chunk] -= 1
+            split_counts[chunk] += kind == "B_INPUT"
+    return tuple(moments)

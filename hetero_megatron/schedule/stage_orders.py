@@ -85,10 +85,10 @@ class StageTimes(StageMemory):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.backward_seconds < math.inf:
-            most = self.input_gradient_seconds + self.weight_gradient_seconds
+            both_parts = self.input_gradient_seconds + self.weight_gradient_seconds
             raise UserError(
                 "leaves no time for a whole backward", field="split_seconds", value=self.split_seconds,
-                accepted=f"{most} or less: B_INPUT and W together",
+                accepted=f"{both_parts} or less: B_INPUT and W together",
             )  # fmt: skip
 
     @property
@@ -185,29 +185,29 @@ def lower_bound_seconds(times: PipelineTimes, num_micro_batches: int) -> float:
 
 def _bounds(times: PipelineTimes, count: int) -> Iterator[float]:
     stages, links = times.stages, times.links
-    gradient, rest = zip(*(s.least_seconds for s in stages))
+    gradient, weight = zip(*(s.least_seconds for s in stages))
     # After the input gradient of a stage, the gradient still has to reach every earlier one: seconds to the step's end.
-    after = [rest[0] + stages[0].tail_seconds]
+    seconds_after = [weight[0] + stages[0].tail_seconds]
     for s, link in enumerate(links):
         back = link.backward_seconds + link.latency_seconds + gradient[s]
-        after.append(max(rest[s + 1] + stages[s + 1].tail_seconds, back + after[-1]))
+        seconds_after.append(max(weight[s + 1] + stages[s + 1].tail_seconds, back + seconds_after[-1]))
     # From the start of a forward to the end of the same micro-batch's input gradient.
     trip = [stages[-1].forward_seconds + gradient[-1]]
     for s, link in reversed(list(enumerate(links))):
-        both = link.forward_seconds + link.backward_seconds + 2 * link.latency_seconds
-        trip.append(stages[s].forward_seconds + both + trip[-1] + gradient[s])
+        transfers = link.forward_seconds + link.backward_seconds + 2 * link.latency_seconds
+        trip.append(stages[s].forward_seconds + transfers + trip[-1] + gradient[s])
     trip.reverse()
     head = 0.0  # earliest start of the stage's first forward
     for s, stage in enumerate(stages):
-        forward, own = stage.forward_seconds, stage.forward_seconds + gradient[s]
-        yield head + count * (own + rest[s]) + stage.tail_seconds
-        yield head + count * own + after[s]
-        yield head + (count - 1) * forward + trip[s] + after[s]
+        forward, both_passes = stage.forward_seconds, stage.forward_seconds + gradient[s]
+        yield head + count * (both_passes + weight[s]) + stage.tail_seconds
+        yield head + count * both_passes + seconds_after[s]
+        yield head + (count - 1) * forward + trip[s] + seconds_after[s]
         rounds = math.ceil(count / stage.capacity) if stage.capacity < math.inf else 1
-        yield head + rounds * trip[s] + after[s]
+        yield head + rounds * trip[s] + seconds_after[s]
         if s < len(links):
             link = links[s]
-            yield head + (count - 1) * max(link.forward_seconds, link.backward_seconds) + trip[s] + after[s]
+            yield head + (count - 1) * max(link.forward_seconds, link.backward_seconds) + trip[s] + seconds_after[s]
             head += forward + link.forward_seconds + link.latency_seconds
 
 
@@ -237,9 +237,9 @@ def _actions(row: Row) -> tuple[Action, ...]:
         if letter == "W":
             micro_batch = deferred[chunk].popleft()
         else:
-            done = forwards if letter == "F" else backwards
-            micro_batch = done[chunk]
-            done[chunk] += 1
+            counts = forwards if letter == "F" else backwards
+            micro_batch = counts[chunk]
+            counts[chunk] += 1
             if letter == "I":
                 deferred[chunk].append(micro_batch)
         actions.append(Action(KIND_OF_LETTER[letter], micro_batch, chunk))
@@ -300,17 +300,17 @@ def join_backwards(row: str) -> str:
 
 def joined(row: Iterable[str]) -> list[str]:
     """The order with B for every B_INPUT that its own W follows at once; letters may have the number of a chunk."""
-    found: list[str] = []
+    letters: list[str] = []
     deferred = dict[str, int]()
     for action in row:
         letter, chunk = action[0], action[1:]
         waiting = deferred.get(chunk, 0)
-        if letter == "W" and waiting == 1 and found[-1] == f"I{chunk}":
-            found[-1] = f"B{chunk}"
+        if letter == "W" and waiting == 1 and letters[-1] == f"I{chunk}":
+            letters[-1] = f"B{chunk}"
         else:
-            found.append(action)
+            letters.append(action)
         deferred[chunk] = waiting + {"I": 1, "W": -1}.get(letter, 0)
-    return found
+    return letters
 
 
 class Timing(NamedTuple):
@@ -331,7 +331,7 @@ def time_orders(times: PipelineTimes, orders: Sequence[str]) -> Timing | None:
     activations: list[list[float]] = [[] for _ in stages]
     gradients: list[list[float]] = [[] for _ in stages]
     activations[0] = [0.0] * orders[0].count("F")
-    done = [(0, 0)] * (last + 1)  # forwards and backwards
+    counts = [(0, 0)] * (last + 1)  # forwards and backwards
     blocked = [False] * (last + 1)
     after_free, before_free = [0.0] * (last + 1), [0.0] * (last + 1)  # when the outgoing links are free
     ready = list(range(last, -1, -1))
@@ -339,19 +339,19 @@ def time_orders(times: PipelineTimes, orders: Sequence[str]) -> Timing | None:
         s = ready.pop()
         blocked[s] = False
         stage, row = stages[s], ends[s]
-        here, back, (forwards, backwards) = activations[s], gradients[s], done[s]
+        activation_arrivals, gradient_arrivals, (forwards, backwards) = activations[s], gradients[s], counts[s]
         clock = row[-1] if row else 0.0
         for letter in orders[s][len(row) :]:
             if letter == "W":
                 clock += stage.weight_gradient_seconds
             elif letter == "F":
-                if forwards == len(here):
+                if forwards == len(activation_arrivals):
                     blocked[s] = True
                     break
-                clock = max(clock, here[forwards]) + stage.forward_seconds
+                clock = max(clock, activation_arrivals[forwards]) + stage.forward_seconds
                 forwards += 1
                 if s == last:
-                    back.append(clock)
+                    gradient_arrivals.append(clock)
                 else:
                     link = times.links[s]
                     after_free[s] = free = max(clock, after_free[s]) + link.forward_seconds
@@ -360,12 +360,12 @@ def time_orders(times: PipelineTimes, orders: Sequence[str]) -> Timing | None:
                         blocked[s + 1] = False
                         ready.append(s + 1)
             else:
-                if backwards == len(back):
+                if backwards == len(gradient_arrivals):
                     blocked[s] = True
                     break
-                whole = letter == "B"
-                clock = max(clock, back[backwards])
-                clock += times.backward_seconds[s] if whole else stage.input_gradient_seconds
+                is_whole = letter == "B"
+                clock = max(clock, gradient_arrivals[backwards])
+                clock += times.backward_seconds[s] if is_whole else stage.input_gradient_seconds
                 backwards += 1
                 if s:
                     link = times.links[s - 1]
@@ -375,7 +375,7 @@ def time_orders(times: PipelineTimes, orders: Sequence[str]) -> Timing | None:
                         blocked[s - 1] = False
                         ready.append(s - 1)
             row.append(clock)
-        done[s] = forwards, backwards
+        counts[s] = forwards, backwards
     if any(blocked):
         return None
     final = (row[-1] if row else 0.0 for row in ends)

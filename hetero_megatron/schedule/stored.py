@@ -39,17 +39,17 @@ def compress(row: Row) -> str:
     """Runs of equal actions and repeated groups with their number: ``FFFFIFWIFWIW`` is ``F*4 IFW*2 IW``."""
     items: list[str] = []
     single = ""
-    at = 0
-    while at < len(row):
-        length, count = _best_repeat(row, at)
-        unit = "".join(row[at : at + length])
+    index = 0
+    while index < len(row):
+        length, count = _best_repeat(row, index)
+        unit = "".join(row[index : index + length])
         if count == 1:
             single += unit
         else:
             items += [single] if single else []
             items.append(f"{unit}*{count}")
             single = ""
-        at += length * count
+        index += length * count
     return " ".join([*items, single] if single else items)
 
 
@@ -79,17 +79,17 @@ def expand(text: str, most: int, field: str = "stages") -> Row:
     Raises:
         UserError: an item that is no actions with a count, or too many actions; with the place marked.
     """
-    parts: list[str] = []
+    actions: list[str] = []
     for item in re.finditer(r"\S+", text):
-        found = _ITEM.fullmatch(item[0])
-        if found is None:
-            good = _ITEM.match(item[0])
-            raise _text_error("cannot be read", text, item.start() + (good.end() if good else 0), field)
-        actions, count = re.findall(_ACTION, found[1]), int(found[2] or 1)
-        if len(parts) + len(actions) * count > most:
+        match = _ITEM.fullmatch(item[0])
+        if match is None:
+            readable = _ITEM.match(item[0])
+            raise _text_error("cannot be read", text, item.start() + (readable.end() if readable else 0), field)
+        repeated, count = re.findall(_ACTION, match[1]), int(match[2] or 1)
+        if len(actions) + len(repeated) * count > most:
             raise _text_error(f"makes more than the {most} actions that the stage can have", text, item.start(), field)
-        parts += actions * count
-    return tuple(parts) if any(len(action) > 1 for action in parts) else "".join(parts)
+        actions += repeated * count
+    return tuple(actions) if any(len(action) > 1 for action in actions) else "".join(actions)
 
 
 def _text_error(problem: str, text: str, at: int, field: str) -> UserError:
@@ -145,10 +145,10 @@ def unpack(text: str, most: int, field: str) -> list[str]:
         reader = zlib.decompressobj()
         data = reader.decompress(base64.b64decode(text.removeprefix(PACKED), b"-_", validate=True), most + 1)
         orders = data.decode("ascii").split("\n")
-        whole = reader.eof and len(data) <= most
+        complete = reader.eof and len(data) <= most
     except (binascii.Error, zlib.error, ValueError):
-        whole = False
-    if not whole or not text.startswith(PACKED):
+        complete = False
+    if not complete or not text.startswith(PACKED):
         accepted = "as it was written, whole; plan again"
         raise UserError("cannot be unpacked", field=field, value=text[:40], accepted=accepted)
     return orders
@@ -175,13 +175,13 @@ def schedule_from_dict(
             activations than the memory of a stage holds; with the place marked.
     """
     stored = unpacked(stored, num_stages, num_micro_batches * num_chunks, field)
-    for key, value, here in (
+    for key, value, planned in (
         ("num_micro_batches", stored["num_micro_batches"], num_micro_batches),
         ("stages", len(stored["stages"]), num_stages),
         ("made_for", stored["made_for"], made_for),
     ):
-        if value != here:
-            raise UserError("was made for another plan", field=f"{field}.{key}", value=value, accepted=str(here))
+        if value != planned:
+            raise UserError("was made for another plan", field=f"{field}.{key}", value=value, accepted=str(planned))
     orders = tuple(
         expand(text, 3 * num_micro_batches * num_chunks, f"{field}.stages[{s}]")
         for s, text in enumerate(stored["stages"])
@@ -246,10 +246,10 @@ def _check_counts(row: Row, count: int, chunks: int, field: str) -> None:
     """In every chunk, every micro-batch once forward and once backward, and a W for each B_INPUT; backwards after their
     forwards."""
     forwards, backwards, deferred = [0] * chunks, [0] * chunks, [0] * chunks
-    for at, action in enumerate(row):
+    for index, action in enumerate(row):
         letter, c = split_letter(action)
         if c >= chunks:
-            raise _order_error(f"is of a chunk that the stage does not have (it has {chunks})", row, at, field)
+            raise _order_error(f"is of a chunk that the stage does not have (it has {chunks})", row, index, field)
         if letter == "F":
             forwards[c] += 1
         elif letter == "W":
@@ -258,24 +258,24 @@ def _check_counts(row: Row, count: int, chunks: int, field: str) -> None:
             backwards[c] += 1
             deferred[c] += letter == "I"
         if forwards[c] > count:
-            raise _order_error(f"is one forward more than {count} micro-batches have", row, at, field)
+            raise _order_error(f"is one forward more than {count} micro-batches have", row, index, field)
         if backwards[c] > forwards[c]:
-            raise _order_error("comes before its forward", row, at, field)
+            raise _order_error("comes before its forward", row, index, field)
         if deferred[c] < 0:
-            raise _order_error("comes before its B_INPUT", row, at, field)
-    wanted = count * chunks
-    for what, missing in (
-        ("F", wanted - sum(forwards)), ("B or B_INPUT", wanted - sum(backwards)), ("W", sum(deferred))
+            raise _order_error("comes before its B_INPUT", row, index, field)
+    forward_count = count * chunks
+    for kind, missing in (
+        ("F", forward_count - sum(forwards)), ("B or B_INPUT", forward_count - sum(backwards)), ("W", sum(deferred))
     ):  # fmt: skip
         if missing:
-            raise UserError(f"ends with {missing} {what} missing", field=field, value=compress(row))
+            raise UserError(f"ends with {missing} {kind} missing", field=field, value=compress(row))
 
 
 def _check_memory(row: Row, memory: StageMemory, field: str) -> None:
-    for at, held in enumerate(held_bytes(memory, row)):
+    for index, held in enumerate(held_bytes(memory, row)):
         if held > memory.memory_bytes:
             problem = f"needs {held:g} bytes for activations, and the stage has {memory.memory_bytes:g}"
-            raise _order_error(problem, row, at, field)
+            raise _order_error(problem, row, index, field)
 
 
 def _order_error(problem: str, row: Row, at: int, field: str) -> UserError:

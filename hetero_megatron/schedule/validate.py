@@ -26,8 +26,8 @@ def format_rows(
     the end of each row are shown, too."""
     first = max(0, error[1] - most // 2) if error else 0
     texts = {name: [str(Action(*a)) for a in row[first : first + most]] for name, row in rows.items()}
-    rest = {name: row[max(first + most, len(row) - last) :] if last else () for name, row in rows.items()}
-    ends = {name: [str(Action(*a)) for a in row] for name, row in rest.items()}
+    last_actions = {name: row[max(first + most, len(row) - last) :] if last else () for name, row in rows.items()}
+    ends = {name: [str(Action(*a)) for a in row] for name, row in last_actions.items()}
     width = max((len(cell) for part in (texts, ends) for cells in part.values() for cell in cells), default=1)
     lines = []
     for name, cells in texts.items():
@@ -35,8 +35,8 @@ def format_rows(
         if error and error[0] == name:
             cells[error[1] - first] += " <-- ERROR HERE"
         cut = len(rows[name]) > first + most + len(ends[name])
-        after = [*(["…"] if cut else []), *(cell.ljust(width) for cell in ends[name])]
-        lines.append(f"{name}: {'… ' if first else ''}{' '.join([*cells, *after])}".rstrip())
+        last_cells = [*(["…"] if cut else []), *(cell.ljust(width) for cell in ends[name])]
+        lines.append(f"{name}: {'… ' if first else ''}{' '.join([*cells, *last_cells])}".rstrip())
     return "\n".join(lines)
 
 
@@ -79,23 +79,23 @@ class _Run:
 
     def _advance(self, stage: int) -> list[int]:
         """Run ``stage`` until it blocks or ends; returns the stages that it woke."""
-        row, done = self.schedule.stages[stage], self.done[stage]
+        row, done_actions = self.schedule.stages[stage], self.done[stage]
         woken: list[int] = []
-        for at in range(self.position[stage], len(row)):
-            action = row[at]
+        for index in range(self.position[stage], len(row)):
+            action = row[index]
             kind = action[0]
-            self.position[stage] = at
-            if action in done:
-                raise self._error(stage, at, "is there twice")
+            self.position[stage] = index
+            if action in done_actions:
+                raise self._error(stage, index, "is there twice")
             if kind in _RECEIVES:
-                key = self._sender(stage, at, action)
+                key = self._sender(stage, index, action)
                 if key not in self.unread:
                     self.waiting[key] = stage
                     return woken
                 self.unread.remove(key)
             else:
-                self._check_order(stage, at, action)
-            done.add(action)
+                self._check_order(stage, index, action)
+            done_actions.add(action)
             if kind == "SEND_F" or kind == "SEND_B":
                 key = (stage, action)
                 self.unread.add(key)
@@ -106,21 +106,21 @@ class _Run:
 
     def _sender(self, stage: int, at: int, action: Action) -> tuple[int, Action]:
         """(stage, SEND) that the receive ``action`` matches."""
-        there = self.schedule.peer(stage, action)
-        if there is None:
+        sender = self.schedule.peer(stage, action)
+        if sender is None:
             raise self._error(stage, at, "has no stage to receive from")
-        return there
+        return sender
 
     def _check_order(self, stage: int, at: int, action: Action) -> None:
         """What the action needs has been done before it on this stage."""
         kind, m, c = action
-        done = self.done[stage]
+        done_actions = self.done[stage]
         if kind not in KINDS:
             raise self._error(stage, at, f"is of unknown kind (known: {', '.join(KINDS)})")
         needs = _NEEDS.get(kind, ())
-        if needs and not any((k, m, c) in done for k in needs):
+        if needs and not any((k, m, c) in done_actions for k in needs):
             raise self._error(stage, at, f"comes before {Action(needs[0], m, c)}")
-        if any((k, m, c) in done for k in _EXCLUDES.get(kind, ())):
+        if any((k, m, c) in done_actions for k in _EXCLUDES.get(kind, ())):
             raise self._error(stage, at, "repeats a backward that was done in another form")
         if kind in ("F", "B", "B_INPUT"):
             self._check_input(stage, at, action)
@@ -136,32 +136,32 @@ class _Run:
         kind, m, c = action
         if not 0 <= c < self.schedule.chunks:
             raise self._error(stage, at, f"is of a chunk that is not there (the schedule has {self.schedule.chunks})")
-        there = self.schedule.before(stage, c) if kind == "F" else self.schedule.after(stage, c)
-        if there is None:
+        source = self.schedule.before(stage, c) if kind == "F" else self.schedule.after(stage, c)
+        if source is None:
             return
-        if there[0] != stage:
+        if source[0] != stage:
             sources: tuple[Action, ...] = (Action("RECV_F" if kind == "F" else "RECV_B", m, c),)
         else:
-            sources = tuple(Action(k, m, there[1]) for k in (("F",) if kind == "F" else ("B", "B_INPUT")))
+            sources = tuple(Action(k, m, source[1]) for k in (("F",) if kind == "F" else ("B", "B_INPUT")))
         if not any(x in self.done[stage] for x in sources):
             raise self._error(stage, at, f"comes before {sources[0]}")
 
     def _check_synchronisation(self, stage: int, at: int, action: Action) -> None:
         """REDUCE hop after hop, then UPDATE once, then ALL_GATHER, the hops the other way round."""
         kind, bucket, hop = action
-        done, updated = self.done[stage], ("UPDATE", 0, 0) in self.done[stage]
+        done_actions, updated = self.done[stage], ("UPDATE", 0, 0) in self.done[stage]
         self.synchronising[stage] = str(Action(*action))
         if kind == "REDUCE":
             if updated:
                 raise self._error(stage, at, "comes after the update")
-            if hop and ("REDUCE", bucket, hop - 1) not in done:
+            if hop and ("REDUCE", bucket, hop - 1) not in done_actions:
                 raise self._error(stage, at, f"comes before {Action('REDUCE', bucket, hop - 1)}")
         elif kind == "ALL_GATHER":
             if not updated:
                 raise self._error(stage, at, "comes before the update")
-            if ("REDUCE", bucket, hop) not in done:
+            if ("REDUCE", bucket, hop) not in done_actions:
                 raise self._error(stage, at, f"without {Action('REDUCE', bucket, hop)}")
-            if ("REDUCE", bucket, hop + 1) in done and ("ALL_GATHER", bucket, hop + 1) not in done:
+            if ("REDUCE", bucket, hop + 1) in done_actions and ("ALL_GATHER", bucket, hop + 1) not in done_actions:
                 raise self._error(stage, at, f"comes before {Action('ALL_GATHER', bucket, hop + 1)}")
 
     def finish(self) -> None:
@@ -181,14 +181,14 @@ class _Run:
             raise self._error(blocked[0][0], self.position[blocked[0][0]], f"never ends: deadlock ({waits})")
         for stage, action in sorted(self.unread):
             raise self._error(stage, rows[stage].index(action), "is received by nobody")
-        for stage, done in enumerate(self.done):
-            for kind, m, c in done:
+        for stage, done_actions in enumerate(self.done):
+            for kind, m, c in done_actions:
                 action = Action(kind, m, c)
-                if kind == "F" and not {("B", m, c), ("B_INPUT", m, c)} & done:
+                if kind == "F" and not {("B", m, c), ("B_INPUT", m, c)} & done_actions:
                     raise self._error(stage, rows[stage].index(action), "has no backward")
-                if kind == "B_INPUT" and ("W", m, c) not in done:
+                if kind == "B_INPUT" and ("W", m, c) not in done_actions:
                     raise self._error(stage, rows[stage].index(action), "has no W")
-                if kind == "REDUCE" and ("UPDATE", 0, 0) in done and ("ALL_GATHER", m, c) not in done:
+                if kind == "REDUCE" and ("UPDATE", 0, 0) in done_actions and ("ALL_GATHER", m, c) not in done_actions:
                     raise self._error(stage, rows[stage].index(action), "has no ALL_GATHER")
 
     def _error(self, stage: int, at: int, what: str) -> ScheduleError:
@@ -252,24 +252,26 @@ def validate_collectives(
         kind: _meetings(rank, rows[rank], begins[id(rows[rank])], groups, numbers) for kind, rank in first.items()
     }
     members = [{kind_of[rank] for rank in group} for group in numbers.groups]
-    at = dict.fromkeys(meetings, 0)
+    place_of = dict.fromkeys(meetings, 0)
     waiting: dict[tuple[Action, int], set[Hashable]] = {}
     ready = list(meetings)
     while ready:
         kind = ready.pop()
-        mine = meetings[kind]
-        if at[kind] == len(mine):
+        own_meetings = meetings[kind]
+        if place_of[kind] == len(own_meetings):
             continue
-        key = mine[at[kind]][1:]
-        there = waiting.setdefault(key, set())
-        there.add(kind)
-        if len(there) == len(members[key[1]]):
+        key = own_meetings[place_of[kind]][1:]
+        arrived = waiting.setdefault(key, set())
+        arrived.add(kind)
+        if len(arrived) == len(members[key[1]]):
             del waiting[key]
             for member in members[key[1]]:
-                at[member] += 1
+                place_of[member] += 1
                 ready.append(member)
-    if any(at[kind] < len(mine) for kind, mine in meetings.items()):
-        stuck = {r: meetings[kind][at[kind]] for r, kind in kind_of.items() if at[kind] < len(meetings[kind])}
+    if any(place_of[kind] < len(own_meetings) for kind, own_meetings in meetings.items()):
+        stuck = {
+            r: meetings[kind][place_of[kind]] for r, kind in kind_of.items() if place_of[kind] < len(meetings[kind])
+        }
         raise _error(rows, {rank: (i, (action, numbers.groups[n])) for rank, (i, action, n) in stuck.items()})
 
 
@@ -298,12 +300,14 @@ def _meetings(
 def _error(rows: Mapping[int, Sequence[Action]], stuck: Mapping[int, tuple[int, Meeting]]) -> ScheduleError:
     """Marks a rank whose partner waits elsewhere (or is done)."""
     for rank, (i, (action, group)) in sorted(stuck.items()):
-        other = next(r for r in group if r not in stuck or stuck[r][1] != (action, group))
-        instead = "ended"
-        if other in stuck:
-            action_there, group_there = stuck[other][1]
-            instead = f"is at {Action(*action_there)} with {_ranks(group_there)}"
-        text = f"rank {rank}: {Action(*action)} with {_ranks(group)} never begins: rank {other} of them {instead}"
+        partner = next(r for r in group if r not in stuck or stuck[r][1] != (action, group))
+        partner_state = "ended"
+        if partner in stuck:
+            action_there, group_there = stuck[partner][1]
+            partner_state = f"is at {Action(*action_there)} with {_ranks(group_there)}"
+        text = (
+            f"rank {rank}: {Action(*action)} with {_ranks(group)} never begins: rank {partner} of them {partner_state}"
+        )
         shown = [rank, *[r for r in group if r != rank]][:SHOWN]
         labelled = {f"rank {r}": rows[r] for r in sorted(shown) if r in rows}
         return ScheduleError(f"{text}\n{format_rows(labelled, (f'rank {rank}', i))}")

@@ -60,16 +60,16 @@ def _in_groups(passes: ChunkPasses, chunks: int, caps: Sequence[int]) -> Rows | 
     # More only delays W; over chunks, forwards still further ahead would wait for those of the group before them.
     useful = inside + stages + (stages - 1 if chunks == 1 else 2 * stages // 3)
     room = [min(chunks * cap, useful) for cap in caps]
-    for stage, most in enumerate(room):
-        behind = stages - 1 - stage
-        extra = min(max(most - inside - stages, 0), behind)
+    for stage, micro_batches in enumerate(room):
+        later_stages = stages - 1 - stage
+        extra = min(max(micro_batches - inside - stages, 0), later_stages)
         # A stage that is further ahead than the one before it would wait for a forward that needs its own backward.
-        ahead.append(min(inside + behind + extra, most - 1, *ahead[-1:], len(forwards)))
+        ahead.append(min(inside + later_stages + extra, micro_batches - 1, *ahead[-1:], len(forwards)))
     if ahead[-1] < inside:
         return None
     if chunks > 1:
         ahead = [min(n, ahead[-1] + 2 * smallest) for n in ahead]
-    return tuple(_split(forwards, backwards, n, most) for n, most in zip(ahead, room, strict=True))
+    return tuple(_split(forwards, backwards, n, micro_batches) for n, micro_batches in zip(ahead, room, strict=True))
 
 
 def _split(
@@ -78,15 +78,15 @@ def _split(
     """1F1B with ``ahead`` forwards first, whose W wait until the stage holds ``cap`` of them, or until it has no
     forward left."""
     row = [Action("F", *x) for x in forwards[:ahead]]
-    begun, weights = len(row), 0
-    for done, backward in enumerate(backwards):
-        if begun < len(forwards):
-            if begun - weights >= cap:
+    forwards_begun, weights = len(row), 0
+    for backwards_done, backward in enumerate(backwards):
+        if forwards_begun < len(forwards):
+            if forwards_begun - weights >= cap:
                 row.append(Action("W", *backwards[weights]))
                 weights += 1
-            row.append(Action("F", *forwards[begun]))
-            begun += 1
-        elif weights < done:
+            row.append(Action("F", *forwards[forwards_begun]))
+            forwards_begun += 1
+        elif weights < backwards_done:
             row.append(Action("W", *backwards[weights]))
             weights += 1
         row.append(Action("B_INPUT", *backward))
@@ -96,28 +96,28 @@ def _split(
 
 def _best(micro_batches: int, chunks: int, caps: Sequence[int]) -> Rows:
     """The fastest of some for equal stages whose transfers take no time."""
-    rows = tuple((replace(_EQUAL, memory_bytes=chunks * cap), *[_EQUAL] * (chunks - 1)) for cap in caps)
-    times = ChunkedTimes(rows, (LinkTimes(),) * len(caps) if len(caps) > 1 else ())
-    good = _GOOD * chunked_lower_bound_seconds(times, micro_batches)
+    stage_times = tuple((replace(_EQUAL, memory_bytes=chunks * cap), *[_EQUAL] * (chunks - 1)) for cap in caps)
+    times = ChunkedTimes(stage_times, (LinkTimes(),) * len(caps) if len(caps) > 1 else ())
+    good_enough = _GOOD * chunked_lower_bound_seconds(times, micro_batches)
     best, fastest = Rows(), math.inf
-    for found in _candidates(times, micro_batches, caps):
-        seconds = time_chunk_orders(times, chunk_orders_of(Schedule("", found, chunks)))
+    for rows in _candidates(times, micro_batches, caps):
+        seconds = time_chunk_orders(times, chunk_orders_of(Schedule("", rows, chunks)))
         assert seconds is not None, "no candidate deadlocks"
         if seconds < fastest:
-            best, fastest = found, seconds
-        if fastest <= good:
+            best, fastest = rows, seconds
+        if fastest <= good_enough:
             break
     return best
 
 
 def _candidates(times: ChunkedTimes, micro_batches: int, caps: Sequence[int]) -> Iterator[Rows]:
-    stages, chunks, least = len(caps), times.chunks, min(caps)
-    sizes = stages, least
+    stages, chunks, least_cap = len(caps), times.chunks, min(caps)
+    sizes = stages, least_cap
     groups = [max(micro_batches // stages, 1), *(max(math.ceil(micro_batches / size), 1) for size in sizes)]
     for count in dict.fromkeys(groups):
         rows = _in_groups(chunk_passes(micro_batches, chunks, count), chunks, caps)
         if rows is not None:
             yield rows
-    for group, ahead in itertools.product((stages, max(stages // 2, 1), 1), (math.inf, least)):
+    for group, ahead in itertools.product((stages, max(stages // 2, 1), 1), (math.inf, least_cap)):
         orders = list_schedule_chunks(times, micro_batches, ChunkRule(group, ahead))[1]
         yield schedule_of("", orders, chunks).stages

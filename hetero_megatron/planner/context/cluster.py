@@ -88,15 +88,15 @@ def _tp_groups(cluster: Cluster, ranks: Sequence[int], tp: int) -> list[tuple[in
     nodes: dict[str, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(cluster.ranks[rank].node, []).append(rank)
-    result: list[tuple[int, ...]] = []
-    for node, held in nodes.items():
-        if tp < 1 or len(held) % tp:
+    groups: list[tuple[int, ...]] = []
+    for node, members in nodes.items():
+        if tp < 1 or len(members) % tp:
             raise UserError(
-                f"node {node} gives {len(held)} ranks, which TP groups of {tp} do not divide", field="tp", value=tp,
+                f"node {node} gives {len(members)} ranks, which TP groups of {tp} do not divide", field="tp", value=tp,
                 accepted="a divisor of the ranks of every node", where=cluster.file,
             )  # fmt: skip
-        result += [tuple(held[i : i + tp]) for i in range(0, len(held), tp)]
-    return result
+        groups += [tuple(members[i : i + tp]) for i in range(0, len(members), tp)]
+    return groups
 
 
 def _member(
@@ -104,8 +104,8 @@ def _member(
 ) -> ContextMember:
     """Speeds of a member of ``tp`` ranks from operator rates, corrected by measured whole-layer rows where there are
     any. Attention runs at the rate of the whole sequence's length, matrix products at that of ``share`` tokens."""
-    known, chip, item = rates.chips[at.chip], rates.cluster.chips[at.chip], ITEM_BYTES[rates.dtype]
-    operators = Operators(model, known, item)
+    chip_rates, chip, item = rates.chips[at.chip], rates.cluster.chips[at.chip], ITEM_BYTES[rates.dtype]
+    operators = Operators(model, chip_rates, item)
     linear, ratio = operators.split(1 / tp, 1, share)
     core = tuple(seconds * r for seconds, r in zip(operators.attention(1 / tp, 1, seq_length), ratio))
     # Two gathers and two scatter-sums of the hidden state per layer and forward (sequence parallelism).
@@ -114,14 +114,14 @@ def _member(
         ranks=(0,), node=0, kind=0,
         gemm_flops=layer_matmul_flops(model) / (linear[0] / share),
         attention_flops=layer_attention_flops(model, mean_attention_pairs(model, seq_length)) / core[0],
-        memory=((chip.memory_budget or chip.memory) * (1 - margin) - known.overhead_bytes) * tp,
+        memory=((chip.memory_budget or chip.memory) * (1 - margin) - chip_rates.overhead_bytes) * tp,
         token_seconds=4 * model.hidden_size * item * (tp - 1) / tp * beta,
-        layer_seconds=known.layer_seconds,
-        layer_backward_seconds=known.layer_backward_seconds,
+        layer_seconds=chip_rates.layer_seconds,
+        layer_backward_seconds=chip_rates.layer_backward_seconds,
         attention_backward=core[1] / core[0],
-        message_seconds=known.message_seconds,
-        visit=_visit(known, model, 3),
-        visit_backward=_visit(known, model, 4),
+        message_seconds=chip_rates.message_seconds,
+        visit=_visit(chip_rates, model, 3),
+        visit_backward=_visit(chip_rates, model, 4),
     )  # fmt: skip
 
 
@@ -150,12 +150,12 @@ def _fabric(
     groups = [name for name in all_groups if name in set(kinds)]
     nodes = Counter(m.node for m in members)
     crowded = {name for m, name in zip(members, kinds, strict=True) if nodes[m.node] > 1}
-    none = (0.0, 0.0)  # unused links, which the cluster file may omit
+    unused = (0.0, 0.0)  # unused links, which the cluster file may omit
     intra, inter = [], []
     for group in groups:
         inside = rates.between(group, group, same_node=True) if group in crowded else None
-        intra.append((inside.alpha, inside.beta / tp) if inside else none)
+        intra.append((inside.alpha, inside.beta / tp) if inside else unused)
         links = [rates.between(group, other) if len(nodes) > 1 else None for other in groups]
         cards = 1 if cards_shared else tp
-        inter.append(tuple((link.alpha, link.beta / cards) if link else none for link in links))
+        inter.append(tuple((link.alpha, link.beta / cards) if link else unused for link in links))
     return Fabric(tuple(intra), tuple(inter), cards_shared)

@@ -111,22 +111,22 @@ def shared_kv(a: tuple[int, ...], b: tuple[int, ...], per_kv: int) -> tuple[tupl
     """(i, j, KV heads) that member i of group ``a`` passes to member j of group ``b``: each head from its first holder.
     """
     senders: list[tuple[int, int, int]] = []  # first KV head, end, member
-    first, held = 0, 0
+    first, covered = 0, 0
     for i, count in enumerate(a):
-        end = (first + count - 1) // per_kv + 1 if count else held
-        if end > held:
-            senders.append((held, end, i))
-            held = end
+        end = (first + count - 1) // per_kv + 1 if count else covered
+        if end > covered:
+            senders.append((covered, end, i))
+            covered = end
         first += count
     ends = [end for _, end, _ in senders]
     pairs, first = [], 0
     for j, count in enumerate(b):
         lo, hi = first // per_kv, (first + count - 1) // per_kv + 1
         first += count
-        at = bisect_right(ends, lo) if count else len(senders)
-        while at < len(senders) and senders[at][0] < hi:
-            pairs.append((senders[at][2], j, min(hi, ends[at]) - max(lo, senders[at][0])))
-            at += 1
+        sender = bisect_right(ends, lo) if count else len(senders)
+        while sender < len(senders) and senders[sender][0] < hi:
+            pairs.append((senders[sender][2], j, min(hi, ends[sender]) - max(lo, senders[sender][0])))
+            sender += 1
     return tuple(pairs)
 
 
@@ -209,21 +209,21 @@ class ContextCosts:
         count = int(node.max()) + 1
         home = np.zeros(count, dtype=np.int64)
         home[node] = kind
-        worst = 0.0
+        slowest = 0.0
         for out, into, beta in ((give, take, self.inter), (take, give, self.inter.T)):
-            near = np.bincount(node, into, count)[node]
-            intra = out * (near - into) * self.intra[kind]
+            within_node = np.bincount(node, into, count)[node]
+            intra = out * (within_node - into) * self.intra[kind]
             by_kind = np.bincount(kind, into, kinds)
-            far = by_kind[None, :] - (np.arange(kinds)[None, :] == kind[:, None]) * near[:, None]
-            inter = out * (far * beta[kind]).sum(1)
+            across_nodes = by_kind[None, :] - (np.arange(kinds)[None, :] == kind[:, None]) * within_node[:, None]
+            inter = out * (across_nodes * beta[kind]).sum(1)
             if self.problem.fabric.shared and count > 1:
                 inter = np.bincount(node, inter, count)
-            worst = max(worst, float(intra.max()), float(inter.max()) if count > 1 else 0.0)
+            slowest = max(slowest, float(intra.max()), float(inter.max()) if count > 1 else 0.0)
         peers = (give > 0) * ((take > 0).sum() - (take > 0)) + (take > 0) * ((give > 0).sum() - (give > 0))
         alpha = self.alpha_intra[kind].max() if len(d) > count else 0.0
         if count > 1:
             alpha = max(alpha, self.alpha_inter[np.ix_(np.unique(home), np.unique(home))].max())
-        return worst * self.byte + float(alpha) + float((peers * self.message[d]).max())
+        return slowest * self.byte + float(alpha) + float((peers * self.message[d]).max())
 
     @cached_method
     def _hop(
@@ -232,16 +232,16 @@ class ContextCosts:
         """From members ``a`` to members ``b``."""
         pairs = np.array(shared_kv(a_heads, b_heads, self.per_kv))
         src, dst, count = np.array(a)[pairs[:, 0]], np.array(b)[pairs[:, 1]], pairs[:, 2]
-        near = self.node[src] == self.node[dst]
+        same_node = self.node[src] == self.node[dst]
         ks, kd = self.kind[src], self.kind[dst]
-        beta = np.where(near, self.intra[ks], self.inter[ks, kd]) * count
-        alpha = np.where(near, self.alpha_intra[ks], self.alpha_inter[ks, kd])
+        beta = np.where(same_node, self.intra[ks], self.inter[ks, kd]) * count
+        alpha = np.where(same_node, self.alpha_intra[ks], self.alpha_inter[ks, kd])
         ends = (pairs[:, 0], pairs[:, 1])
-        intra = max(float(np.bincount(e, beta * near).max()) for e in ends)
-        card = max(float(np.bincount(e, beta * ~near).max()) for e in ends)
-        far = np.flatnonzero(~near)
+        intra = max(float(np.bincount(e, beta * same_node).max()) for e in ends)
+        card = max(float(np.bincount(e, beta * ~same_node).max()) for e in ends)
+        crossing = np.flatnonzero(~same_node)
         out, into = ({}, {})  # type: tuple[dict[int, float], dict[int, float]]
-        for i in far:
+        for i in crossing:
             out[int(self.node[src[i]])] = out.get(int(self.node[src[i]]), 0.0) + float(beta[i])
             into[int(self.node[dst[i]])] = into.get(int(self.node[dst[i]]), 0.0) + float(beta[i])
         messages = max(int(np.bincount(e).max()) for e in ends)
@@ -281,16 +281,16 @@ class ContextCosts:
         floor = np.array([p.floor for p in parts])
         forward = np.maximum(linear + exchange + forward_core, floor[:, 0])
         backward = np.maximum(linear_b + exchange + backward_core, floor[:, 1])
-        again, runs = options.core_again * forward_core, options.forwards
+        recomputed, runs = options.core_again * forward_core, options.forwards
         gathered = self._state_seconds()
         per_layer = runs * max(float(forward.max()), gathered)
-        per_layer += max(float((backward + again).max()), 2 * gathered)
+        per_layer += max(float((backward + recomputed).max()), 2 * gathered)
         head = np.array([3 * p.head for p in parts])
         layers = problem.layers
-        alone = layers * (runs * forward + backward + again) + head
+        member_seconds = layers * (runs * forward + backward + recomputed) + head
         fits, memory = self._memory(layout, parts)
         seconds = layers * per_layer + float(head.max())
-        return LayoutCost(seconds, fits, tuple(alone.tolist()), memory, tuple(parts))
+        return LayoutCost(seconds, fits, tuple(member_seconds.tolist()), memory, tuple(parts))
 
     def _core(
         self, layout: ContextLayout, parts: Sequence[GroupParts], tokens: Floats, forward: Floats, backward: Floats
@@ -304,14 +304,14 @@ class ContextCosts:
         visit = np.array([p.visit for p in parts])
         forward, backward = forward * slower + count * visit[:, 0], backward * slower + count * visit[:, 1]
         once = 2 * self.byte  # K and V
-        wide = once * (1 + options.wide / options.item)  # and their gradients on the way back
+        with_gradients = once * (1 + options.wide / options.item)  # and their gradients on the way back
         foreign = problem.seq_length - tokens
         rate, alpha, messages = self.ring(layout.groups)
         blocks = np.ceil(foreign / layout.block)
         host = blocks * messages * float(self.message.max())
         last = layout.block / problem.seq_length  # the last block arrives before its work can be done
         cores = []
-        for work, size in ((forward, once), (backward, wide)):
+        for work, size in ((forward, once), (backward, with_gradients)):
             busy = work + host
             moving = float((blocks * alpha + foreign * rate * size).max())
             cores.append(np.maximum(busy, moving + work * last))

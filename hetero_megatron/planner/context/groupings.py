@@ -14,20 +14,20 @@ Grouping = tuple[tuple[int, ...], ...]
 
 def nodes_of(problem: ContextProblem) -> list[tuple[int, ...]]:
     """Members by node, nodes in order of first appearance."""
-    found: dict[int, list[int]] = {}
+    by_node: dict[int, list[int]] = {}
     for index, member in enumerate(problem.members):
-        found.setdefault(member.node, []).append(index)
-    return [tuple(group) for group in found.values()]
+        by_node.setdefault(member.node, []).append(index)
+    return [tuple(group) for group in by_node.values()]
 
 
 def blocks_of(row: Sequence[tuple[int, ...]], nodes: int, each: int) -> list[tuple[int, ...]]:
     """Groups of ``each`` members from each of ``nodes`` consecutive nodes of a row."""
-    result: list[tuple[int, ...]] = []
+    groups: list[tuple[int, ...]] = []
     for start in range(0, len(row), nodes):
         block = row[start : start + nodes]
-        for at in range(0, max(map(len, block)), each):
-            result.append(tuple(m for node in block for m in node[at : at + each]))
-    return [group for group in result if group]
+        for offset in range(0, max(map(len, block)), each):
+            groups.append(tuple(m for node in block for m in node[offset : offset + each]))
+    return [group for group in groups if group]
 
 
 def nodes_by_kind(problem: ContextProblem) -> dict[int, list[tuple[int, ...]]]:
@@ -50,12 +50,12 @@ def clusters(problem: ContextProblem) -> list[Grouping]:
     """
     nodes = nodes_of(problem)
     widest, world = max(map(len, nodes)), len(problem.members)
-    found: list[Grouping] = [tuple(blocks_of(nodes, 1, size)) for size in _sizes(widest)]
-    found += [tuple(blocks_of(nodes, n, each)) for n in _sizes(len(nodes), 2) for each in _sizes(widest, 2)]
-    found.append((tuple(range(world)),))
+    groupings: list[Grouping] = [tuple(blocks_of(nodes, 1, size)) for size in _sizes(widest)]
+    groupings += [tuple(blocks_of(nodes, n, per_node)) for n in _sizes(len(nodes), 2) for per_node in _sizes(widest, 2)]
+    groupings.append((tuple(range(world)),))
     # Strided over all members: the ring stays inside nodes as far as possible.
-    found += [tuple(tuple(range(k, world, r)) for k in range(r)) for r in _sizes(min(world // 2, 128))]
-    return list(dict.fromkeys(found))
+    groupings += [tuple(tuple(range(k, world, r)) for k in range(r)) for r in _sizes(min(world // 2, 128))]
+    return list(dict.fromkeys(groupings))
 
 
 def _sizes(limit: int, base: int = 3) -> list[int]:
@@ -86,7 +86,7 @@ def equal_layouts(problem: ContextProblem) -> list[ContextLayout]:
     are copied where u exceeds them. Shards differ by at most one token."""
     world, heads = len(problem.members), problem.model.num_heads
     tokens = equal_shares(problem.seq_length, world)
-    found: list[ContextLayout] = []
+    layouts: list[ContextLayout] = []
     for u in range(1, world + 1):
         if world % u or heads % u:
             continue
@@ -98,11 +98,11 @@ def equal_layouts(problem: ContextProblem) -> list[ContextLayout]:
             built = tuple(MemberGroup(g, tuple(tokens[m] for m in g), (heads // u,) * u) for g in groups)
             label = name if groups == tuple(inner) else f"{name} strided"
             if r == 1:
-                found.append(ContextLayout(built, "a2a", 0, label))
+                layouts.append(ContextLayout(built, "a2a", 0, label))
                 continue
             blocks = block_sizes([sum(g.tokens) for g in built])
-            found += [ContextLayout(built, "ring", block, label) for block in blocks]
-    return found
+            layouts += [ContextLayout(built, "ring", block, label) for block in blocks]
+    return layouts
 
 
 def block_sizes(shares: Sequence[int]) -> list[int]:

@@ -19,10 +19,12 @@ def plan_stage(
     tokens = nested_zigzag([group.tokens for group in layout.groups])
     for g, group in enumerate(layout.groups):
         first = 0
-        for m, owned, heads in zip(group.members, tokens[g], group.heads, strict=True):
+        for m, ranges, heads in zip(group.members, tokens[g], group.heads, strict=True):
             of_member = problem.members[m].ranks
-            taken = of_member if ranks is None else tuple(ranks[r] for r in of_member)
-            units.append(Unit(taken, (1,) * len(taken), (0, size), owned, (first, first + heads), group=g))
+            ranks_of_unit = of_member if ranks is None else tuple(ranks[r] for r in of_member)
+            units.append(
+                Unit(ranks_of_unit, (1,) * len(ranks_of_unit), (0, size), ranges, (first, first + heads), group=g)
+            )
             first += heads
     kv = KeyValues(layout.transport, layout.block) if len(layout.groups) > 1 else None
     layers, options = (first_layer, first_layer + problem.layers), problem.options

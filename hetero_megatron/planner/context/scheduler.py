@@ -73,7 +73,7 @@ class _LayoutSearch:
         return self.seen[layout]
 
     def best(self, count: int = 1) -> list[ContextLayout]:
-        fitting = [layout for layout, found in self.seen.items() if found.fits]
+        fitting = [layout for layout, cost in self.seen.items() if cost.fits]
         return sorted(fitting, key=lambda layout: self.seen[layout].order)[:count]
 
 
@@ -92,9 +92,9 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
     equal = search.best()
     small = len(problem.members) <= SMALL if exhaustive is None else exhaustive
     groupings = [tuple(sorted(g)) for g in partitions(range(len(problem.members)))] if small else clusters(problem)
-    found = _balanced(search, groupings)
+    balanced = _balanced(search, groupings)
     if not small:
-        _sizes_per_kind(search, found)
+        _sizes_per_kind(search, balanced)
     for layout in search.best(KEPT):
         _try_blocks(search, layout)
     best = search.best()
@@ -108,17 +108,17 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
         baseline_evaluation=search.seen[baseline] if baseline is not None else None,
         bound=speed_bound(problem),
         tried=len(search.seen),
-        rejected=sum(not found.fits for found in search.seen.values()),
+        rejected=sum(not cost.fits for cost in search.seen.values()),
     )
 
 
 def _balanced(search: _LayoutSearch, groupings: Iterable[Grouping]) -> dict[Grouping, float]:
     """Evaluate the balanced shares of every grouping: seconds by grouping; inf where they do not fit."""
-    found = {}
+    seconds_of = {}
     for grouping in groupings:
         cost = search.add(search.balancer.balance(grouping, _first_block(search.problem, len(grouping))))
-        found[grouping] = cost.seconds if cost is not None and cost.fits else math.inf
-    return found
+        seconds_of[grouping] = cost.seconds if cost is not None and cost.fits else math.inf
+    return seconds_of
 
 
 def _first_block(problem: ContextProblem, groups: int) -> int:
@@ -149,8 +149,8 @@ def _sizes_per_kind(search: _LayoutSearch, known: dict[Grouping, float]) -> None
 
 
 def _pairs(nodes: int, width: int) -> list[tuple[int, int]]:
-    each = sorted({1, 2, 4, width} & set(range(1, width + 1)))
-    return [(n, e) for n in sorted({1, 2, 4, nodes}) if n <= nodes for e in each]
+    widths = sorted({1, 2, 4, width} & set(range(1, width + 1)))
+    return [(n, e) for n in sorted({1, 2, 4, nodes}) if n <= nodes for e in widths]
 
 
 def _nearest(pairs: list[tuple[int, int]], to: tuple[int, int]) -> tuple[int, int]:
@@ -166,17 +166,17 @@ def _try_blocks(search: _LayoutSearch, layout: ContextLayout) -> None:
 def _does_not_fit(search: _LayoutSearch) -> UserError:
     limits = search.costs.limits
     members = search.problem.members
-    short = [members[i].ranks for i in range(len(members)) if limits[i] < 0]
-    if short:
-        worst = int(limits.argmin())
+    lacking = [members[i].ranks for i in range(len(members)) if limits[i] < 0]
+    if lacking:
+        fullest = int(limits.argmin())
         return UserError(
-            f"weights, gradients and optimizer alone need {-limits[worst] / 2**30:.2f} GiB more than rank "
-            f"{members[worst].ranks[0]} has ({len(short)} of {len(members)} members are too small)",
-            field="memory", value=f"{members[worst].memory / 2**30:.2f} GiB",
+            f"weights, gradients and optimizer alone need {-limits[fullest] / 2**30:.2f} GiB more than rank "
+            f"{members[fullest].ranks[0]} has ({len(lacking)} of {len(members)} members are too small)",
+            field="memory", value=f"{members[fullest].memory / 2**30:.2f} GiB",
             accepted="fewer layers per stage, larger tp, sharded states, or chips with more memory",
         )  # fmt: skip
     limit = [member.memory for member in members]
-    over = min(max(m - x for m, x in zip(found.memory, limit, strict=True)) for found in search.seen.values())
+    over = min(max(m - x for m, x in zip(cost.memory, limit, strict=True)) for cost in search.seen.values())
     return UserError(
         f"no division of {search.problem.seq_length} tokens over {len(members)} members fits in their memory; "
         f"the closest of {len(search.seen)} layouts lacks {over / 2**30:.2f} GiB",

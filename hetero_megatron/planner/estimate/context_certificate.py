@@ -67,5 +67,5 @@ def _token_seconds(model: ModelSpec, costs: CostModel, chip: str) -> tuple[float
                     seconds = operators.attention(1 / tp, rows, costs.seq_length)
                     core = max(core, pairs * rows / tp / (seconds[0] * ratio[0]))
                     back = max(back, pairs * rows / tp / (seconds[1] * ratio[1]))
-    each = pairs / costs.seq_length
-    return model.num_layers * 3 * flops / gemm, model.num_layers * each * (1 / core + 1 / back)
+    token_flops = pairs / costs.seq_length
+    return model.num_layers * 3 * flops / gemm, model.num_layers * token_flops * (1 / core + 1 / back)

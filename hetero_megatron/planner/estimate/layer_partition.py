@@ -24,18 +24,18 @@ def splits(layers: int, stages: int) -> NDArray[np.int32]:
     if stages == 1:
         return np.array([[layers]], np.int32)
     low = np.array([0] + [1] * (stages - 2) + [0])
-    rest = layers - int(low.sum())
-    if rest < 0:
+    to_divide = layers - int(low.sum())
+    if to_divide < 0:
         return np.zeros((0, stages), np.int32)
     rows = np.zeros((1, 0), np.int32)
     used = np.zeros(1, np.int32)
     for _ in range(stages - 1):
-        counts = rest - used + 1
+        counts = to_divide - used + 1
         base = np.repeat(np.arange(len(rows)), counts)
         value = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         rows = np.concatenate([rows[base], value[:, None].astype(np.int32)], axis=1)
         used = used[base] + value.astype(np.int32)
-    last = (rest - used)[:, None].astype(np.int32)
+    last = (to_divide - used)[:, None].astype(np.int32)
     return np.asarray(np.concatenate([rows, last], axis=1) + low, np.int32)
 
 
@@ -62,11 +62,15 @@ def best_split(
     if not len(ways):
         return None
     times = np.stack([seconds[i][ways[:, i]] for i in range(count)], axis=1)
-    worst = closed_forms(times, links, micro_batches)
+    step_seconds = closed_forms(times, links, micro_batches)
     if update is not None:
-        worst += np.max([update[i][ways[:, i]] for i in range(count)], axis=0)
-    at = int(np.argmin(worst))
-    return (float(worst[at]), tuple(int(x) for x in ways[at])) if np.isfinite(worst[at]) else None
+        step_seconds += np.max([update[i][ways[:, i]] for i in range(count)], axis=0)
+    fastest = int(np.argmin(step_seconds))
+    return (
+        (float(step_seconds[fastest]), tuple(int(x) for x in ways[fastest]))
+        if np.isfinite(step_seconds[fastest])
+        else None
+    )
 
 
 def _bisect(seconds: list[Floats], links: Links, micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
@@ -87,11 +91,11 @@ def _bisect(seconds: list[Floats], links: Links, micro_batches: int) -> tuple[fl
         if high - low <= 1e-4 * high:
             break
         middle = (low + high) / 2
-        found = _feasible(seconds, links, micro_batches, middle, layers)
-        if found is None:
+        candidate = _feasible(seconds, links, micro_batches, middle, layers)
+        if candidate is None:
             low = middle
         else:
-            best, high = found, min(middle, found[0])
+            best, high = candidate, min(middle, candidate[0])
     return best
 
 
@@ -99,26 +103,29 @@ def _even_split(seconds: list[Floats], links: Links, m: int) -> tuple[float, tup
     """(lower bound on the slowest stage's time in any split; a feasible starting split with its closed form, or None).
     The split gives every stage what it can do within the bottleneck time and takes surplus layers from the slowest
     stages."""
-    each = np.stack(seconds)
-    layers, count = each.shape[1] - 1, len(each)
+    stage_seconds = np.stack(seconds)
+    layers, count = stage_seconds.shape[1] - 1, len(stage_seconds)
     # Recompute may make one more layer slightly cheaper; these are monotone upper and lower envelopes.
-    rows, below = np.maximum.accumulate(each, axis=1), np.minimum.accumulate(each[:, ::-1], axis=1)[:, ::-1]
+    rows, lower_rows = (
+        np.maximum.accumulate(stage_seconds, axis=1),
+        np.minimum.accumulate(stage_seconds[:, ::-1], axis=1)[:, ::-1],
+    )
     limit = bottleneck(rows, layers)
-    slowest = limit if np.array_equal(rows, below) else bottleneck(below, layers)
+    slowest = limit if np.array_equal(rows, lower_rows) else bottleneck(lower_rows, layers)
     if not np.isfinite(limit):
         return (slowest if np.isfinite(slowest) else 0.0), None
     split = (rows <= limit).sum(axis=1) - 1
-    least = np.minimum(np.arange(count), np.arange(count)[::-1]).clip(0, 1)
-    if (split < least).any():
+    fewest = np.minimum(np.arange(count), np.arange(count)[::-1]).clip(0, 1)
+    if (split < fewest).any():
         return slowest, None
     for _ in range(int(split.sum()) - layers):
-        at = int(np.argmax(np.where(split > least, rows[np.arange(count), split], -np.inf)))
-        split[at] -= 1
-    if (split < least).any():
+        slowest_stage = int(np.argmax(np.where(split > fewest, rows[np.arange(count), split], -np.inf)))
+        split[slowest_stage] -= 1
+    if (split < fewest).any():
         return slowest, None
-    found = tuple(int(n) for n in split)
-    value = float(closed_forms(each[np.arange(count), split][None, :], links, m, "any")[0])
-    return slowest, (value, found) if np.isfinite(value) else None
+    layers_of = tuple(int(n) for n in split)
+    value = float(closed_forms(stage_seconds[np.arange(count), split][None, :], links, m, "any")[0])
+    return slowest, (value, layers_of) if np.isfinite(value) else None
 
 
 def bottleneck(rows: Floats, layers: int) -> float:
@@ -143,36 +150,36 @@ def _feasible(
     last = len(seconds) - 1
     tops, limit = [], limit * (1 + 1e-12)
     for time in seconds:  # inf where layers do not fit; not monotone: recompute may make a layer more cheaper
-        good = np.flatnonzero(time * m <= limit)
-        tops.append(int(good[-1]) if len(good) else -1)
+        within_limit = np.flatnonzero(time * m <= limit)
+        tops.append(int(within_limit[-1]) if len(within_limit) else -1)
     if min(tops) < 0 or sum(tops) < layers:
         return None
-    behind, reach = sum(tops), 0
-    start, before, choices = 0, np.zeros(1), []
+    later_tops, reach = sum(tops), 0
+    start, seconds_so_far, choices = 0, np.zeros(1), []
     for i, time in enumerate(seconds):
         low = 0 if i in (0, last) else 1
-        behind -= tops[i]
+        later_tops -= tops[i]
         reach = min(reach + tops[i], layers)
-        first = max(layers - behind, start + low)  # fewest layers so far
+        first = max(layers - later_tops, start + low)  # fewest layers so far
         if tops[i] < low or first > reach:
             return None
         take = np.arange(low, tops[i] + 1)
-        at = np.arange(first, reach + 1)
-        source = at[:, None] - take[None, :] - start
-        inside = (source >= 0) & (source < len(before))
-        came = np.where(inside, before[np.where(inside, source, 0)], np.inf)
-        own = time[take][None, :]
-        value = np.where(came + m * own <= limit, came + own, np.inf)
+        assigned = np.arange(first, reach + 1)
+        source = assigned[:, None] - take[None, :] - start
+        inside = (source >= 0) & (source < len(seconds_so_far))
+        earlier = np.where(inside, seconds_so_far[np.where(inside, source, 0)], np.inf)
+        stage_time = time[take][None, :]
+        value = np.where(earlier + m * stage_time <= limit, earlier + stage_time, np.inf)
         pick = np.argmin(value, axis=1)
         choices.append((first, take[pick]))
-        before = value[np.arange(len(at)), pick] + (sum(links[i]) if i < last else 0.0)
+        seconds_so_far = value[np.arange(len(assigned)), pick] + (sum(links[i]) if i < last else 0.0)
         start = first
-    if not np.isfinite(before[layers - start]):
+    if not np.isfinite(seconds_so_far[layers - start]):
         return None
-    so_far, found = layers, []
-    for start, taken in choices[::-1]:
-        found.append(int(taken[so_far - start]))
-        so_far -= found[-1]
-    split = tuple(found[::-1])
+    so_far, counts = layers, []
+    for start, takes in choices[::-1]:
+        counts.append(int(takes[so_far - start]))
+        so_far -= counts[-1]
+    split = tuple(counts[::-1])
     times = np.array([[seconds[i][n] for i, n in enumerate(split)]])
     return float(closed_forms(times, links, m, "any")[0]), split

@@ -32,32 +32,35 @@ class TemplateBounds:
     def lower_bound(self, template: PlanTemplate) -> float:
         """Lower bound (s) on the step of a template, wherever it is placed: per pipeline, the closed form over the
         fastest links that each boundary could have, plus the sync tail."""
-        worst = 0.0
+        slowest = 0.0
         for part in template.parts:
             shape, stages = part.shape, part.shape.stages
             forward, backward = self.scorer.least_stage_seconds(shape)
             link = [self._fastest_link(a, b, shape.micro_batch_size) for a, b in zip(stages, stages[1:])]
             compute = closed_form(forward, backward, link, part.num_micro_batches, template.schedule)
-            worst = max(worst, compute + self.sync_tail(shape, link, template.pipelines))
-        return worst
+            slowest = max(slowest, compute + self.sync_tail(shape, link, template.pipelines))
+        return slowest
 
     def _fastest_link(self, a: StageTemplate, b: StageTemplate, size: int) -> Link:
         places = (True, False) if self.scorer.tables.likely_same_node(a, b) else (False,)
-        found = [self.scorer.tables.boundary(a, b, size, near) for near in places]
-        return min(there for there, _ in found), min(back for _, back in found)
+        boundaries = [self.scorer.tables.boundary(a, b, size, same_node) for same_node in places]
+        return min(onward for onward, _ in boundaries), min(back for _, back in boundaries)
 
     def sync_tail(self, shape: PipelineTemplate, links: Links, pipelines: int) -> float:
         """Lower bound (s) on the sync tail of a pipeline, in any plan of ``pipelines`` pipelines:
         replicas have the best possible links, and other pipelines may own all optimizer states."""
-        after, drain, saved, last = 0.0, 0.0, 0.0, len(shape.stages) - 1
+        exposed_seconds, drain, saved, last = 0.0, 0.0, 0.0, len(shape.stages) - 1
         update = self.update_seconds if pipelines > 1 else 0.0
         for s, stage in enumerate(shape.stages):
-            reduce, latency, rest = self.stage_sync_tail(stage, pipelines, s == 0, s == last)
-            own = self.scorer.stage(stage, shape.micro_batch_size, s == 0, s == last)
-            after, update = max(after, exposed(reduce, own.backward, stage.layers) + latency - drain), max(update, rest)
-            drain += own.backward + (links[s][1] if s < last else 0.0)
-            saved = max(saved, own.saved)
-        return after + update - saved
+            reduce, latency, optimizer = self.stage_sync_tail(stage, pipelines, s == 0, s == last)
+            priced = self.scorer.stage(stage, shape.micro_batch_size, s == 0, s == last)
+            exposed_seconds, update = (
+                max(exposed_seconds, exposed(reduce, priced.backward, stage.layers) + latency - drain),
+                max(update, optimizer),
+            )
+            drain += priced.backward + (links[s][1] if s < last else 0.0)
+            saved = max(saved, priced.saved)
+        return exposed_seconds + update - saved
 
     @cached_property
     def update_seconds(self) -> float:
@@ -66,8 +69,8 @@ class TemplateBounds:
         total = costs.memory.trained(1, costs.model.num_layers, True, True)
 
         def most(seconds_: float) -> float:
-            left = [(n, chip, seconds_ - costs.chip_rates(chip).step_seconds) for chip, n in chips]
-            return sum(n * costs.operators(chip).most_updated(x) for n, chip, x in left if x > 0)
+            computing = [(n, chip, seconds_ - costs.chip_rates(chip).step_seconds) for chip, n in chips]
+            return sum(n * costs.operators(chip).most_updated(x) for n, chip, x in computing if x > 0)
 
         low, high = 0.0, 1e-6
         while most(high) < total:
@@ -89,10 +92,10 @@ class TemplateBounds:
         if pipelines * stage.dp == 1 or not stage.layers:
             return 0.0, 0.0, optimizer
         copies, item = pipelines * stage.dp, self.scorer.costs.wide
-        held = self.scorer.costs.memory.trained(stage.tp, stage.layers, False, False)
-        moved = held * (copies - 1) / copies
+        elements = self.scorer.costs.memory.trained(stage.tp, stage.layers, False, False)
+        moved = elements * (copies - 1) / copies
         # Some may go to copies in the node, the others through its cards, which the TP group shares.
-        (inside, a), (outside, b) = (self.links.best(stage.group, near) for near in (True, False))
+        (inside, a), (outside, b) = (self.links.best(stage.group, same_node) for same_node in (True, False))
         per_node = self.scorer.pool.groups[stage.group].per_node
         if per_node <= stage.tp:
             inside = math.inf

@@ -57,8 +57,8 @@ class PipelineScorer:
         """(forward, backward) of one micro-batch per stage, including the host's message time; ``sharing``: as in
         :meth:`links`."""
         messages = [sum(row) for row in self.messages(shape, sharing)]
-        found = list(zip(self._each(shape), messages, strict=True))
-        return [x.forward + host for x, host in found], [x.backward + host for x, host in found]
+        priced = list(zip(self._each(shape), messages, strict=True))
+        return [x.forward + host for x, host in priced], [x.backward + host for x, host in priced]
 
     def least_stage_seconds(self, shape: PipelineTemplate) -> tuple[list[float], list[float]]:
         """The same wherever the stages are placed, at least."""
@@ -71,8 +71,8 @@ class PipelineScorer:
         """Per stage, seconds that its hosts spend on a micro-batch's messages in one direction: to or from the stage
         before, and the one after; ``sharing``: as in :meth:`links`."""
         pairs = zip(self._sharing(shape, sharing), shape.stages, shape.stages[1:])
-        found = [self.tables.message_seconds(a, b, count == 0) for count, a, b in pairs]
-        return [*zip([0.0, *(late for _, late in found)], [*(early for early, _ in found), 0.0])]
+        boundaries = [self.tables.message_seconds(a, b, count == 0) for count, a, b in pairs]
+        return [*zip([0.0, *(late for _, late in boundaries)], [*(early for early, _ in boundaries), 0.0])]
 
     def links(self, shape: PipelineTemplate, sharing: Sequence[int] | None = None) -> list[Link]:
         """Seconds of (forward, backward) transfers over each stage boundary. ``sharing``: per boundary, 0: inside one

@@ -22,7 +22,7 @@ CHECKED = 7  # rounds beyond the period between two comparisons of the clocks
 
 def _directions(link: Links) -> tuple[Times, Times]:
     """(seconds of activations, of gradients back) over each boundary."""
-    return [there for there, _ in link], [back for _, back in link]
+    return [onward for onward, _ in link], [back for _, back in link]
 
 
 def closed_forms(times: Floats, link: Links, micro_batches: int, schedule: str = "1f1b") -> Floats:
@@ -51,13 +51,13 @@ def closed_forms_of_each(times: Floats, links: Floats, micro_batches: float | Fl
     with np.errstate(invalid="ignore"):  # inf - inf: a stage before does not fit
         steps = times.copy()
         steps[:, :-1] += links
-        before = np.cumsum(steps, axis=1) - steps
-        worst = (before + m * times).max(axis=1)
+        earlier = np.cumsum(steps, axis=1) - steps
+        slowest = (earlier + m * times).max(axis=1)
         if round_trips:
             trips = np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
             rounds = (m - 1) // np.arange(count, 0, -1) + 1
-            worst = np.maximum(worst, (before + trips * rounds).max(axis=1))
-    return np.asarray(np.where(np.isnan(worst), np.inf, worst))
+            slowest = np.maximum(slowest, (earlier + trips * rounds).max(axis=1))
+    return np.asarray(np.where(np.isnan(slowest), np.inf, slowest))
 
 
 def closed_form(forward: Times, backward: Times, link: Links, micro_batches: int, schedule: str = "1f1b") -> float:
@@ -73,8 +73,8 @@ def seconds(forward: Times, backward: Times, link: Links, micro_batches: int, sc
     """
     if schedule == "1f1b":
         return _one_f_one_b(forward, backward, link, micro_batches)
-    there, back = _directions(link)
-    costs = Costs(forward, backward, there, link_back=back)
+    onward, back = _directions(link)
+    costs = Costs(forward, backward, onward, link_back=back)
     return simulate(lowered(schedule, len(forward), micro_batches), costs).step_seconds
 
 
@@ -85,15 +85,15 @@ def _one_f_one_b(forward: Times, backward: Times, link: Links, m: int) -> float:
     p = len(forward)
     if p == 1:
         return m * (forward[0] + backward[0])
-    there, back = _directions(link)
-    there, back = [*there, 0.0], [0.0, *back]  # of stage i, to the next and to the previous stage
+    onward, back = _directions(link)
+    onward, back = [*onward, 0.0], [0.0, *back]  # of stage i, to the next and to the previous stage
     free = [0.0] * p
     # When the last gradient from stage i has arrived at stage i - 1 and their link is free again.
     grad_arrival = [0.0] * (p + 1)
     act_arrival = [0.0] * p  # the same for activations to stage i + 1
     last = p - 1
     periods = _periods(forward, backward, link) if m > 2 * p + 8 else ()
-    every, before = max(periods, default=0) + CHECKED, None  # rounds between those whose clocks are compared with
+    interval, compared = max(periods, default=0) + CHECKED, None  # rounds between those whose clocks are compared with
     j = 0
     while j < m + p:
         for i in range(max(0, p - j), min(p, m + p - j)):
@@ -107,20 +107,20 @@ def _one_f_one_b(forward: Times, backward: Times, link: Links, m: int) -> float:
             for i in range(p):
                 start = free[i] if free[i] > arrival else arrival
                 free[i] = end = start + forward[i]
-                arrival = act_arrival[i] = (act_arrival[i] if act_arrival[i] > end else end) + there[i]
+                arrival = act_arrival[i] = (act_arrival[i] if act_arrival[i] > end else end) + onward[i]
         j += 1
         if periods and p < j < m:
-            since = j % every
-            if before is not None and since in periods:
+            since = j % interval
+            if compared is not None and since in periods:
                 clocks = [*free, *grad_arrival[1:p], *act_arrival[:last]]
-                step = _steady(before, clocks)
+                step = _steady(compared, clocks)
                 if step is not None:
                     times = (m - j) // since
                     clocks = [t + times * step for t in clocks]
                     free, grad_arrival[1:p], act_arrival[:last] = clocks[:p], clocks[p : 2 * p - 1], clocks[2 * p - 1 :]
                     j, periods = j + times * since, ()
             elif since == 0:
-                before = [*free, *grad_arrival[1:p], *act_arrival[:last]]
+                compared = [*free, *grad_arrival[1:p], *act_arrival[:last]]
     return max(free)
 
 
@@ -137,5 +137,5 @@ def _periods(forward: Times, backward: Times, link: Links) -> tuple[int, ...]:
 
 def _steady(before: Sequence[float], now: Sequence[float]) -> float | None:
     """Seconds by which all clocks advanced alike; None if they differ."""
-    step, near = now[0] - before[0], 1e-13 * now[0]
-    return step if all(abs(a - b - step) <= near for a, b in zip(now, before)) else None
+    step, tolerance = now[0] - before[0], 1e-13 * now[0]
+    return step if all(abs(a - b - step) <= tolerance for a, b in zip(now, before)) else None

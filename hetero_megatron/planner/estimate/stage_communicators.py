@@ -29,11 +29,11 @@ class StageCommunicators:
         vendor, memory = self.vendors[stage.group], self.memory[stage.group]
         if not vendor:
             return 0
-        beside = [stages[i] for i in (s - 1, s + 1) if 0 <= i < len(stages)]
-        pairs = sum(2 * other.tp * other.dp for other in beside if self.vendors[other.group] == vendor)
+        neighbours = [stages[i] for i in (s - 1, s + 1) if 0 <= i < len(stages)]
+        pairs = sum(2 * other.tp * other.dp for other in neighbours if self.vendors[other.group] == vendor)
         groups = [size for size in (stage.tp, *reducing) if size > 1]
-        taken = memory.bytes(len(groups) + pairs, sum(groups) - len(groups) + pairs)
-        return max(0, taken - memory.least)
+        allocated = memory.bytes(len(groups) + pairs, sum(groups) - len(groups) + pairs)
+        return max(0, allocated - memory.least)
 
     def of_equal_pipelines(self, stages: Sequence[StageTemplate], s: int, replicas: float) -> int:
         """:meth:`counted` of ``replicas`` equal pipelines."""
@@ -49,15 +49,15 @@ class StageCommunicators:
             holders: of every range of layers, the stages that hold it.
             ranks: of each stage.
         """
-        found: dict[StageId, list[int]] = {at: [] for at in stages}
-        everything = sum(ranks.values())
-        for together in {frozenset(row) for row in holders}:
-            count = sum(ranks[at] for at in together)
+        sizes: dict[StageId, list[int]] = {stage_id: [] for stage_id in stages}
+        all_ranks = sum(ranks.values())
+        for sharers in {frozenset(row) for row in holders}:
+            count = sum(ranks[stage_id] for stage_id in sharers)
             # The group of all ranks is the world's, which is gloo's.
-            if count < everything and len({self.vendors[stages[at].group] for at in together}) == 1:
-                for at in together:
-                    found[at].append(count)
-        return found
+            if count < all_ranks and len({self.vendors[stages[stage_id].group] for stage_id in sharers}) == 1:
+                for stage_id in sharers:
+                    sizes[stage_id].append(count)
+        return sizes
 
 
 def most_peers(mine: int, theirs: int) -> int:

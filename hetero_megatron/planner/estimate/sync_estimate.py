@@ -36,14 +36,14 @@ def sync_ends(
     events = [(segment, bucket) for segment in loads.segments for bucket in segment.runs]
     queues: dict[StageId, list[int]] = defaultdict(list)  # events of each stage that did not start, last one first
     for number in range(len(events) - 1, -1, -1):
-        for at in events[number][0].held:
-            queues[at].append(number)
+        for stage_id in events[number][0].held:
+            queues[stage_id].append(number)
     heap: list[tuple[float, int, list[tuple[float, float]], dict[StageId, float]]] = []
 
     def launch(candidates: Iterable[int]) -> None:
         for number in candidates:
             segment, bucket = events[number]
-            if all(queues[at][-1] == number for at in segment.held):
+            if all(queues[stage_id][-1] == number for stage_id in segment.held):
                 releases, afters = run.releases(segment, bucket)
                 heapq.heappush(heap, (run.ready(segment, bucket, releases), number, releases, afters))
 
@@ -52,8 +52,14 @@ def sync_ends(
         _, number, releases, afters = heapq.heappop(heap)
         segment, bucket = events[number]
         run.travel(segment, bucket, releases, afters)
-        launch(dict.fromkeys(queues[at][-1] for at in segment.held if queues[at].pop() == number and queues[at]))
-    return {at: host.finish(idle[at]) for at, host in run.hosts.items()}
+        launch(
+            dict.fromkeys(
+                queues[stage_id][-1]
+                for stage_id in segment.held
+                if queues[stage_id].pop() == number and queues[stage_id]
+            )
+        )
+    return {stage_id: host.finish(idle[stage_id]) for stage_id, host in run.hosts.items()}
 
 
 class _SyncRun:
@@ -69,8 +75,8 @@ class _SyncRun:
         times: Mapping[StageId, LastBackward] | None,
     ) -> None:
         self.costs, self.idle, self.item, self.times = costs, idle, item, times
-        self.hosts = {at: RankHost() for at in idle}
-        self.rates = {at: costs.chip_rates(chip).host for at, chip in chips.items()}
+        self.hosts = {stage_id: RankHost() for stage_id in idle}
+        self.rates = {stage_id: costs.chip_rates(chip).host for stage_id, chip in chips.items()}
         self.free: dict[object, float] = {}  # when ports, and stages, are free for the next event (s)
 
     def host_seconds(self, segment: SyncSegment, bucket: BucketRun, at: StageId) -> tuple[float, float]:
@@ -78,10 +84,11 @@ class _SyncRun:
         if not self.costs.options.sharded:
             return 0.0, 0.0
         pack, add, unpack, exchange = self.rates[at]
-        held = segment.held[at] * bucket.fraction
-        owned = held * segment.share[at]
+        held_elements = segment.held[at] * bucket.fraction
+        owned_elements = held_elements * segment.share[at]
         return exchange_host_seconds(
-            HostRates(pack, add, unpack, exchange * bucket.count), held - owned, owned * (segment.copies - 1), owned,
+            HostRates(pack, add, unpack, exchange * bucket.count), held_elements - owned_elements,
+            owned_elements * (segment.copies - 1), owned_elements,
             segment.copies == 1, segment.ranks == segment.copies, segment.ranks, self.item, self.times is None,
         )  # fmt: skip
 
@@ -90,24 +97,24 @@ class _SyncRun:
     ) -> tuple[list[tuple[float, float]], dict[StageId, float]]:
         """(releases of what starts, by stage the host's seconds after it has travelled)."""
         share = 1 / bucket.count
-        found: Sequence[tuple[float, Mapping[StageId, float]]] = [(1.0, self.idle)]
+        completions: Sequence[tuple[float, Mapping[StageId, float]]] = [(1.0, self.idle)]
         if self.times is not None and self.costs.options.overlap:
             single = bucket.count == 1
-            found = [(1.0, segment.complete(bucket, self.times))] if single else segment.releases(self.times)
-        packed, afters = [0.0] * len(found), dict[StageId, float]()
-        for at in segment.held:
-            pack, after = self.host_seconds(segment, bucket, at)
-            afters[at], last = after, found[-1][1][at]
-            late = self.hosts[at].send(last, pack) - last
-            for i, (left, when) in enumerate(found):
+            completions = [(1.0, segment.complete(bucket, self.times))] if single else segment.releases(self.times)
+        packed, afters = [0.0] * len(completions), dict[StageId, float]()
+        for stage_id in segment.held:
+            pack, sum_seconds = self.host_seconds(segment, bucket, stage_id)
+            afters[stage_id], last = sum_seconds, completions[-1][1][stage_id]
+            late = self.hosts[stage_id].send(last, pack) - last
+            for i, (incomplete, when) in enumerate(completions):
                 # Before it packs more, it has summed all that was complete before but what is under way.
-                summed = after * max(0.0, 1 - left - share)
-                packed[i] = max(packed[i], when[at] + late + summed - pack * max(0.0, left - share))
-        return [(left, seconds) for (left, _), seconds in zip(found, packed)], afters
+                summed = sum_seconds * max(0.0, 1 - incomplete - share)
+                packed[i] = max(packed[i], when[stage_id] + late + summed - pack * max(0.0, incomplete - share))
+        return [(incomplete, seconds) for (incomplete, _), seconds in zip(completions, packed)], afters
 
     def ready(self, segment: SyncSegment, bucket: BucketRun, releases: list[tuple[float, float]]) -> float:
         """When its ranks can send the first bucket (s)."""
-        return max(releases[0][1], *(self.free.get(at, 0.0) for at in segment.held))
+        return max(releases[0][1], *(self.free.get(stage_id, 0.0) for stage_id in segment.held))
 
     def travel(
         self,
@@ -121,7 +128,7 @@ class _SyncRun:
 
         def end_of(seconds: float) -> float:
             """When something is done that takes so many seconds per byte of an element."""
-            return max(begin + seconds * item, *(when + seconds * item * left for left, when in releases))
+            return max(begin + seconds * item, *(when + seconds * item * incomplete for incomplete, when in releases))
 
         end = end_of(segment.link)
         for port, seconds in segment.ports.items():
@@ -129,16 +136,16 @@ class _SyncRun:
             end = max(end, free[port])
         end += segment.latency
         if bucket.count == 1:
-            for at, after in afters.items():
-                self.hosts[at].under_way.append((end, after))
+            for stage_id, sum_seconds in afters.items():
+                self.hosts[stage_id].under_way.append((end, sum_seconds))
             return
         # At most IN_FLIGHT buckets travel at once, so the latency and the host's time are paid once per IN_FLIGHT ones.
-        each, rows = max(segment.link, *segment.ports.values(), 0.0) * item, -(-bucket.count // IN_FLIGHT)
+        bucket_seconds, rows = max(segment.link, *segment.ports.values(), 0.0) * item, -(-bucket.count // IN_FLIGHT)
         slowest = max(afters.values()) * share
-        end = max(end, begin + rows * (segment.latency + each * share + slowest) - slowest)
+        end = max(end, begin + rows * (segment.latency + bucket_seconds * share + slowest) - slowest)
         # A rank sends its next segment's first bucket when all but this one's last are done.
-        free |= dict.fromkeys(segment.held, end - each * segment.trailing)
+        free |= dict.fromkeys(segment.held, end - bucket_seconds * segment.trailing)
         last = segment.last_bucket
-        for at, after in afters.items():
-            self.hosts[at].under_way.append((end, after * last))
-            self.hosts[at].delay += after * (1 - last)
+        for stage_id, sum_seconds in afters.items():
+            self.hosts[stage_id].under_way.append((end, sum_seconds * last))
+            self.hosts[stage_id].delay += sum_seconds * (1 - last)

@@ -78,8 +78,8 @@ class SyncSegment:
 
     @property
     def buckets(self) -> int:
-        each = max(self.held.values()) * self._fraction(self.elements - self.head - self.embed)
-        return max(1, (self.head > 0) + (self.embed > 0) + math.ceil(each / self.bucket))
+        layer_elements = max(self.held.values()) * self._fraction(self.elements - self.head - self.embed)
+        return max(1, (self.head > 0) + (self.embed > 0) + math.ceil(layer_elements / self.bucket))
 
     @property
     def last_bucket(self) -> float:
@@ -99,28 +99,37 @@ class SyncSegment:
     def complete(self, bucket: BucketRun, times: Mapping[StageId, LastBackward]) -> dict[StageId, float]:
         """When a single bucket's gradients are, by stage, in seconds from the start of the step."""
         if bucket.embed:
-            return {at: times[at].done for at in self.held}
-        return {at: times[at].after_layers(self.lowest[at] + self.layers - bucket.layers) for at in self.held}
+            return {stage_id: times[stage_id].done for stage_id in self.held}
+        return {
+            stage_id: times[stage_id].after_layers(self.lowest[stage_id] + self.layers - bucket.layers)
+            for stage_id in self.held
+        }
 
     def releases(self, times: Mapping[StageId, LastBackward]) -> list[tuple[float, dict[StageId, float]]]:
         """When gradients become complete where all buckets travel as one: those of a layer at the end of its backward,
         all at once. By head, first and last bucket of layers (those between are proportional), embedding: (fraction of
         the segment that is not complete before, by stage, seconds from the start of the step)."""
-        share, found = self.bucket / max(self.held.values()), []
+        share, completions = self.bucket / max(self.held.values()), []
         head, embed = self._fraction(self.head), self._fraction(self.embed)
         if head:
-            found.append((1.0, {at: times[at].after_layers(times[at].layers) for at in self.held}))
+            completions.append(
+                (1.0, {stage_id: times[stage_id].after_layers(times[stage_id].layers) for stage_id in self.held})
+            )
         if self.layers:
-            each = (1 - head - embed) / self.layers
-            together = min(self.layers, max(1, int(share / each))) if each > 0 else self.layers  # in a bucket
-            last = {at: times[at].after_layers(self.lowest[at]) for at in self.held}
-            if self.layers > together:
-                rest = self.layers - together
-                found.append((1 - head, {at: end - rest * times[at].layer for at, end in last.items()}))
-            found.append((each * together + embed, last))
+            layer_fraction = (1 - head - embed) / self.layers
+            bucket_layers = (
+                min(self.layers, max(1, int(share / layer_fraction))) if layer_fraction > 0 else self.layers
+            )
+            last = {stage_id: times[stage_id].after_layers(self.lowest[stage_id]) for stage_id in self.held}
+            if self.layers > bucket_layers:
+                others = self.layers - bucket_layers
+                completions.append(
+                    (1 - head, {stage_id: end - others * times[stage_id].layer for stage_id, end in last.items()})
+                )
+            completions.append((layer_fraction * bucket_layers + embed, last))
         if embed:
-            found.append((embed, {at: times[at].done for at in self.held}))
-        return found
+            completions.append((embed, {stage_id: times[stage_id].done for stage_id in self.held}))
+        return completions
 
 
 @dataclass
@@ -142,46 +151,50 @@ def sync_loads(template: PlanTemplate, classes: NodeClasses, links: LinkTable, c
         for s, stage in enumerate(part.shape.stages):
             spans.append(((p, s), start, start + stage.layers, stage, len(part.shape.stages)))
             start += stage.layers
-    stages = {at: stage for at, _, _, stage, _ in spans}
+    stages = {stage_id: stage for stage_id, _, _, stage, _ in spans}
     cuts = sorted({x for _, a, b, _, _ in spans for x in (a, b)})
     segments: list[tuple[tuple[StageId, ...], int, int, str]] = [
-        (tuple(at for at, _, _, _, n in spans if at[1] == n - 1), 0, 0, "head")
+        (tuple(stage_id for stage_id, _, _, _, n in spans if stage_id[1] == n - 1), 0, 0, "head")
     ]
     for a, b in list(zip(cuts, cuts[1:]))[::-1]:
-        segments.append((tuple(at for at, lo, hi, _, _ in spans if lo <= a and hi >= b), a, b - a, ""))
-    segments.append((tuple(at for at, _, _, _, _ in spans if at[1] == 0), 0, 0, "embed"))
-    starts = {at: lo for at, lo, _, _, _ in spans}
-    before: tuple[StageId, ...] = ()
+        segments.append((tuple(stage_id for stage_id, lo, hi, _, _ in spans if lo <= a and hi >= b), a, b - a, ""))
+    segments.append((tuple(stage_id for stage_id, _, _, _, _ in spans if stage_id[1] == 0), 0, 0, "embed"))
+    starts = {stage_id: lo for stage_id, lo, _, _, _ in spans}
+    earlier_holders: tuple[StageId, ...] = ()
     for holders, first, layers, end in segments:
-        copies = sum(classes.units[at] for at in holders)
-        ranks = sum(classes.units[at] * stages[at].tp for at in holders)
-        total = sum(classes.units[at] * stages[at].tp * stages[at].share for at in holders)
-        for at in holders:
-            shared = layers or not stages[at].layers  # a stage without layers only has embedding or head
-            loads.shared[at] += shared * stages[at].dp * stages[at].tp * stages[at].share / total
+        copies = sum(classes.units[stage_id] for stage_id in holders)
+        ranks = sum(classes.units[stage_id] * stages[stage_id].tp for stage_id in holders)
+        total = sum(classes.units[stage_id] * stages[stage_id].tp * stages[stage_id].share for stage_id in holders)
+        for stage_id in holders:
+            shared = layers or not stages[stage_id].layers  # a stage without layers only has embedding or head
+            loads.shared[stage_id] += (
+                shared * stages[stage_id].dp * stages[stage_id].tp * stages[stage_id].share / total
+            )
         if ranks <= 1:  # a TP group of several ranks still sums the tensors that they all hold
-            before = ()
+            earlier_holders = ()
             continue
-        if holders != before:
-            share = {at: stages[at].tp * stages[at].share / total for at in holders}
+        if holders != earlier_holders:
+            share = {stage_id: stages[stage_id].tp * stages[stage_id].share / total for stage_id in holders}
             loads.segments.append(SyncSegment(dict.fromkeys(holders, 0.0), {}, copies, ranks, total, share))
-        segment, before = loads.segments[-1], holders
+        segment, earlier_holders = loads.segments[-1], holders
         segment.layers += layers
-        least_tp = min(stages[at].tp for at in holders)
+        least_tp = min(stages[stage_id].tp for stage_id in holders)
         segment.last = costs.memory.last_bucket(least_tp)
         segment.bucket = costs.memory.mean_bucket(least_tp)
         elements = costs.memory.trained(1, layers, end == "embed", end == "head")
         segment.head += elements * (end == "head")
         segment.embed += elements * (end == "embed")
         segment.elements += elements
-        for at in holders:
-            segment.held[at] += costs.memory.trained(stages[at].tp, layers, end == "embed", end == "head")
-            if layers or at not in segment.lowest:
-                segment.lowest[at] = first - starts[at] if layers else stages[at].layers * (end == "head")
+        for stage_id in holders:
+            segment.held[stage_id] += costs.memory.trained(stages[stage_id].tp, layers, end == "embed", end == "head")
+            if layers or stage_id not in segment.lowest:
+                segment.lowest[stage_id] = (
+                    first - starts[stage_id] if layers else stages[stage_id].layers * (end == "head")
+                )
     loads.segments = [segment for segment in loads.segments if segment.elements]  # adapters leave some with nothing
     for segment in loads.segments:
         _price_segment(segment, classes, stages, links)
-        segment.runs = _bucket_runs(segment, min(stages[at].tp for at in segment.held), costs)
+        segment.runs = _bucket_runs(segment, min(stages[stage_id].tp for stage_id in segment.held), costs)
     return loads
 
 
@@ -200,7 +213,7 @@ def _price_segment(
     """Fill in ``ports``, ``link`` and ``latency``. Equal nodes have equal ports, so each class of nodes is priced once;
     the nodes of a TP group that spans several are equal too."""
     nodes: Counter[int] = Counter()  # optimizer shares on one node of each class, or on those that its TP groups span
-    one: Counter[int] = Counter()  # of these, on one node
+    on_node: Counter[int] = Counter()  # of these, on one node
     units: Counter[int] = Counter()  # copies by group
     inside_units: Counter[int] = Counter()
 
@@ -208,53 +221,62 @@ def _price_segment(
         """Ranks of a TP group on one node."""
         return min(stages[at].tp, links.pool.groups[group].per_node)
 
-    for at in segment.held:
-        for c, n in classes.nodes[at].items():
-            nodes[c] += n * stages[at].tp * stages[at].share
-            one[c] += n * here(at, classes.group[c]) * stages[at].share
+    for stage_id in segment.held:
+        for c, n in classes.nodes[stage_id].items():
+            nodes[c] += n * stages[stage_id].tp * stages[stage_id].share
+            on_node[c] += n * here(stage_id, classes.group[c]) * stages[stage_id].share
             units[classes.group[c]] += n * classes.count[c]
             inside_units[c] += n
     total: Counter[int] = Counter()  # by group
-    most: dict[int, int] = defaultdict(int)  # on one node of the group
+    largest_node: dict[int, int] = defaultdict(int)  # on one node of the group
     count: Counter[int] = Counter()  # nodes
     for c, n in nodes.items():
         g = classes.group[c]
         total[g] += n * classes.count[c]
-        most[g], count[g] = max(most[g], one[c]), count[g] + classes.count[c] + (one[c] < n)
+        largest_node[g], count[g] = max(largest_node[g], on_node[c]), count[g] + classes.count[c] + (on_node[c] < n)
     groups = sorted(units)
     message = 0.0
-    for at, held in segment.held.items():
-        tp = stages[at].tp
+    for stage_id, elements in segment.held.items():
+        tp = stages[stage_id].tp
         # Most of what a rank holds that one other rank owns.
-        owners = [stages[b] for b in segment.held if b != at or classes.units[at] > 1]
-        largest = held * max((b.share * min(tp, b.tp) for b in owners), default=0) / segment.total
-        for c, mine in classes.nodes[at].items():
+        owners = [stages[b] for b in segment.held if b != stage_id or classes.units[stage_id] > 1]
+        largest = elements * max((b.share * min(tp, b.tp) for b in owners), default=0) / segment.total
+        for c, stage_nodes in classes.nodes[stage_id].items():
             g = classes.group[c]
             inside, others_inside = nodes[c], inside_units[c] - 1
             group = links.between(g, g, tp <= links.pool.groups[g].per_node) if tp > 1 else None
             if group is not None:  # tensors that its ranks hold alike
                 segment.latency, message = max(segment.latency, group.alpha), max(message, group.message)
-            near = links.between(g, g, True) if others_inside else None
-            if near is not None:
-                given = (inside - tp * stages[at].share) / segment.total
-                own = held * max(given * near.out, segment.share[at] * others_inside * near.into)
-                segment.ports[*at, 0] = max(segment.ports.get((*at, 0), 0.0), own)
-                segment.link = max(segment.link, largest * near.pair)
-                segment.latency, message = max(segment.latency, near.alpha), max(message, near.message)
+            inside_link = links.between(g, g, True) if others_inside else None
+            if inside_link is not None:
+                sent_fraction = (inside - tp * stages[stage_id].share) / segment.total
+                port_seconds = elements * max(
+                    sent_fraction * inside_link.out, segment.share[stage_id] * others_inside * inside_link.into
+                )
+                segment.ports[*stage_id, 0] = max(segment.ports.get((*stage_id, 0), 0.0), port_seconds)
+                segment.link = max(segment.link, largest * inside_link.pair)
+                segment.latency, message = max(segment.latency, inside_link.alpha), max(message, inside_link.message)
             out = into = 0.0
             for h in groups:
-                others = total[h] - (inside if h == g else 0)
+                shares_elsewhere = total[h] - (inside if h == g else 0)
                 copies = units[h] - (inside_units[c] if h == g else 0)
-                way, back = links.between(g, h), links.between(h, g)
-                if not others or way is None or back is None:
+                onward, back = links.between(g, h), links.between(h, g)
+                if not shares_elsewhere or onward is None or back is None:
                     continue
-                out, into = out + others / segment.total * way.out, into + copies * segment.share[at] * back.into
+                out, into = (
+                    out + shares_elsewhere / segment.total * onward.out,
+                    into + copies * segment.share[stage_id] * back.into,
+                )
                 if h != g or count[g] > 1:
-                    between = mine * here(at, g) * held / segment.total * most[h] * max(way.link, back.link)
-                    segment.link = max(segment.link, between, largest * max(way.pair, back.pair))
-                segment.latency, message = max(segment.latency, way.alpha), max(message, way.message)
+                    between = stage_nodes * here(stage_id, g) * elements / segment.total * largest_node[h] * max(
+                        onward.link, back.link
+                    )
+                    segment.link = max(segment.link, between, largest * max(onward.pair, back.pair))
+                segment.latency, message = max(segment.latency, onward.alpha), max(message, onward.message)
             if out:
-                segment.ports[(c,)] = segment.ports.get((c,), 0.0) + mine * here(at, g) * held * max(out, into)
+                segment.ports[(c,)] = segment.ports.get((c,), 0.0) + stage_nodes * here(stage_id, g) * elements * max(
+                    out, into
+                )
     segment.latency += (segment.ranks - 1) * message
 
 
@@ -289,17 +311,17 @@ class LinkTable:
         """The price of a link between two nodes of these groups, or inside one node; None where there is no such link.
         """
         groups = self.pool.groups
-        there = self.pool.link(g, h, same_node) is not None and all(groups[i].ranks for i in (g, h))
-        return self.model.link(groups[g].home, groups[h].home, same_node, "all_to_all") if there else None
+        exists = self.pool.link(g, h, same_node) is not None and all(groups[i].ranks for i in (g, h))
+        return self.model.link(groups[g].home, groups[h].home, same_node, "all_to_all") if exists else None
 
     @cached_method
     def best(self, g: int, same_node: bool) -> tuple[float, float]:
         """(least seconds per byte of a node's port in either direction, least latency in seconds) over all links of a
         group."""
-        others: Sequence[int] = [g] if same_node else range(len(self.pool.groups))
+        partners: Sequence[int] = [g] if same_node else range(len(self.pool.groups))
         out, into = (
-            [price for price in found if price is not None]
-            for found in zip(*((self.between(g, h, same_node), self.between(h, g, same_node)) for h in others))
+            [price for price in prices if price is not None]
+            for prices in zip(*((self.between(g, h, same_node), self.between(h, g, same_node)) for h in partners))
         )
         rates = [*(price.out for price in out), *(price.into for price in into)]
         return min(rates, default=math.inf), min((price.alpha for price in (*out, *into)), default=math.inf)

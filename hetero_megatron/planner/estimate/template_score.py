@@ -117,17 +117,18 @@ class TemplateScorer(PipelineScorer):
         self.work.add(SCORED)
         by_part = [
             max(
-                self.pipeline_seconds(part.shape, part.num_micro_batches, template.schedule, near) for near in rows
+                self.pipeline_seconds(part.shape, part.num_micro_batches, template.schedule, sharing)
+                for sharing in rows
             )
             for part, rows in zip(template.parts, classes.sharing, strict=True)
         ]
         if limit < math.inf:
-            least = max(
+            bound = max(
                 x + self.bounds.sync_tail(part.shape, self.links(part.shape), template.pipelines)
                 for part, x in zip(template.parts, by_part)
             )
-            if least >= limit:
-                return TemplateScore(least, tuple(by_part))
+            if bound >= limit:
+                return TemplateScore(bound, tuple(by_part))
         end, over = self._step_end(template, classes, by_part)
         return TemplateScore(end, tuple(by_part), over)
 
@@ -137,14 +138,18 @@ class TemplateScorer(PipelineScorer):
         if classes is None:
             return None
         by_part = [
-            max(self.pipeline_seconds(part.shape, part.num_micro_batches, template.schedule, near) for near in rows)
+            max(
+                self.pipeline_seconds(part.shape, part.num_micro_batches, template.schedule, sharing)
+                for sharing in rows
+            )
             for part, rows in zip(template.parts, classes.sharing, strict=True)
         ]
-        loads, done, summed, end, _ = self._reduction(template, classes, by_part)
+        loads, backward_ends, summed, end, _ = self._reduction(template, classes, by_part)
         stages, ranks = self._stages(template), self._ranks(template, classes)
         return StepEnds(
-            {at: summed[at] - done[at] for at in done}, end - max(summed.values()),
-            {at: (stage.layers or 1) / loads.shared[at] for at, stage in stages.items()},
+            {stage_id: summed[stage_id] - backward_ends[stage_id] for stage_id in backward_ends},
+            end - max(summed.values()),
+            {stage_id: (stage.layers or 1) / loads.shared[stage_id] for stage_id, stage in stages.items()},
             self.tables.communicators.reducing((segment.held for segment in loads.segments), stages, ranks),
             tuple(tuple(map(max, zip(*rows))) for rows in classes.sharing),
         )  # fmt: skip
@@ -159,17 +164,17 @@ class TemplateScorer(PipelineScorer):
     ) -> tuple[SyncLoads, dict[StageId, float], dict[StageId, float], float, int]:
         """(loads; by stage, seconds until its last backward ends, until its gradients are reduced; seconds until all
         parameters are updated everywhere; bytes over)."""
-        wide = self.costs.options.gradient_bytes or self.costs.wide
+        gradient_bytes = self.costs.options.gradient_bytes or self.costs.wide
         loads = sync_loads(template, classes, self.link_table, self.costs)
         times = self._backward_ends(template, by_part)
-        chips = {at: self.pool.groups[stage.group].chip for at, stage in self._stages(template).items()}
-        done = {at: when.done for at, when in times.items()}
-        summed = sync_ends(loads, self.costs, chips, done, wide, times)
+        chips = {stage_id: self.pool.groups[stage.group].chip for stage_id, stage in self._stages(template).items()}
+        backward_ends = {stage_id: when.done for stage_id, when in times.items()}
+        summed = sync_ends(loads, self.costs, chips, backward_ends, gradient_bytes, times)
         barrier = max(summed.values()) + self._barrier_seconds(template)
         update, over = self._update_and_memory(template, loads, classes)
-        updated = {at: barrier + seconds_ for at, seconds_ in update.items()}
+        updated = {stage_id: barrier + seconds_ for stage_id, seconds_ in update.items()}
         written = sync_ends(loads, self.costs, chips, updated, self.costs.item)
-        return loads, done, summed, max(written.values()), over
+        return loads, backward_ends, summed, max(written.values()), over
 
     @staticmethod
     def _stages(template: PlanTemplate) -> dict[StageId, StageTemplate]:
@@ -177,7 +182,7 @@ class TemplateScorer(PipelineScorer):
 
     def _ranks(self, template: PlanTemplate, classes: NodeClasses) -> dict[StageId, int]:
         stages = self._stages(template)
-        return {at: n * stages[at].tp for at, n in classes.units.items()}
+        return {stage_id: n * stages[stage_id].tp for stage_id, n in classes.units.items()}
 
     def _barrier_seconds(self, template: PlanTemplate) -> float:
         """Of the barrier before the update."""
@@ -190,22 +195,26 @@ class TemplateScorer(PipelineScorer):
         """The links between nodes of some groups, and inside them."""
         ways = [(g, h, False) for g in groups for h in groups] + [(g, g, True) for g in groups]
         home = [group.home for group in self.pool.groups]
-        return tuple((home[g], home[h], same) for g, h, same in ways if self.link_table.between(g, h, same) is not None)
+        return tuple(
+            (home[g], home[h], same_node)
+            for g, h, same_node in ways
+            if self.link_table.between(g, h, same_node) is not None
+        )
 
     def _update_and_memory(
         self, template: PlanTemplate, loads: SyncLoads, classes: NodeClasses
     ) -> tuple[dict[StageId, float], int]:
         update: dict[StageId, float] = {}
         stages, ranks = self._stages(template), self._ranks(template, classes)
-        known, over = self.tables.communicators, 0
-        reducing = known.reducing((segment.held for segment in loads.segments), stages, ranks)
+        communicators, over = self.tables.communicators, 0
+        reducing = communicators.reducing((segment.held for segment in loads.segments), stages, ranks)
         for p, part in enumerate(template.parts):
             count, size = len(part.shape.stages), part.shape.micro_batch_size
             alive = in_flight(template.schedule, count, part.num_micro_batches)
             for s, stage in enumerate(part.shape.stages):
                 replicas = (stage.layers or 1) / loads.shared[p, s]
-                update[p, s], beyond = self.needs(stage, size, s == 0, s == count - 1, alive[s], replicas)
-                over = max(over, beyond + known.counted(part.shape.stages, s, reducing[p, s]))
+                update[p, s], excess = self.needs(stage, size, s == 0, s == count - 1, alive[s], replicas)
+                over = max(over, excess + communicators.counted(part.shape.stages, s, reducing[p, s]))
         return update, over
 
     @cached_method
@@ -219,17 +228,17 @@ class TemplateScorer(PipelineScorer):
 
     def _backward_ends(self, template: PlanTemplate, by_part: Sequence[float]) -> dict[StageId, LastBackward]:
         """The last backward of every stage; the first stage's ends last."""
-        found: dict[StageId, LastBackward] = {}
+        last_backwards: dict[StageId, LastBackward] = {}
         for p, part in enumerate(template.parts):
-            each, links, messages = self._each(part.shape), self.links(part.shape), self.messages(part.shape)
-            busy = [x.forward + x.backward + 2 * sum(host) for x, host in zip(each, messages, strict=True)]
-            saved, done = each[busy.index(max(busy))].saved, by_part[p]
-            for s, (stage, x, (sent, received)) in enumerate(zip(part.shape.stages, each, messages)):
-                begin = done - sent - x.backward
-                found[p, s] = LastBackward(begin - saved, done - saved, x.layer, x.plain, stage.layers)
+            priced, links, messages = self._each(part.shape), self.links(part.shape), self.messages(part.shape)
+            busy = [x.forward + x.backward + 2 * sum(host) for x, host in zip(priced, messages, strict=True)]
+            saved, grads_at = priced[busy.index(max(busy))].saved, by_part[p]
+            for s, (stage, x, (sent, received)) in enumerate(zip(part.shape.stages, priced, messages)):
+                begin = grads_at - sent - x.backward
+                last_backwards[p, s] = LastBackward(begin - saved, grads_at - saved, x.layer, x.plain, stage.layers)
                 if s < len(links):
-                    done = begin - received - links[s][1]
-        return found
+                    grads_at = begin - received - links[s][1]
+        return last_backwards
 
 
 def make_scorer(problem: PlanningProblem, costs: CostModel | None = None) -> TemplateScorer:
@@ -237,8 +246,8 @@ def make_scorer(problem: PlanningProblem, costs: CostModel | None = None) -> Tem
     caller already has one for this problem."""
     if costs is None:
         costs = CostModel(problem.model, problem.cluster, problem.seq_length, problem.dtype, problem.options.costs)
-    known, layers = costs.rates, problem.model.num_layers
-    pool = make_pool(problem.cluster, lambda a, b: known.link(a, b).as_link(), problem.dtype)
+    rates, layers = costs.rates, problem.model.num_layers
+    pool = make_pool(problem.cluster, lambda a, b: rates.link(a, b).as_link(), problem.dtype)
     depth = max(LEAST_DEPTH, min(DEPTH if pool.chips <= LARGE else LARGE_DEPTH, layers + 2, pool.chips))
     tables = StageTables(costs, pool, layers, depth, away=problem.activations_away())
     return TemplateScorer(tables, pool)
@@ -253,8 +262,8 @@ def best_recompute(
     stages = []
     for s, stage in enumerate(shape.stages):
         beside = tables.communicators.of_equal_pipelines(shape.stages, s, replicas)
-        made = tables.fastest(stage, size, s == 0, s == last, alive[s], replicas, beside)
-        if made is None:
+        fastest = tables.fastest(stage, size, s == 0, s == last, alive[s], replicas, beside)
+        if fastest is None:
             return None
-        stages.append(made)
+        stages.append(fastest)
     return PipelineTemplate(size, tuple(stages))

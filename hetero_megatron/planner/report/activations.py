@@ -44,27 +44,30 @@ def _needs(plan: Plan, costs: CostModel) -> Iterator[str]:
     """By stage, alike ones once."""
     options, prices = costs.options, StageCosts(plan, costs)
     sizes = costs.item, options.logits_bytes, options.routing, options.fp8
-    there = plan_activations(plan, costs.model, *sizes)
-    here = plan_activations(plan.with_stages(lambda s: replace(s, activations=None)), costs.model, *sizes)
-    seen = set[str]()
+    offloaded = plan_activations(plan, costs.model, *sizes)
+    resident = plan_activations(plan.with_stages(lambda s: replace(s, activations=None)), costs.model, *sizes)
+    texts = set[str]()
     for p, pipeline in enumerate(plan.pipelines):
         forward = prices.of(pipeline).costs.forward
         for s, stage in enumerate(pipeline.stages):
             if stage.activations is None:
                 continue
-            found = host_layers(stage, costs.model, plan.seq_length, costs.item, options.routing, options.fp8)
-            rank = max(stage.ranks, key=lambda r: (sum(map(sum, found[r])), -r))
-            rate, most = sum(map(sum, found[rank])) / forward[s], costs.host_rate(costs.cluster.ranks[rank].chip)
-            saved = here[rank].activations - there[rank].activations
-            known = costs.cluster.group_of(rank).host_memory
+            bytes_of = host_layers(stage, costs.model, plan.seq_length, costs.item, options.routing, options.fp8)
+            rank = max(stage.ranks, key=lambda r: (sum(map(sum, bytes_of[r])), -r))
+            rate, host_rate = (
+                sum(map(sum, bytes_of[rank])) / forward[s],
+                costs.host_rate(costs.cluster.ranks[rank].chip),
+            )
+            saved = resident[rank].activations - offloaded[rank].activations
+            stated = costs.cluster.group_of(rank).host_memory
             text = (
                 f"offloads the activations of {stage.activations.layers} of {stage.num_layers} layers: needs "
-                f"{rate / 1e9:.3g} GB/s of {most / 1e9:.3g} of the host link, saves {format_bytes(max(saved, 0))} "
-                f"({format_bytes(there[rank].host)} of host memory per chip"
-                f"{')' if known else ', which nodes without host_memory: in the cluster file are taken to have)'}"
+                f"{rate / 1e9:.3g} GB/s of {host_rate / 1e9:.3g} of the host link, saves {format_bytes(max(saved, 0))} "
+                f"({format_bytes(offloaded[rank].host)} of host memory per chip"
+                f"{')' if stated else ', which nodes without host_memory: in the cluster file are taken to have)'}"
             )
-            if text not in seen:
-                seen.add(text)
+            if text not in texts:
+                texts.add(text)
                 yield f"stage {p}.{s} {text}"
 
 
@@ -79,14 +82,14 @@ def _instead(best: SimulatedPlan, costs: CostModel) -> Iterator[str]:
         yield "without it no recompute fits in its place"
         return
     try:
-        found = predict(plan, costs.model, costs.cluster, costs.dtype, costs)
+        prediction = predict(plan, costs.model, costs.cluster, costs.dtype, costs)
     except UserError:  # an adaptive schedule that is not for these stages
         return
     kinds = dict.fromkeys(
         str(b.recompute) for a, b in zip(best.plan.stages, plan.stages, strict=True) if a.activations is not None
     )
-    more = found.step_seconds - best.step_seconds
-    yield f"recompute ({', '.join(kinds)}) in its place would take {format_seconds(max(more, 0.0))} more per step"
+    slower = prediction.step_seconds - best.step_seconds
+    yield f"recompute ({', '.join(kinds)}) in its place would take {format_seconds(max(slower, 0.0))} more per step"
 
 
 def _recomputed(stage: Stage, pipeline: Pipeline, best: SimulatedPlan, costs: CostModel) -> Stage:
@@ -95,15 +98,15 @@ def _recomputed(stage: Stage, pipeline: Pipeline, best: SimulatedPlan, costs: Co
         return stage
     levels = [Recompute("selective"), Recompute("elementwise")]
     levels += [Recompute("first", n) for n in range(1, stage.num_layers)] if stage.recompute.kind == "none" else []
-    found = list[tuple[float, Stage]]()
+    fitting = list[tuple[float, Stage]]()
     prices = StageCosts(best.plan, costs)
     for level in [*levels, Recompute("full")]:
-        made = replace(stage, recompute=level, activations=None)
-        if (not found or level.kind != "first" or found[-1][1].recompute.kind != "first") and _fits(
-            made, pipeline, best, costs
+        candidate = replace(stage, recompute=level, activations=None)
+        if (not fitting or level.kind != "first" or fitting[-1][1].recompute.kind != "first") and _fits(
+            candidate, pipeline, best, costs
         ):
-            found.append((prices.stage_seconds(made), made))
-    return min(found, key=lambda row: row[0])[1] if found else stage
+            fitting.append((prices.stage_seconds(candidate), candidate))
+    return min(fitting, key=lambda row: row[0])[1] if fitting else stage
 
 
 def _fits(made: Stage, pipeline: Pipeline, best: SimulatedPlan, costs: CostModel) -> bool:
@@ -111,12 +114,12 @@ def _fits(made: Stage, pipeline: Pipeline, best: SimulatedPlan, costs: CostModel
     stages, options = tuple(made if s.ranks == made.ranks else s for s in pipeline.stages), costs.options
     plan = replace(best.plan, pipelines=(replace(pipeline, stages=stages),))
     needs = plan_activations(plan, costs.model, costs.item, options.logits_bytes, options.routing, options.fp8)
-    found: Prediction = best.prediction
+    prediction: Prediction = best.prediction
 
     def total(rank: int) -> int:
-        return replace(found.memory[rank], activations=needs[rank].activations).total
+        return replace(prediction.memory[rank], activations=needs[rank].activations).total
 
-    return all(total(rank) <= found.limits[rank] for rank in made.ranks)
+    return all(total(rank) <= prediction.limits[rank] for rank in made.ranks)
 
 
 def _unknown(best: SimulatedPlan, problem: PlanningProblem) -> list[str]:

@@ -121,13 +121,13 @@ def outline(result: SearchResult, problem: PlanningProblem, deadline: Deadline |
         deadline: that of the objective.
     """
     nodes = dict.fromkeys(rank.node for rank in problem.cluster.ranks)
-    there = {rank.node for rank in result.best.cluster.ranks}
+    used_nodes = {rank.node for rank in result.best.cluster.ranks}
     lacking = {c: tuple(r.rank for r in result.best.cluster.ranks if r.chip == c)
                for c, chip in result.best.cluster.chips.items() if problem.dtype not in chip.dtypes}  # fmt: skip
     return Summary(
         result, problem.model.name, dtype=problem.dtype, deadline=deadline,
         unusable={chip: ranks for chip, ranks in lacking.items() if ranks},
-        left_out=tuple(name for name in nodes if name not in there),
+        left_out=tuple(name for name in nodes if name not in used_nodes),
         experts=expert_gain(result.best, result.scorer.costs),
         asked=question(result.scorer.costs, problem.global_batch_size),
         activations=_activations(result, problem),
@@ -201,14 +201,14 @@ def best_uniform(result: SearchResult, problem: PlanningProblem, every: bool = T
     for uniform, template in few if every else sorted(few, key=lambda row: _estimated(scorer, row[1])):
         try:
             plan = with_dtypes(from_megatron(uniform.flags(problem.seq_length, batch), model), scorer.costs)
-            found = predict(plan, model, cluster, problem.dtype, scorer.costs)
+            prediction = predict(plan, model, cluster, problem.dtype, scorer.costs)
         except UserError as error:
             why = error.problem
             continue
-        if found.over:
+        if prediction.over:
             over.append((uniform, template))
-        elif best is None or found.step_seconds < best[0]:
-            best = (found.step_seconds, uniform, found)
+        elif best is None or prediction.step_seconds < best[0]:
+            best = (prediction.step_seconds, uniform, prediction)
             if not every:
                 break
     rejected = fastest_rejected(over, problem, scorer) if every else []
@@ -233,15 +233,15 @@ def _compare_types(summary: Summary, problem: PlanningProblem, every: bool) -> N
         return
     for name in names:
         count = sum(rank.chip == name for rank in problem.cluster.ranks)
-        own = result.alone.get(name, result)
-        if isinstance(own, UserError):
-            summary.alone.append(Baseline(name, "", chips=count, problem=own.problem))
+        searched = result.alone.get(name, result)
+        if isinstance(searched, UserError):
+            summary.alone.append(Baseline(name, "", chips=count, problem=searched.problem))
             if every:
-                part = problem.on(of_type(problem.cluster, name))
-                summary.rejected += nearest_rejected(name, part, make_scorer(part))
+                only_type = problem.on(of_type(problem.cluster, name))
+                summary.rejected += nearest_rejected(name, only_type, make_scorer(only_type))
             continue
-        text = choice_text(own.best, [g.chip for g in own.pool.groups])
-        tokens, seconds = own.best.prediction.tokens_per_second, own.best.step_seconds
+        text = choice_text(searched.best, [g.chip for g in searched.pool.groups])
+        tokens, seconds = searched.best.prediction.tokens_per_second, searched.best.step_seconds
         summary.alone.append(Baseline(name, text, tokens, seconds, count))
 
 
@@ -261,19 +261,19 @@ def choice_text(choice: SimulatedPlan, chips: list[str]) -> str:
 
 def variants(result: SearchResult, problem: PlanningProblem) -> list[Variant]:
     """Plans near the best one: with one choice undone, and runners-up of other kinds."""
-    best, found, batch = result.best, list[Variant](), problem.global_batch_size
+    best, listed, batch = result.best, list[Variant](), problem.global_batch_size
     chips = [g.chip for g in result.pool.groups]
     alike = [] if best.text else [
         ("the same with equal layers per stage", _even_layers(result, best.template, problem.model)),
         ("the same with equal shares of the batch", _even_shares(best.template, batch)),
     ]  # fmt: skip
-    found += [_variant(result, text, template, problem) for text, template in alike if template is not None]
-    seen = {(best.text, _make_up(best.template))}
-    for other in result.others:
-        if (other.text, _make_up(other.template)) not in seen and len(found) < 6:
-            seen.add((other.text, _make_up(other.template)))
-            found.append(Variant(choice_text(other, chips), other.step_seconds, why_slower(best, other)))
-    return [v for v in found if v.step_seconds >= best.step_seconds or v.step_seconds == 0.0]
+    listed += [_variant(result, text, template, problem) for text, template in alike if template is not None]
+    make_ups = {(best.text, _make_up(best.template))}
+    for runner_up in result.others:
+        if (runner_up.text, _make_up(runner_up.template)) not in make_ups and len(listed) < 6:
+            make_ups.add((runner_up.text, _make_up(runner_up.template)))
+            listed.append(Variant(choice_text(runner_up, chips), runner_up.step_seconds, why_slower(best, runner_up)))
+    return [v for v in listed if v.step_seconds >= best.step_seconds or v.step_seconds == 0.0]
 
 
 def _make_up(template: PlanTemplate) -> frozenset[object]:
@@ -287,37 +287,37 @@ def _variant(result: SearchResult, text: str, template: PlanTemplate, problem: P
     choice = simulate_template(template, problem, result.scorer)
     assert choice is not None, "it lies on the chips of the best plan"
     if choice.prediction.over:
-        worst = max(choice.prediction.over, key=lambda o: o.over)
-        return Variant(text, 0.0, f"does not fit: {worst}")
+        fullest = max(choice.prediction.over, key=lambda o: o.over)
+        return Variant(text, 0.0, f"does not fit: {fullest}")
     return Variant(text, choice.step_seconds, why_slower(result.best, choice))
 
 
 def why_slower(best: SimulatedPlan, other: SimulatedPlan) -> str:
     grown = {k: other.prediction.parts[k] - v for k, v in best.prediction.parts.items()}
-    part = max(grown, key=lambda k: grown[k])
+    slower_part = max(grown, key=lambda k: grown[k])
     words = {
         "pipelines": "its slowest pipeline takes", "jitter": "waiting for unsteady chips takes",
         "gradients": "exposed gradient reduction takes", "optimizer": "the optimizer takes",
         "parameters": "sending parameters takes", "reference": "the forward of the reference takes",
         "outer": "exchanging weights between islands takes",
     }  # fmt: skip
-    if grown[part] < 5e-10:  # less than is shown
+    if grown[slower_part] < 5e-10:  # less than is shown
         return "it takes as long"
-    return f"{words[part]} {format_seconds(grown[part])} longer"
+    return f"{words[slower_part]} {format_seconds(grown[slower_part])} longer"
 
 
 def _even_layers(result: SearchResult, template: PlanTemplate, model: ModelSpec) -> PlanTemplate | None:
     tables, parts = result.scorer.tables, []
     for part in template.parts:
-        each, more = divmod(model.num_layers, len(part.shape.stages))
-        stages = [replace(s.plain, layers=each + (i < more))
+        per_stage, remainder = divmod(model.num_layers, len(part.shape.stages))
+        stages = [replace(s.plain, layers=per_stage + (i < remainder))
                   for i, s in enumerate(part.shape.stages)]  # fmt: skip
         shape = PipelineTemplate(part.shape.micro_batch_size, tuple(stages))
         fitting = best_recompute(tables, shape, template.schedule, part.num_micro_batches, template.pipelines)
         parts.append(replace(part, shape=fitting or shape))
     changed = replace(template, parts=tuple(parts))
-    layers, before = ([s.layers for p in x.parts for s in p.shape.stages] for x in (changed, template))
-    return None if layers == before else changed
+    layers, unchanged = ([s.layers for p in x.parts for s in p.shape.stages] for x in (changed, template))
+    return None if layers == unchanged else changed
 
 
 def _even_shares(template: PlanTemplate, batch: int) -> PlanTemplate | None:

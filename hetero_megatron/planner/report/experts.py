@@ -66,7 +66,9 @@ def expert_gain(best: SimulatedPlan, costs: CostModel) -> ExpertGain | None:
     if moe is None or not stages:
         return None
     counts = tuple(m.experts[1] - m.experts[0] for group in stages[0].experts for m in group.members)
-    found = predict(with_equal_experts(best.plan, moe.num_experts), costs.model, costs.cluster, costs.dtype, costs)
-    problem = str(max(found.over, key=lambda o: o.over)) if found.over else ""
+    equal_division = predict(
+        with_equal_experts(best.plan, moe.num_experts), costs.model, costs.cluster, costs.dtype, costs
+    )
+    problem = str(max(equal_division.over, key=lambda o: o.over)) if equal_division.over else ""
     replicated = max(len(replicated_experts(stage)) for stage in stages)
-    return ExpertGain(counts, best.step_seconds, found.step_seconds, problem, replicated, best.once_seconds)
+    return ExpertGain(counts, best.step_seconds, equal_division.step_seconds, problem, replicated, best.once_seconds)

@@ -35,16 +35,20 @@ def comparison_rows(summary: Summary) -> list[Bar]:
     best = summary.result.best
     rate = best.prediction.tokens_per_second
     rows = [Bar("this plan", f"{rate:,.0f}", ((_BEST, rate),))]
-    others = [("best uniform plan", summary.uniform)] if summary.uniform is not None else []
-    others += [(f"{baseline.name} alone", baseline) for baseline in summary.alone]
-    for name, baseline in others:
-        found = baseline.tokens_per_second
-        text = f"{found:,.0f} ({found / rate:.0%})" if found else f"none: {baseline.problem}"
-        rows.append(Bar(name, text, ((_OTHER, found),)))
+    baselines = [("best uniform plan", summary.uniform)] if summary.uniform is not None else []
+    baselines += [(f"{baseline.name} alone", baseline) for baseline in summary.alone]
+    for name, baseline in baselines:
+        tokens_per_second = baseline.tokens_per_second
+        text = (
+            f"{tokens_per_second:,.0f} ({tokens_per_second / rate:.0%})"
+            if tokens_per_second
+            else f"none: {baseline.problem}"
+        )
+        rows.append(Bar(name, text, ((_OTHER, tokens_per_second),)))
     if summary.bound is not None and summary.bound.seconds > 0:
-        most = rate * best.step_seconds / summary.bound.seconds
+        bound_tokens = rate * best.step_seconds / summary.bound.seconds
         reached = summary.bound.reached(best.step_seconds)
-        rows.append(Bar("bound", f"{most:,.0f}: this plan reaches {reached:.1%}", ((_BOUND, most),)))
+        rows.append(Bar("bound", f"{bound_tokens:,.0f}: this plan reaches {reached:.1%}", ((_BOUND, bound_tokens),)))
     if summary.roomier is not None and summary.roomier.text:
         tokens = rate * best.step_seconds / summary.roomier.step_seconds
         text = f"{tokens:,.0f} ({tokens / rate:.0%}), {format_bytes(summary.roomier.free)} free on every rank"

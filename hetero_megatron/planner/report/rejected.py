@@ -58,11 +58,11 @@ def nearest_rejected(chip: str, problem: PlanningProblem, scorer: TemplateScorer
 def _look(
     rows: Iterable[Row], problem: PlanningProblem, scorer: TemplateScorer, of: str, most: int
 ) -> list[Rejected]:  # fmt: skip
-    found: list[Rejected] = []
+    rejected: list[Rejected] = []
     if scorer.pool.chips < problem.cluster.world_size:
-        return found
+        return rejected
     for uniform, template in rows:
-        if len(found) == most:
+        if len(rejected) == most:
             break
         try:
             plan = from_megatron(uniform.flags(problem.seq_length, problem.global_batch_size), problem.model)
@@ -74,8 +74,8 @@ def _look(
         if over := step.over:
             largest = step.memory[over[0].rank].largest
             seconds = closed_seconds(scorer, template)
-            found.append(Rejected(of, uniform.text(), seconds, _stage_of(plan, over[0].rank), over[0], largest))
-    return found
+            rejected.append(Rejected(of, uniform.text(), seconds, _stage_of(plan, over[0].rank), over[0], largest))
+    return rejected
 
 
 def _stage_of(plan: Plan, rank: int) -> str:

@@ -39,17 +39,17 @@ def roomier(
 ) -> Roomier | None:
     """The fastest plan at hand that leaves every rank ``ROOMY`` of its limit: one that the search has simulated, or the
     best plan with more recomputed. None where the best one is not tight."""
-    share, before = least_free(result.best.prediction)
+    share, least_bytes = least_free(result.best.prediction)
     if share >= TIGHT:
         return None
-    found = [(plan, describe(plan)) for plan in result.others]
-    found += _recomputed(result, problem)
-    roomy = [row for row in found if not row[0].prediction.over and least_free(row[0].prediction)[0] >= ROOMY]
+    described = [(plan, describe(plan)) for plan in result.others]
+    described += _recomputed(result, problem)
+    roomy = [row for row in described if not row[0].prediction.over and least_free(row[0].prediction)[0] >= ROOMY]
     margin = _margin(problem.options.costs.margin, ROOMY)
     if not roomy:
-        return Roomier(before, margin)
+        return Roomier(least_bytes, margin)
     plan, text = min(roomy, key=lambda row: row[0].step_seconds)
-    return Roomier(before, margin, text, plan.step_seconds, least_free(plan.prediction)[1])
+    return Roomier(least_bytes, margin, text, plan.step_seconds, least_free(plan.prediction)[1])
 
 
 def _margin(margin: float, share: float) -> float:

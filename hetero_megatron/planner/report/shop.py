@@ -57,17 +57,17 @@ def shop(
     Raises:
         UserError: a kind without a price, a budget that buys nothing, or no link for new hosts.
     """
-    sets, left = affordable(prices, kinds, budget, most)
-    asked = problem.with_space(more_schedules="never")
-    there, offers = None, list[Offer]()
+    sets, left_out = affordable(prices, kinds, budget, most)
+    question = problem.with_space(more_schedules="never")
+    today, offers = None, list[Offer]()
     for cards in [{}, *sets]:
         cluster = with_cards(problem.cluster, cards, prices.per_host) if cards else problem.cluster
-        result = _searched(asked.on(cluster))
-        there = result if not cards else there
-        offers.append(_not_slower(_offer(cards, prices.cost(cards), result, there), offers))
+        searched = _searched(question.on(cluster))
+        today = searched if not cards else today
+        offers.append(_not_slower(_offer(cards, prices.cost(cards), searched, today), offers))
         if progress is not None:
             progress(f"{offers[-1].name}: {offers[-1].tokens_per_second:,.0f} tokens/s")
-    return [replace(offer, best=_unbeaten(offer, offers)) for offer in offers], left
+    return [replace(offer, best=_unbeaten(offer, offers)) for offer in offers], left_out
 
 
 def _searched(problem: PlanningProblem) -> SearchResult | None:
@@ -80,33 +80,35 @@ def _searched(problem: PlanningProblem) -> SearchResult | None:
 def _offer(cards: Mapping[str, int], cost: float, result: SearchResult | None, there: SearchResult | None) -> Offer:
     if result is None:
         return Offer(cards, cost, 0.0, 0.0, 0.0, "fits in no plan", "")
-    found = result.best
-    tokens = found.prediction.tokens_per_second
-    before = 0.0 if there is None else there.best.prediction.tokens_per_second
+    best = result.best
+    tokens = best.prediction.tokens_per_second
+    tokens_today = 0.0 if there is None else there.best.prediction.tokens_per_second
     removes = "" if not cards else "it did not fit" if there is None else ""
-    if cards and there is not None and tokens > before:
-        removes = why_slower(found, there.best)
-    gain = (tokens - before) / cost if cost else 0.0
-    plan = choice_text(found, [group.chip for group in result.pool.groups])
-    return Offer(cards, cost, tokens, found.step_seconds, gain, plan, removes)
+    if cards and there is not None and tokens > tokens_today:
+        removes = why_slower(best, there.best)
+    gain = (tokens - tokens_today) / cost if cost else 0.0
+    plan = choice_text(best, [group.chip for group in result.pool.groups])
+    return Offer(cards, cost, tokens, best.step_seconds, gain, plan, removes)
 
 
 def _not_slower(offer: Offer, before: Sequence[Offer]) -> Offer:
     """With the plan of a part of the cards where that is faster than what was found in the time."""
-    parts = [o for o in before if all(offer.cards.get(chip, 0) >= count for chip, count in o.cards.items())]
-    most = max(parts, key=lambda o: o.tokens_per_second, default=offer)
-    if most.tokens_per_second <= offer.tokens_per_second:
+    subsets = [o for o in before if all(offer.cards.get(chip, 0) >= count for chip, count in o.cards.items())]
+    fastest = max(subsets, key=lambda o: o.tokens_per_second, default=offer)
+    if fastest.tokens_per_second <= offer.tokens_per_second:
         return offer
-    there = parts[0].tokens_per_second
-    gain = (most.tokens_per_second - there) / offer.cost
-    return replace(most, cards=offer.cards, cost=offer.cost, gain=gain, plan=f"that of {most.name}: {most.plan}")
+    tokens_today = subsets[0].tokens_per_second
+    gain = (fastest.tokens_per_second - tokens_today) / offer.cost
+    return replace(
+        fastest, cards=offer.cards, cost=offer.cost, gain=gain, plan=f"that of {fastest.name}: {fastest.plan}"
+    )
 
 
 def _unbeaten(offer: Offer, offers: list[Offer]) -> bool:
     return offer.tokens_per_second > 0 and not any(
-        other.tokens_per_second > offer.tokens_per_second and other.cost <= offer.cost
-        or other.tokens_per_second == offer.tokens_per_second and other.cost < offer.cost
-        for other in offers
+        rival.tokens_per_second > offer.tokens_per_second and rival.cost <= offer.cost
+        or rival.tokens_per_second == offer.tokens_per_second and rival.cost < offer.cost
+        for rival in offers
     )  # fmt: skip
 
 
@@ -124,9 +126,9 @@ def format_offers(offers: Sequence[Offer], currency: str, left: int, limit: floa
     lines += ["", f"best: nothing that costs as much or less, up to {limit:,.0f} {currency}, is faster"]
     if left:
         lines.append(f"{plural(left, 'cheaper set')} not looked at")
-    most = max(offers, key=lambda offer: offer.gain)
-    if most.gain > 0:
-        lines.append(f"most speed for the money: {most.name}: {most.plan}")
+    best_offer = max(offers, key=lambda offer: offer.gain)
+    if best_offer.gain > 0:
+        lines.append(f"most speed for the money: {best_offer.name}: {best_offer.plan}")
     return "\n".join(lines)
 
 

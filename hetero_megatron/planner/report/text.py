@@ -41,19 +41,21 @@ def format_summary(summary: Summary) -> str:
 def format_plan(summary: Summary) -> str:
     """The part of the report that is known when the search ends: the plan, its memory, idle chips."""
     result, best = summary.result, summary.result.best
-    found = best.prediction
+    prediction = best.prediction
     chips = [g.chip for g in result.pool.groups]
-    share = f", {found.mfu:.1%} of the peak of the chips used (aggregate MFU)" if found.mfu is not None else ""
+    share = (
+        f", {prediction.mfu:.1%} of the peak of the chips used (aggregate MFU)" if prediction.mfu is not None else ""
+    )
     lines = [] if summary.asked is None else [format_question(summary.asked), ""]
     lines += [
-        f"best plan: {format_step_seconds(found)} per step, {found.tokens_per_second:,.0f} tokens/s{share}",
+        f"best plan: {format_step_seconds(prediction)} per step, {prediction.tokens_per_second:,.0f} tokens/s{share}",
         f"  {choice_text(best, chips)}",
         f"  found in {result.seconds:.2f} s, {plural(result.evaluated, 'plan')} evaluated exactly"
         + ("" if result.complete else "; cut short, the best so far"),
     ]
     if result.work_ended:
         lines.append("  better plans were looked for until the effort was used up: --schedule-effort 4 looks further")
-    lines += format_dtypes(found)
+    lines += format_dtypes(prediction)
     lines += _schedule_lines(summary)
     lines += _cost_lines(summary)
     lines.append(f"  context groups: {result.context}")
@@ -76,9 +78,12 @@ def format_plan(summary: Summary) -> str:
         words = {"memory": "over memory after exact evaluation", "packing": "TP groups that do not pack into nodes"}
         lines.append("  dropped: " + ", ".join(f"{n} {words.get(k, k)}" for k, n in result.rejected.items()))
     lines += ["", *_memory_lines(best, result.scorer.costs.model)]
-    if found.assumed:
-        lines += ["", f"rates of {found.describe_assumed()} are from data sheets, not measured here: run calibrate"]
-    lines += ["", *split_notice(found)] if found.unsplit else []
+    if prediction.assumed:
+        lines += [
+            "",
+            f"rates of {prediction.describe_assumed()} are from data sheets, not measured here: run calibrate",
+        ]
+    lines += ["", *split_notice(prediction)] if prediction.unsplit else []
     return "\n".join(lines)
 
 
@@ -97,8 +102,8 @@ def format_comparisons(summary: Summary) -> str:
     if summary.rejected:
         parts.append(["uniform plans (Megatron) that do not fit, with their approximate step times"])
         for r in summary.rejected:
-            alone = f"{r.of} alone: " if r.of else ""
-            parts[-1] += [f"  {format_seconds(r.step_seconds):>8}  {alone}{r.text}", f"{'':>12}{r}"]
+            prefix = f"{r.of} alone: " if r.of else ""
+            parts[-1] += [f"  {format_seconds(r.step_seconds):>8}  {prefix}{r.text}", f"{'':>12}{r}"]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -118,27 +123,27 @@ def _bound_lines(summary: Summary) -> list[str]:
 
 def _roomier_lines(summary: Summary) -> list[str]:
     """Another plan beside one that nearly fills a chip."""
-    other, best = summary.roomier, summary.result.best
-    if other is None:
+    roomier, best = summary.roomier, summary.result.best
+    if roomier is None:
         return []
-    margin = f"plan --memory-margin {other.margin:.2f}"
-    if not other.text:
-        return [f"tight: the best plan leaves {format_bytes(other.before)} on one rank; {margin} finds more room"]
-    slower = other.step_seconds / best.step_seconds - 1
+    margin = f"plan --memory-margin {roomier.margin:.2f}"
+    if not roomier.text:
+        return [f"tight: the best plan leaves {format_bytes(roomier.before)} on one rank; {margin} finds more room"]
+    slower = roomier.step_seconds / best.step_seconds - 1
     return [
-        f"roomier: with at least {format_bytes(other.free)} free on each rank, where the best plan leaves "
-        f"{format_bytes(other.before)} on one, a step takes {format_seconds(other.step_seconds)} ({slower:+.1%})",
-        f"  {other.text}; {margin} finds such plans",
+        f"roomier: with at least {format_bytes(roomier.free)} free on each rank, where the best plan leaves "
+        f"{format_bytes(roomier.before)} on one, a step takes {format_seconds(roomier.step_seconds)} ({slower:+.1%})",
+        f"  {roomier.text}; {margin} finds such plans",
     ]
 
 
 def _loss_text(loss: NodeLoss, before: float) -> str:
-    of = f" (or any of {loss.alike} alike)" if loss.alike > 1 else ""
+    alike = f" (or any of {loss.alike} alike)" if loss.alike > 1 else ""
     if loss.plan is None:
-        return f"no plan{of}: {loss.problem}"
+        return f"no plan{alike}: {loss.problem}"
     slower = f"{loss.step_seconds / before:.2f} x as long"
-    how = "" if loss.warm else ", by a new search: no pipeline of the first one fits"
-    return f"{format_seconds(loss.step_seconds)} per step, {slower}, found in {loss.seconds:.3f} s{how}{of}"
+    searched = "" if loss.warm else ", by a new search: no pipeline of the first one fits"
+    return f"{format_seconds(loss.step_seconds)} per step, {slower}, found in {loss.seconds:.3f} s{searched}{alike}"
 
 
 def _schedule_lines(summary: Summary) -> list[str]:
@@ -147,19 +152,19 @@ def _schedule_lines(summary: Summary) -> list[str]:
     plain = [x for x in summary.result.others if x.template == best.template and x.plan.schedule in PLAIN]
     if best.plan.schedule in PLAIN or not plain:
         return []
-    other, ranks = plain[0], best.plan.ranks
-    bubbles, most = zip(*((bubble_share(x.prediction), max(x.prediction.memory[r].total for r in ranks))
-                          for x in (best, other)))  # fmt: skip
-    ratio = other.step_seconds / best.step_seconds
+    flat, ranks = plain[0], best.plan.ranks
+    bubbles, peaks = zip(*((bubble_share(x.prediction), max(x.prediction.memory[r].total for r in ranks))
+                          for x in (best, flat)))  # fmt: skip
+    ratio = flat.step_seconds / best.step_seconds
     chunks = max(pipeline.chunks for pipeline in best.plan.pipelines)
     over = f" over {chunks} chunks of layers per stage" if chunks > 1 else ""
     gap = schedule_gap(summary)
-    least = [] if gap is None else [f"    in this memory, no schedule of these stages is more than {gap:.1%} faster"]
+    gap_line = [] if gap is None else [f"    in this memory, no schedule of these stages is more than {gap:.1%} faster"]
     return [
-        f"  schedule: {best.plan.schedule}{over}, {ratio:.3f} x as fast as the same plan under {other.plan.schedule}: "
-        f"bubble {bubbles[0]:.1%} instead of {bubbles[1]:.1%}, at most {format_bytes(most[0])} on a rank instead of "
-        f"{format_bytes(most[1])}",
-        *least,
+        f"  schedule: {best.plan.schedule}{over}, {ratio:.3f} x as fast as the same plan under {flat.plan.schedule}: "
+        f"bubble {bubbles[0]:.1%} instead of {bubbles[1]:.1%}, at most {format_bytes(peaks[0])} on a rank instead of "
+        f"{format_bytes(peaks[1])}",
+        *gap_line,
     ]
 
 
@@ -169,8 +174,8 @@ def schedule_gap(summary: Summary) -> float | None:
     best, costs = summary.result.best, summary.result.scorer.costs
     if costs.cluster is not best.cluster:  # the plan is for a part of it
         return None
-    least = least_seconds(best.plan, costs, best.prediction)
-    return max(0.0, max(best.prediction.pipeline_seconds) / least - 1) if least else None
+    bound = least_seconds(best.plan, costs, best.prediction)
+    return max(0.0, max(best.prediction.pipeline_seconds) / bound - 1) if bound else None
 
 
 def _cost_lines(summary: Summary) -> list[str]:
@@ -212,34 +217,34 @@ def _why_idle(summary: Summary) -> str:
 def _memory_lines(best: SimulatedPlan, model: ModelSpec) -> list[str]:
     """A table of the stages, and below it who holds which tokens and heads where a stage has several ranks."""
     rows = [("stage", "chip", "ranks", "layers", "divided", "recompute", "memory", "of")]
-    held, seen = [], dict[object, int]()
+    holding_lines, counts = [], dict[object, int]()
     for p, pipeline in enumerate(best.plan.pipelines):
         stages = tuple(
             (s.layers, s.chip, s.recompute, s.activations, s.optimizer,
              tuple((u.sequences, u.tokens, u.tp_split) for u in s.units)) for s in pipeline.stages
         )
         key = pipeline.micro_batch_size, min(pipeline.num_micro_batches, len(stages)), stages
-        seen[key] = seen.get(key, 0) + 1
-        if seen[key] > 1:
+        counts[key] = counts.get(key, 0) + 1
+        if counts[key] > 1:
             continue
         for s, stage in enumerate(pipeline.stages):
-            worst = max(stage.ranks, key=lambda r: best.prediction.memory[r].total)
+            fullest = max(stage.ranks, key=lambda r: best.prediction.memory[r].total)
             rows.append((
                 f"{p}.{s}", stage.chip or "", rank_ranges(stage.ranks), format_layers(stage), degrees(stage),
-                str(stage.recompute), format_bytes(best.prediction.memory[worst].total),
-                format_bytes(best.prediction.limits[worst]),
+                str(stage.recompute), format_bytes(best.prediction.memory[fullest].total),
+                format_bytes(best.prediction.limits[fullest]),
             ))  # fmt: skip
-            held += [f"  {p}.{s}  {line}" for line in holdings(best.plan, stage, model)]
-    more = sum(n - 1 for n in seen.values())
-    lines = _table(rows, right=2) + ([f"and {more} more pipelines like these"] if more else [])
-    return lines + (["", "who holds what", *held] if held else [])
+            holding_lines += [f"  {p}.{s}  {line}" for line in holdings(best.plan, stage, model)]
+    repeated = sum(n - 1 for n in counts.values())
+    lines = _table(rows, right=2) + ([f"and {repeated} more pipelines like these"] if repeated else [])
+    return lines + (["", "who holds what", *holding_lines] if holding_lines else [])
 
 
 def _table(rows: Sequence[Sequence[str]], right: int) -> list[str]:
     """Columns as wide as they need to be; the last ``right`` ones end at the same place."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    left = len(widths) - right
-    ends = ["<" if i < left else ">" for i in range(len(widths))]
+    left_columns = len(widths) - right
+    ends = ["<" if i < left_columns else ">" for i in range(len(widths))]
     return ["  ".join(f"{cell:{end}{width}}" for cell, end, width in zip(row, ends, widths)).rstrip() for row in rows]
 
 
@@ -272,7 +277,7 @@ def _comparison_lines(summary: Summary) -> list[str]:
 def summary_json(summary: Summary) -> Mapping[str, Any]:
     """The report as one JSON object."""
     result, best = summary.result, summary.result.best
-    found = best.prediction
+    prediction = best.prediction
     bound = None
     if summary.bound is not None:
         bound = {
@@ -287,12 +292,12 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "plan": to_dict(best.plan),
         "fingerprint": best.plan.fingerprint(),
         "step_seconds": best.step_seconds,
-        "seconds_range": None if found.seconds_range is None else list(found.seconds_range),
-        "tokens_per_second": found.tokens_per_second,
-        "mfu": found.mfu,
-        "parts": dict(found.parts),
-        "memory": {str(r): m.total for r, m in found.memory.items()},
-        "memory_limits": {str(r): n for r, n in found.limits.items()},
+        "seconds_range": None if prediction.seconds_range is None else list(prediction.seconds_range),
+        "tokens_per_second": prediction.tokens_per_second,
+        "mfu": prediction.mfu,
+        "parts": dict(prediction.parts),
+        "memory": {str(r): m.total for r, m in prediction.memory.items()},
+        "memory_limits": {str(r): n for r, n in prediction.limits.items()},
         "idle_ranks": sorted({*summary.idle, *(r for ranks in summary.unusable.values() for r in ranks)}),
         "idle_nodes": list(summary.left_out),
         **_costs(summary),
@@ -327,7 +332,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "evaluated": result.evaluated,
         "complete": result.complete,
         "work_ended": result.work_ended,
-        "assumed_rates": list(found.assumed),
+        "assumed_rates": list(prediction.assumed),
     }
 
 

@@ -49,14 +49,14 @@ class ChipStructure:
 def structures(problem: PlanningProblem, pool: DevicePool, ordered: bool) -> Iterator[ChipStructure]:
     """All structures whose stages have one communication library each, for every number of pipelines, TP degree and
     micro-batch size; ``ordered``: common stages have the groups in every order, else in one."""
-    library, seen = problem.cluster.library_of, set[StageRanks]()
+    library, tried_ranks = problem.cluster.library_of, set[StageRanks]()
     for ranks in _stage_ranks(problem.global_batch_size, pool, ordered):
         joined = all(len({library(r) for r in stage}) == 1 for stages in ranks for stage in stages)
-        if ranks in seen or not joined or len(ranks[0]) > problem.model.num_layers:
+        if ranks in tried_ranks or not joined or len(ranks[0]) > problem.model.num_layers:
             continue
-        seen.add(ranks)
-        each = problem.global_batch_size // len(ranks)
-        sizes = [size for size in batch_sizes(problem.space, each) if each % size == 0]
+        tried_ranks.add(ranks)
+        pipeline_batch = problem.global_batch_size // len(ranks)
+        sizes = [size for size in batch_sizes(problem.space, pipeline_batch) if pipeline_batch % size == 0]
         for tp, size in itertools.product(_tp_sizes(problem, pool, ranks), sizes):
             yield ChipStructure(ranks, tp, size)
 
@@ -67,16 +67,18 @@ def _stage_ranks(batch: int, pool: DevicePool, ordered: bool) -> Iterator[StageR
     for order in (o for chosen in sets for o in (itertools.permutations(chosen) if few else [chosen])):
         for copies in range(1, min(batch, max(pool.counts)) + 1):
             parts = [_divided(pool.groups[g], copies) for g in order] if batch % copies == 0 else [None]
-            given = [part for part in parts if part is not None]
-            if len(given) == len(parts):
-                yield from _stagings(given, len(given) > 1 and (ordered or list(order) == sorted(order)))
+            divisible = [part for part in parts if part is not None]
+            if len(divisible) == len(parts):
+                yield from _stagings(divisible, len(divisible) > 1 and (ordered or list(order) == sorted(order)))
 
 
 def _divided(group: DeviceGroup, copies: int) -> list[Ranks] | None:
     """The chips of a group for each of ``copies`` pipelines, by node; None where they do not divide evenly."""
     if group.nodes % copies == 0:
-        each = group.nodes // copies
-        return [tuple(r for node in group.ranks[i * each : (i + 1) * each] for r in node) for i in range(copies)]
+        nodes_each = group.nodes // copies
+        return [
+            tuple(r for node in group.ranks[i * nodes_each : (i + 1) * nodes_each] for r in node) for i in range(copies)
+        ]
     if copies % group.nodes or group.per_node % (copies // group.nodes):
         return None
     size = group.per_node // (copies // group.nodes)
@@ -95,8 +97,8 @@ def _stagings(parts: Sequence[Sequence[Ranks]], together: bool) -> Iterator[Stag
 
 
 def _cut(ranks: Ranks, cuts: int) -> list[Ranks]:
-    each = len(ranks) // cuts
-    return [ranks[i * each : (i + 1) * each] for i in range(cuts)]
+    ranks_each = len(ranks) // cuts
+    return [ranks[i * ranks_each : (i + 1) * ranks_each] for i in range(cuts)]
 
 
 def _tp_sizes(problem: PlanningProblem, pool: DevicePool, ranks: StageRanks) -> Iterator[int]:

@@ -145,10 +145,10 @@ class StagedSearch(ConcreteSearch[ChipStructure]):
 
     def bound(self, structure: ChipStructure) -> float:
         stages = [self.speed(structure, s) for s in range(structure.stages)]
-        known = [stage for stage in stages if stage is not None]
-        if len(known) < len(stages):
+        speeds = [stage for stage in stages if stage is not None]
+        if len(speeds) < len(stages):
             return math.inf
-        seconds = [n * x.least + x.head for n, x in zip(self._divided(known), known, strict=True)]
+        seconds = [n * x.least + x.head for n, x in zip(self._divided(speeds), speeds, strict=True)]
         return self.step_seconds(structure, seconds)
 
     def layers(self, structure: ChipStructure) -> list[int]:

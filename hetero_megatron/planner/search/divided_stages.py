@@ -46,18 +46,18 @@ class DividedStages:
             return True
         if incumbent.budget is not None and incumbent.budget.over():
             return False
-        alone, before = not plans, plans[0].step_seconds if plans else math.inf
-        found = _DividedSearch(problem, incumbent.scorer)
-        found.most = 4 * FEW if alone else FEW
-        outcome = found.propose_to(incumbent)
+        none_fit, seconds_before = not plans, plans[0].step_seconds if plans else math.inf
+        divided_search = _DividedSearch(problem, incumbent.scorer)
+        divided_search.most = 4 * FEW if none_fit else FEW
+        outcome = divided_search.propose_to(incumbent)
         self.why = str(outcome)
         if outcome.plans:
             best = outcome.plans[0]
-            times = before / best.step_seconds
-            faster = "nothing fits without" if alone else f"{times:.2f} x as fast as the best without"
+            times = seconds_before / best.step_seconds
+            faster = "nothing fits without" if none_fit else f"{times:.2f} x as fast as the best without"
             self.why += "; ".join([f"; chosen: {faster}", *shares_text(best)])
         elif outcome.tried:
-            self.why += "; none fits into memory" if alone else "; none is faster than the plan without"
+            self.why += "; none fits into memory" if none_fit else "; none is faster than the plan without"
         return outcome.ended
 
 
@@ -66,9 +66,9 @@ def _cannot(problem: PlanningProblem) -> bool:
     model, space = problem.model, problem.space
     dora = model.lora is not None and model.lora.dora
     costs = problem.options.costs
-    beside = model.moe is not None or model.mtp_layers > 0 or dora or model.in_nf4 or costs.muon
-    beside = beside or costs.fp8 is not None
-    return beside or not space.inner_dp or space.offload == "always" or space.context == "always"
+    refused = model.moe is not None or model.mtp_layers > 0 or dora or model.in_nf4 or costs.muon
+    refused = refused or costs.fp8 is not None
+    return refused or not space.inner_dp or space.offload == "always" or space.context == "always"
 
 
 def _room(scorer: TemplateScorer) -> bool:
@@ -86,7 +86,7 @@ def _short(best: SimulatedPlan) -> bool:
 
 def shares_text(best: SimulatedPlan) -> list[str]:
     """By stage of unlike chips, such as ``1 big hold 65% of the state and 50% of the tokens, 1 small 35% and 50%``."""
-    found, size = [], best.plan.pipelines[0].micro_batch_size
+    texts, size = [], best.plan.pipelines[0].micro_batch_size
     for stage in best.plan.stages:
         chips = dict.fromkeys(best.cluster.ranks[rank].chip for rank in stage.ranks)
         if stage.weights is None or len(chips) == 1:
@@ -98,10 +98,10 @@ def shares_text(best: SimulatedPlan) -> list[str]:
             ranks = [rank for rank in stage.ranks if best.cluster.ranks[rank].chip == chip]
             state = sum(keeps[r] for r in ranks) / sum(keeps.values())
             tokens = sum(rows[r] for r in ranks) / stage.units[0].tp / size
-            hold, of, and_of = ("", "", "") if i else (" hold", " of the state", " of the tokens")
-            parts.append(f"{len(ranks)} {chip}{hold} {state:.0%}{of} and {tokens:.0%}{and_of}")
-        found.append(", ".join(parts))
-    return found
+            hold, of_state, of_tokens = ("", "", "") if i else (" hold", " of the state", " of the tokens")
+            parts.append(f"{len(ranks)} {chip}{hold} {state:.0%}{of_state} and {tokens:.0%}{of_tokens}")
+        texts.append(", ".join(parts))
+    return texts
 
 
 class _DividedSearch(StagedSearch):
@@ -121,15 +121,15 @@ class _DividedSearch(StagedSearch):
     def _traffic(self, structure: ChipStructure) -> float:
         """Seconds in which a stage with equal shares sums up the gradients of every micro-batch, and gathers what is
         frozen: once, or forward and backward of every micro-batch where a rank has no room for all of it."""
-        found, rounds = 0.0, self.rounds(structure)
+        slowest, rounds = 0.0, self.rounds(structure)
         for ranks, layers in zip(structure.ranks[0], self.layers(structure), strict=True):
             room = min(self.costs.memory_limit(self.cluster.ranks[rank].chip) for rank in ranks)
             times = 1 if self._frozen * layers / structure.tp <= room else 2 * rounds
             size = (self._trained * self.costs.wide * rounds + self._frozen * times) * layers / len(ranks)
             groups = [ranks[t :: structure.tp] for t in range(structure.tp)]
             pairs = [(a, b, round(size)) for group in groups for a in group for b in group if a != b]
-            found = max(found, self.costs.links.exchange(pairs).seconds if pairs else 0.0)
-        return found
+            slowest = max(slowest, self.costs.links.exchange(pairs).seconds if pairs else 0.0)
+        return slowest
 
     def structures(self) -> list[ChipStructure]:
         """Those of one pipeline in which some stage has replicas, and each of them a sequence."""
@@ -169,9 +169,12 @@ class _DividedSearch(StagedSearch):
                 if step.over and not fits:
                     break  # other ways take more
                 if not step.over:
-                    fits, found = True, step.prediction()
-                    if found.step_seconds < best:
-                        best, chosen = found.step_seconds, self.simulated(step.plan, found, self._text(step.plan))
+                    fits, prediction = True, step.prediction()
+                    if prediction.step_seconds < best:
+                        best, chosen = (
+                            prediction.step_seconds,
+                            self.simulated(step.plan, prediction, self._text(step.plan)),
+                        )
             if fits:
                 break  # what recomputes nothing is faster
         return chosen
@@ -179,14 +182,16 @@ class _DividedSearch(StagedSearch):
     def _shared_by_room(self, plan: Plan) -> Plan:
         """Shares of state from the memory that is left beside everything else."""
         step = StepSimulator(plan, self.costs)
-        owned = owned_bytes(step.prepared.compiled.divided, self.costs.item, self.costs.options.moments)
-        room = {r: max(step.limits[r] - memory.total + owned.get(r, 0), 0) for r, memory in step.memory.items()}
+        optimizer_bytes = owned_bytes(step.prepared.compiled.divided, self.costs.item, self.costs.options.moments)
+        room = {
+            r: max(step.limits[r] - memory.total + optimizer_bytes.get(r, 0), 0) for r, memory in step.memory.items()
+        }
 
         def shared(stage: Stage) -> Stage:
             if stage.weights is None:
                 return stage
-            most = max(sum(room[rank] for rank in stage.ranks), 1)
-            shard = [round(PARTS * room[rank] / most) for rank in stage.ranks]
+            total_room = max(sum(room[rank] for rank in stage.ranks), 1)
+            shard = [round(PARTS * room[rank] / total_room) for rank in stage.ranks]
             tp = stage.units[0].tp
             if any(not sum(shard[t::tp]) for t in range(tp)):
                 return stage
@@ -227,6 +232,6 @@ class _DividedSearch(StagedSearch):
             rows = ",".join(str(u.sequences[1] - u.sequences[0]) for u in stage.units)
             tp = f" tp{stage.units[0].tp}" if stage.units[0].tp > 1 else ""
             weights = "" if stage.weights is None else f" weights by {stage.weights.gather}"
-            more = "" if stage.recompute.kind == "none" else f" recompute {stage.recompute.kind}"
-            parts.append(f"{names}{tp} rows {rows}{weights} [{stage.num_layers}]{more}")
+            recompute = "" if stage.recompute.kind == "none" else f" recompute {stage.recompute.kind}"
+            parts.append(f"{names}{tp} rows {rows}{weights} [{stage.num_layers}]{recompute}")
         return f"1 x (m {pipeline.num_micro_batches}, b {pipeline.micro_batch_size}) {' > '.join(parts)}"

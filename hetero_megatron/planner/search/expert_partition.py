@@ -36,11 +36,11 @@ def divide_experts(
             high = middle
         else:
             low = middle
-    taken = _walk(sums, counts, caps, high)
+    assigned = _walk(sums, counts, caps, high)
     waiting = {kind: [r for r, k in enumerate(kinds) if k == kind] for kind in range(len(costs))}
     intervals: list[Interval] = [(0, 0)] * len(kinds)
     slowest = 0.0
-    for kind, (a, b) in taken:
+    for kind, (a, b) in assigned:
         rank = waiting[kind].pop(0)
         intervals[rank] = (a, b) if b > a else (0, 0)
         slowest = max(slowest, sums[kind][b] - sums[kind][a])
@@ -64,26 +64,26 @@ def _reach(
 ) -> tuple[int, dict[_Counts, tuple[int, int]]]:
     """(experts that all ranks can take in ``most`` seconds; by ranks of each kind, (how many they can take, the kind of
     the last))."""
-    found: dict[_Counts, tuple[int, int]] = {(0,) * len(counts): (0, -1)}
+    reached: dict[_Counts, tuple[int, int]] = {(0,) * len(counts): (0, -1)}
     for state in itertools.product(*(range(n + 1) for n in counts)):
         for kind, n in enumerate(state):
             if n:
-                before = found[(*state[:kind], n - 1, *state[kind + 1 :])][0]
-                end = bisect_right(sums[kind], sums[kind][before] + most) - 1
-                end = max(before, min(end, before + caps[kind], len(sums[kind]) - 1))
-                if state not in found or end > found[state][0]:
-                    found[state] = (end, kind)
-    return found[tuple(counts)][0], found
+                start = reached[(*state[:kind], n - 1, *state[kind + 1 :])][0]
+                end = bisect_right(sums[kind], sums[kind][start] + most) - 1
+                end = max(start, min(end, start + caps[kind], len(sums[kind]) - 1))
+                if state not in reached or end > reached[state][0]:
+                    reached[state] = (end, kind)
+    return reached[tuple(counts)][0], reached
 
 
 def _walk(
     sums: Sequence[Sequence[float]], counts: Sequence[int], caps: Sequence[int], most: float
 ) -> list[tuple[int, Interval]]:
     """(kind, its experts) of each rank, by experts."""
-    _, found = _reach(sums, counts, caps, most)
-    state, taken = tuple(counts), list[tuple[int, Interval]]()
+    _, reached = _reach(sums, counts, caps, most)
+    state, assigned = tuple(counts), list[tuple[int, Interval]]()
     while any(state):
-        end, kind = found[state]
+        end, kind = reached[state]
         state = (*state[:kind], state[kind] - 1, *state[kind + 1 :])
-        taken.append((kind, (found[state][0], end)))
-    return taken[::-1]
+        assigned.append((kind, (reached[state][0], end)))
+    return assigned[::-1]

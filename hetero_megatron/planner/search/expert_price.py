@@ -52,11 +52,11 @@ class DivisionPrice:
     def _step_end(self, intervals: Intervals) -> float:
         """Seconds per step: gradients and parameters of replicas, and the slowest rank's update of its experts."""
         sent: dict[tuple[int, int], float] = defaultdict(float)
-        owned = dict.fromkeys(self.stage.ranks, 0.0)
+        owned_elements = dict.fromkeys(self.stage.ranks, 0.0)
         for expert in range(self.moe.num_experts):
             holders = [r for r, (a, b) in zip(self.stage.ranks, intervals, strict=True) if a <= expert < b]
             for rank in holders:
-                owned[rank] += self.elements / len(holders)
+                owned_elements[rank] += self.elements / len(holders)
                 for peer in holders:
                     if peer != rank:
                         sent[rank, peer] += self.elements / len(holders)
@@ -64,7 +64,7 @@ class DivisionPrice:
         network, group = self.stages.network, [self.stage.ranks]
         travel = sum(network.groups_exchange(_flows(sent, width), group)[0] for width in widths)
         home, offload = self.costs.cluster.group_of, self.stage.optimizer.offload
-        updates = [self.costs.update_seconds(home(r), round(n), offload) for r, n in owned.items()]
+        updates = [self.costs.update_seconds(home(r), round(n), offload) for r, n in owned_elements.items()]
         return travel + max(updates)
 
 
@@ -74,5 +74,5 @@ def _flows(elements: dict[tuple[int, int], float], width: float) -> list[Flow]:
 
 def divided(stage: Stage, intervals: Intervals) -> Stage:
     """The stage with these experts on its ranks, one group."""
-    members = tuple(ExpertMember((r,), held, (1,)) for r, held in zip(stage.ranks, intervals, strict=True))
+    members = tuple(ExpertMember((r,), experts, (1,)) for r, experts in zip(stage.ranks, intervals, strict=True))
     return replace(stage, experts=(ExpertGroup(members),))

@@ -65,18 +65,18 @@ class ReplicaSearch:
         Descents begin at ``start``, at the same with its ranks in another order, at as many experts as memory allows on
         one rank or all, and then at what was found, with an expert of its slowest rank on one more.
         """
-        found = start
+        best = start
         for first in dict.fromkeys((start, *self._filled(start), *self._reordered(start))):
-            found = min(found, self._descend(first), key=self._key)
+            best = min(best, self._descend(first), key=self._key)
         tried = set[Intervals]()
-        while found not in tried and not self._spent:
-            tried.add(found)
-            for more in self._replicated(found):
-                other = self._descend(more)
-                if self._key(other) < self._key(found):
-                    found = other
+        while best not in tried and not self._spent:
+            tried.add(best)
+            for replicated in self._replicated(best):
+                descended = self._descend(replicated)
+                if self._key(descended) < self._key(best):
+                    best = descended
                     break
-        return found
+        return best
 
     def ranked(self, count: int) -> list[Intervals]:
         """The best divisions that were priced: ``count`` by all, and half as many by their micro-batches alone."""
@@ -95,10 +95,10 @@ class ReplicaSearch:
     def _descend(self, state: Intervals) -> Intervals:
         key = self._key(state)
         while not self._spent:
-            near = min(self._near(state), key=self._key, default=state)
-            if self._key(near) >= key:
+            neighbour = min(self._near(state), key=self._key, default=state)
+            if self._key(neighbour) >= key:
                 break
-            state, key = near, self._key(near)
+            state, key = neighbour, self._key(neighbour)
         return state
 
     def _slowest(self, state: Intervals) -> int:
@@ -108,18 +108,22 @@ class ReplicaSearch:
 
     def _filled(self, state: Intervals) -> Iterator[Intervals]:
         """With as many experts as memory allows on all ranks, or on one of them."""
-        full = {rank: self._grown(held, cap) for rank, (held, cap) in enumerate(zip(state, self.caps, strict=True))}
+        full = {
+            rank: self._grown(experts, cap) for rank, (experts, cap) in enumerate(zip(state, self.caps, strict=True))
+        }
         yield from self._valid(_with(state, full))
-        for rank, held in full.items():
-            yield from self._valid(_with(state, {rank: held}))
+        for rank, experts in full.items():
+            yield from self._valid(_with(state, {rank: experts}))
 
     def _reordered(self, state: Intervals) -> Iterator[Intervals]:
         """With as many experts on each rank, but its ranks the other way round, or another one of them first."""
         order = [r for r in sorted(range(len(state)), key=state.__getitem__) if state[r] != NONE]
-        for other in (order[::-1], *([r, *(x for x in order if x != r)] for r in order)):
-            sizes = [state[r][1] - state[r][0] for r in other]
+        for reordered in (order[::-1], *([r, *(x for x in order if x != r)] for r in order)):
+            sizes = [state[r][1] - state[r][0] for r in reordered]
             ends = list(itertools.accumulate(sizes))
-            yield from self._valid(_with(state, {r: (b - n, b) for r, n, b in zip(other, sizes, ends, strict=True)}))
+            yield from self._valid(
+                _with(state, {r: (b - n, b) for r, n, b in zip(reordered, sizes, ends, strict=True)})
+            )
 
     def _grown(self, held: Interval, cap: int) -> Interval:
         a = max(0, min(held[0], len(self.popular) - cap))
@@ -129,9 +133,9 @@ class ReplicaSearch:
         """An expert of the slowest rank on one more rank, the most popular one first."""
         slowest = self._slowest(state)
         for expert in sorted(range(*state[slowest]), key=lambda e: -self.popular[e]):
-            for rank, held in enumerate(state):
-                if not held[0] <= expert < held[1]:
-                    yield from self._valid(_with(state, {rank: _hull(held, expert)}))
+            for rank, experts in enumerate(state):
+                if not experts[0] <= expert < experts[1]:
+                    yield from self._valid(_with(state, {rank: _hull(experts, expert)}))
 
     def _near(self, state: Intervals) -> Iterator[Intervals]:
         """Divisions one move away: a rank's interval ends elsewhere, or it takes something from the slowest rank."""
@@ -145,8 +149,8 @@ class ReplicaSearch:
                 changes += [{rank: (end, d)} for end in {0, *(c + step for step in STEPS)} if end != c]
                 changes += [{rank: (c, end)} for end in {count, *(d + step for step in STEPS)} if end != d]
             if rank != slowest and b > a:
-                for expert, rest in ((a, (a + 1, b)), (b - 1, (a, b - 1))):
-                    changes += [{rank: _hull((c, d), expert)}, {rank: _hull((c, d), expert), slowest: rest}]
+                for expert, remainder in ((a, (a + 1, b)), (b - 1, (a, b - 1))):
+                    changes += [{rank: _hull((c, d), expert)}, {rank: _hull((c, d), expert), slowest: remainder}]
                 changes += [{rank: (a, b)}, {rank: (a, b), slowest: (c, d)}, *_shifts(state, slowest, rank)]
             for change in changes:
                 yield from self._valid(_with(state, change))
@@ -157,7 +161,7 @@ class ReplicaSearch:
         if any(a < 0 or b > count or b - a > cap for (a, b), cap in zip(state, self.caps, strict=True)):
             return
         end = 0
-        for a, b in sorted(held for held in state if held != NONE):
+        for a, b in sorted(experts for experts in state if experts != NONE):
             if a > end:
                 return
             end = max(end, b)
@@ -178,8 +182,8 @@ def _shifts(state: Intervals, giver: int, taker: int) -> Iterator[dict[int, Inte
 
 
 def _with(state: Intervals, change: dict[int, Interval]) -> Intervals:
-    parts = [change.get(rank, held) for rank, held in enumerate(state)]
-    return tuple((a, b) if a < b else NONE for a, b in parts)
+    changed = [change.get(rank, experts) for rank, experts in enumerate(state)]
+    return tuple((a, b) if a < b else NONE for a, b in changed)
 
 
 def _hull(held: Interval, expert: int) -> Interval:

@@ -80,8 +80,8 @@ class _ExpertSearch(StagedSearch):
                 yield structure
 
     def speed(self, structure: ChipStructure, s: int) -> StageSpeed | None:
-        found = self._division(structure, s)
-        return None if found is None else found.speed
+        division = self._division(structure, s)
+        return None if division is None else division.speed
 
     def _division(self, structure: ChipStructure, s: int) -> _StageDivision | None:
         ranks, head = structure.ranks[0][s], s == structure.stages - 1
@@ -103,8 +103,8 @@ class _ExpertSearch(StagedSearch):
         length = self.costs.seq_length
         ends = [sum(ops.head(1 / tp, n, length)) for ops, n in zip(operators, rows, strict=True)] if head else [0.0]
         moe = moe_layers(self.model)
-        layer, least = (slowest + moe * x for x in (experts[1], least_seconds(costs, kinds)))
-        return _StageDivision(tuple(rows), StageSpeed(layer, max(ends), least))
+        layer, least_layer = (slowest + moe * x for x in (experts[1], least_seconds(costs, kinds)))
+        return _StageDivision(tuple(rows), StageSpeed(layer, max(ends), least_layer))
 
     def _rest(self, rank: int, tp: int, rows: int) -> float:
         """Seconds of a layer without its routed experts, without exchanges."""
@@ -112,13 +112,13 @@ class _ExpertSearch(StagedSearch):
             return 0.0
         operators = self.costs.operators(self.cluster.ranks[rank].chip)
         tokens = rows * self.costs.seq_length
-        none = ExpertLoad(moe_layers(self.model), tokens / tp, 0.0, 0.0, 0.0, 0, 0.0, 1)
-        return sum(operators.layer(1 / tp, rows, self.costs.seq_length, load=none))
+        no_experts = ExpertLoad(moe_layers(self.model), tokens / tp, 0.0, 0.0, 0.0, 0, 0.0, 1)
+        return sum(operators.layer(1 / tp, rows, self.costs.seq_length, load=no_experts))
 
     def popularity(self, layers: Sequence[int]) -> Popularity:
         """Mean share of routed tokens of each expert."""
-        count, known = self.moe.num_experts, dict(self.costs.options.routing.layers)
-        rows = [known[i] for i in layers if i in known] or [(1 / count,) * count]
+        count, measured = self.moe.num_experts, dict(self.costs.options.routing.layers)
+        rows = [measured[i] for i in layers if i in measured] or [(1 / count,) * count]
         return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))
 
     def expert_costs(
@@ -131,13 +131,13 @@ class _ExpertSearch(StagedSearch):
         kinds = list(dict.fromkeys(chips))
         costs = []
         for chip, _ in kinds:
-            operators, known = self.costs.operators(chip), dict[float, float]()
+            operators, seconds_by_share = self.costs.operators(chip), dict[float, float]()
             for share in popular:
                 rows = tokens * self.moe.top_k * share
-                if share not in known:
-                    one = ExpertLoad(1.0, 0.0, 0.0, 0.0, rows, 1, float(self.moe.ffn_hidden_size), 1)
-                    known[share] = sum(operators.experts(one))
-            costs.append([known[share] for share in popular])
+                if share not in seconds_by_share:
+                    load = ExpertLoad(1.0, 0.0, 0.0, 0.0, rows, 1, float(self.moe.ffn_hidden_size), 1)
+                    seconds_by_share[share] = sum(operators.experts(load))
+            costs.append([seconds_by_share[share] for share in popular])
         return costs, [kinds.index(chip) for chip in chips], [cap for _, cap in kinds]
 
     def best_plan(self, structure: ChipStructure, best: float) -> SimulatedPlan | None:
@@ -152,12 +152,12 @@ class _ExpertSearch(StagedSearch):
                     plan = self.checked(plan)
                 except UserError:  # a rank without any column of what all tokens share
                     return None
-                found = self.predict(plan)
-                if not found.over:
-                    once = self.simulated(plan, found, self._text(structure, plan))
+                prediction = self.predict(plan)
+                if not prediction.over:
+                    once = self.simulated(plan, prediction, self._text(structure, plan))
                     simulated = self._replicated(structure, once, caps)
                     return simulated if simulated.step_seconds < best else None
-                if not self._lower(plan, found, caps):
+                if not self._lower(plan, prediction, caps):
                     break
         return None
 
@@ -169,11 +169,11 @@ class _ExpertSearch(StagedSearch):
         for _ in range(ROUNDS):
             lowered = False
             for plan in self._with_replicas(once.plan, limits):
-                found = self.predict(plan)
-                if found.over:
-                    lowered |= self._lower(plan, found, limits)
-                elif found.step_seconds < best.step_seconds:
-                    simulated = self.simulated(plan, found, self._text(structure, plan))
+                prediction = self.predict(plan)
+                if prediction.over:
+                    lowered |= self._lower(plan, prediction, limits)
+                elif prediction.step_seconds < best.step_seconds:
+                    simulated = self.simulated(plan, prediction, self._text(structure, plan))
                     best = replace(simulated, once_seconds=once.step_seconds)
             if best is not once or not lowered:
                 break
@@ -186,34 +186,36 @@ class _ExpertSearch(StagedSearch):
         for stage, cap in zip(first.stages, caps, strict=True):
             start = tuple(m.experts for g in stage.experts for m in g.members)
             # What a rank held before fits.
-            most = [max(cap.get(i, self.moe.num_experts), b - a) for i, (a, b) in enumerate(start)]
+            caps_of_stage = [max(cap.get(i, self.moe.num_experts), b - a) for i, (a, b) in enumerate(start)]
             price = DivisionPrice(costs, stage, first.num_micro_batches) if start else None
-            ranked.append(best_divisions(self.popularity(stage.layer_indices()), most, price, start) if price else [])
-        found = []
+            ranked.append(
+                best_divisions(self.popularity(stage.layer_indices()), caps_of_stage, price, start) if price else []
+            )
+        plans = []
         for i in range(max(map(len, ranked))):
-            held = [rows[min(i, len(rows) - 1)] if rows else () for rows in ranked]
+            divisions = [rows[min(i, len(rows) - 1)] if rows else () for rows in ranked]
             pipelines = [
-                replace(p, stages=tuple(divided(s, x) if x else s for s, x in zip(p.stages, held, strict=True)))
+                replace(p, stages=tuple(divided(s, x) if x else s for s, x in zip(p.stages, divisions, strict=True)))
                 for p in plan.pipelines
             ]
-            found.append(replace(plan, pipelines=tuple(pipelines)))
-        return [other for other in dict.fromkeys(found) if other != plan]
+            plans.append(replace(plan, pipelines=tuple(pipelines)))
+        return [candidate for candidate in dict.fromkeys(plans) if candidate != plan]
 
     def _lower(self, plan: Plan, found: Prediction, caps: list[dict[int, int]]) -> bool:
         """Lower the caps of ranks that lack memory; whether that may help."""
         over = {x.rank: x.over for x in found.over}
         elements = ROUTED_WIDTHS * self.model.hidden_size * self.moe.ffn_hidden_size * moe_layers(self.model)
-        each = self.costs.item + self.costs.wide  # optimizer states may move elsewhere
+        element_bytes = self.costs.item + self.costs.wide  # optimizer states may move elsewhere
         for pipeline in plan.pipelines:
             for s, stage in enumerate(pipeline.stages):
-                held = {r: m.experts[1] - m.experts[0] for g in stage.experts for m in g.members for r in m.ranks}
+                experts_of = {r: m.experts[1] - m.experts[0] for g in stage.experts for m in g.members for r in m.ranks}
                 for place, rank in enumerate(stage.ranks):
                     if rank in over:
-                        fewer = math.ceil(over[rank] / (elements * stage.num_layers * each))
-                        left = held.get(rank, 0) - fewer
-                        if left < 0:
+                        fewer = math.ceil(over[rank] / (elements * stage.num_layers * element_bytes))
+                        remaining = experts_of.get(rank, 0) - fewer
+                        if remaining < 0:
                             return False
-                        caps[s][place] = min(left, caps[s].get(place, left))
+                        caps[s][place] = min(remaining, caps[s].get(place, remaining))
         return True
 
     def _plan(self, structure: ChipStructure, recompute: str, caps: Sequence[dict[int, int]]) -> Plan | None:
@@ -260,12 +262,12 @@ class _ExpertSearch(StagedSearch):
             names = " + ".join(f"{chips.count(c)} {c}" if len(chips) > 1 else c for c in dict.fromkeys(chips))
             rows = f" rows {','.join(str(u.sequences[1] - u.sequences[0]) for u in stage.units)}"
             counts = [str(m.experts[1] - m.experts[0]) for g in stage.experts for m in g.members]
-            more = "" if stage.recompute.kind == "none" else f" recompute {stage.recompute.kind}"
+            recompute = "" if stage.recompute.kind == "none" else f" recompute {stage.recompute.kind}"
             experts = f" experts {','.join(counts)}" if counts else ""
             more_than_once = len(replicated_experts(stage))
             experts += f" ({more_than_once} replicated)" if more_than_once else ""
             tp = f" tp{structure.tp}" if structure.tp > 1 else ""
-            parts.append(f"{names}{tp}{rows if len(chips) > 1 else ''}{experts} [{stage.num_layers}]{more}")
+            parts.append(f"{names}{tp}{rows if len(chips) > 1 else ''}{experts} [{stage.num_layers}]{recompute}")
         head = f"{len(plan.pipelines)} x (m {pipeline.num_micro_batches}, b {pipeline.micro_batch_size})"
         return f"{head} {' > '.join(parts)}"
 
@@ -278,8 +280,10 @@ def with_equal_experts(plan: Plan, num_experts: int) -> Plan:
         ends = [round(i * num_experts / n) for i in range(n + 1)]
         order = sorted(range(n), key=lambda i: g.members[i].experts)
         members = list(g.members)
-        for at, i in enumerate(order):
-            members[i] = replace(members[i], experts=(ends[at], ends[at + 1]) if ends[at] < ends[at + 1] else (0, 0))
+        for place, i in enumerate(order):
+            members[i] = replace(
+                members[i], experts=(ends[place], ends[place + 1]) if ends[place] < ends[place + 1] else (0, 0)
+            )
         return ExpertGroup(tuple(members))
 
     return plan.with_stages(lambda s: replace(s, experts=tuple(map(group, s.experts))))

@@ -51,11 +51,11 @@ def islands(pool: DevicePool, speeds: list[float], count: int, seed: int) -> lis
     vertices = [max(1, round(1000 * s * n / max(speeds))) for s, n in zip(speeds, pool.counts)]
     adjacency = pymetis.CSRAdjacency(offsets, neighbours)
     options = pymetis.Options(seed=seed)
-    _, part = pymetis.part_graph(count, adjacency, vweights=vertices, eweights=weights, options=options)
-    found: list[list[int]] = [[] for _ in range(count)]
-    for g, i in enumerate(part):
-        found[i].append(g)
-    return [groups for groups in found if groups]
+    _, island_of = pymetis.part_graph(count, adjacency, vweights=vertices, eweights=weights, options=options)
+    members: list[list[int]] = [[] for _ in range(count)]
+    for g, i in enumerate(island_of):
+        members[i].append(g)
+    return [groups for groups in members if groups]
 
 
 class GraphPartition:
@@ -73,40 +73,42 @@ class GraphPartition:
         """For several numbers of islands and METIS seeds: the best pipelines of each island."""
         pool = incumbent.scorer.pool
         speeds = [1 / layer_seconds(incumbent.scorer, g) for g in range(len(pool.groups))]
-        whole = sum(s * n for s, n in zip(speeds, pool.counts))
-        least = math.ceil(len(pool.groups) / MOST_GROUPS)
-        seen: set[frozenset[tuple[object, ...]]] = set()
-        for count in range(max(2, least), min(len(pool.groups), least + 3) + 1):
+        total_speed = sum(s * n for s, n in zip(speeds, pool.counts))
+        fewest_islands = math.ceil(len(pool.groups) / MOST_GROUPS)
+        proposed: set[frozenset[tuple[object, ...]]] = set()
+        for count in range(max(2, fewest_islands), min(len(pool.groups), fewest_islands + 3) + 1):
             for turn in range(2):
                 rows: list[PipelineOutline] = []
                 for groups in islands(pool, speeds, count, problem.options.seed + turn):
                     for start in range(0, len(groups), MOST_GROUPS):
-                        part = groups[start : start + MOST_GROUPS]
-                        share = sum(speeds[g] * pool.counts[g] for g in part) / whole
+                        island = groups[start : start + MOST_GROUPS]
+                        share = sum(speeds[g] * pool.counts[g] for g in island) / total_speed
                         batch = max(1, round(problem.global_batch_size * share))
-                        rows += self._island(problem.with_batch(batch), incumbent, part)
+                        rows += self._island(problem.with_batch(batch), incumbent, island)
                 key = frozenset((r.stages, r.size, r.copies) for r in rows)
-                if rows and key not in seen:
-                    seen.add(key)
+                if rows and key not in proposed:
+                    proposed.add(key)
                     yield rows
 
     @staticmethod
     def _island(problem: PlanningProblem, incumbent: Incumbent, groups: list[int]) -> list[PipelineOutline]:
         """Pipelines of the best plan of one island for its share of the batch; none when the model does not fit."""
-        own = Incumbent(problem, incumbent.scorer.restricted(groups), incumbent.budget, keep=1, part_of=incumbent)
-        PipelineDP().propose(problem, own)
+        island_best = Incumbent(
+            problem, incumbent.scorer.restricted(groups), incumbent.budget, keep=1, part_of=incumbent
+        )
+        PipelineDP().propose(problem, island_best)
         return [
             PipelineOutline(
                 tuple(StageTemplate(groups[s.group], s.tp, s.dp) for s in part.shape.stages),
                 part.shape.micro_batch_size,
                 part.copies,
             )
-            for _, _, template in own.rows
+            for _, _, template in island_best.rows
             for part in template.parts
         ]
 
 
 def layer_seconds(scorer: TemplateScorer, group: int, size: int = 1) -> float:
     """Forward and backward seconds of one layer and a micro-batch of ``size`` sequences on one chip of the group."""
-    one, two = (scorer.stage(StageTemplate(group, 1, 1, n), size, False, False) for n in (1, 2))
-    return two.forward + two.backward - one.forward - one.backward
+    one_layer, two_layers = (scorer.stage(StageTemplate(group, 1, 1, n), size, False, False) for n in (1, 2))
+    return two_layers.forward + two_layers.backward - one_layer.forward - one_layer.backward

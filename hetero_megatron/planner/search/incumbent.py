@@ -83,10 +83,10 @@ class Incumbent:
 
     def on(self, scorer: TemplateScorer) -> Incumbent:
         """A view of the same incumbent whose offers are scored by another scorer."""
-        other = Incumbent(self.problem, scorer, self.budget, keep=self.keep, progress=self.progress)
-        other.part_of, other.rows, other.seeds, other.plans = self.part_of, self.rows, self.seeds, self.plans
-        other.by_groups, other.rejected, other._offers = self.by_groups, self.rejected, self._offers
-        return other
+        view = Incumbent(self.problem, scorer, self.budget, keep=self.keep, progress=self.progress)
+        view.part_of, view.rows, view.seeds, view.plans = self.part_of, self.rows, self.seeds, self.plans
+        view.by_groups, view.rejected, view._offers = self.by_groups, self.rejected, self._offers
+        return view
 
     @cached_property
     def builder(self) -> TemplateBuilder:
@@ -119,10 +119,10 @@ class Incumbent:
             return
         if len(self.rows) >= self.keep and seconds >= self.rows[-1][0]:
             return
-        better = seconds < self.seconds
+        improved = seconds < self.seconds
         # One assignment, before reporting progress: after a report, Ctrl-C must return at least that plan.
         self.rows[:] = sorted([*self.rows, (seconds, number, template)], key=lambda row: row[:2])[: self.keep]
-        if self.progress is not None and better:
+        if self.progress is not None and improved:
             self.progress(f"{seconds:.4g} s per step with {plural(template.pipelines, 'pipeline')}")
 
     def take_plan(self, plan: SimulatedPlan) -> None:
@@ -133,8 +133,8 @@ class Incumbent:
 
     def should_stop(self) -> bool:
         """Whether to stop: the budget is over and there is a plan to return."""
-        known = self.rows or self.plans or (self.part_of is not None and self.part_of.rows)
-        return self.budget is not None and bool(known) and self.budget.over()
+        any_plan = self.rows or self.plans or (self.part_of is not None and self.part_of.rows)
+        return self.budget is not None and bool(any_plan) and self.budget.over()
 
     def ranked(self) -> list[Row]:
         """The best templates and the seeds, fastest first."""
@@ -189,20 +189,20 @@ def simulate_best(
     template estimated to be faster than the best simulated plan is simulated too. When ``budget`` is over, the first
     one that fits is enough."""
     budget = budget or TimeBudget()
-    found: list[SimulatedPlan] = []
-    least, small, top = math.inf, scorer.pool.chips <= SMALL, problem.options.top
+    simulated: list[SimulatedPlan] = []
+    fastest, small, top = math.inf, scorer.pool.chips <= SMALL, problem.options.top
     for seconds, _, template in rows:
-        if seconds > WINDOW * (least if small else rows[0][0]) and found:
+        if seconds > WINDOW * (fastest if small else rows[0][0]) and simulated:
             break
-        if len(found) >= top and not (small and seconds < least):
+        if len(simulated) >= top and not (small and seconds < fastest):
             break
-        if found and budget.over():
+        if simulated and budget.over():
             break
         plan = budget.finish(partial(simulate_template, template, problem, scorer))
         if plan is not None and not plan.prediction.over:
-            found.append(plan)
-            least = min(least, plan.step_seconds)
-    return sorted(found, key=lambda plan: plan.step_seconds)
+            simulated.append(plan)
+            fastest = min(fastest, plan.step_seconds)
+    return sorted(simulated, key=lambda plan: plan.step_seconds)
 
 
 def simulation_work(plan: Plan) -> int:

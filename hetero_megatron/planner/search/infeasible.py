@@ -35,8 +35,8 @@ def most_layers(problem: PlanningProblem, scorer: TemplateScorer) -> int:
     inputs = ProgramInputs(problem.with_batch(1), scorer)
     program = LayersProgram(inputs, pool.counts, min(problem.space.micro_batch_sizes or (1,)), 1)
     start = grid(1e12).start
-    found, _ = program.solve(range(start, start + 1))
-    return max(0, *(int(layers[1].max()) for layers in found.values()))
+    tables, _ = program.solve(range(start, start + 1))
+    return max(0, *(int(layers[1].max()) for layers in tables.values()))
 
 
 def refuse(problem: PlanningProblem, scorer: TemplateScorer) -> UserError:
@@ -58,13 +58,13 @@ def refuse(problem: PlanningProblem, scorer: TemplateScorer) -> UserError:
 
 def no_room(scorer: TemplateScorer) -> str:
     """What leaves nothing for a model on any chip; empty where some chip has room."""
-    costs, taken = scorer.costs, []
+    costs, overheads = scorer.costs, []
     for chip in dict.fromkeys(group.chip for group in scorer.pool.groups):
         limit, overhead = costs.memory_limit(chip), costs.overhead(chip)
         if overhead < limit:
             return ""
-        taken.append(f"{format_bytes(overhead)} of the {format_bytes(limit)} to use on each {chip}")
-    return f"framework and communicators alone take {', '.join(taken)}"
+        overheads.append(f"{format_bytes(overhead)} of the {format_bytes(limit)} to use on each {chip}")
+    return f"framework and communicators alone take {', '.join(overheads)}"
 
 
 def _short_of(problem: PlanningProblem, scorer: TemplateScorer, away: bool) -> str:
@@ -76,24 +76,24 @@ def _short_of(problem: PlanningProblem, scorer: TemplateScorer, away: bool) -> s
     parts = {"weights": weights, "gradients": gradients} | ({} if away else {"optimizer": optimizer})
     states = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     where = " (the optimizer in host memory)" if away else ""
-    least = sum(parts.values())
-    if least > usable:
+    total = sum(parts.values())
+    if total > usable:
         return (
-            f"{states}{where}: {format_bytes(least)} of states, and all chips together have {format_bytes(usable)} to "
-            f"use, {format_bytes(least - usable)} too little even without activations"
+            f"{states}{where}: {format_bytes(total)} of states, and all chips together have {format_bytes(usable)} to "
+            f"use, {format_bytes(total - usable)} too little even without activations"
         )
     if fits(problem, scorer):
         return f"{states}{where} and activations would fit on the chips, but what is put into host memory not there"
     layers = min(most_layers(problem, scorer), model.num_layers - 1)
     size = min(problem.space.micro_batch_sizes or (1,))
-    short = replace(problem, seq_length=1)
-    alone = "activations are what is missing" if fits(short, _with_length(short, scorer)) else (
+    one_token = replace(problem, seq_length=1)
+    obstacle = "activations are what is missing" if fits(one_token, _with_length(one_token, scorer)) else (
         "whole layers, embedding and head, which are placed at once, are too large for single chips"
     )
     return (
         f"{states}{where} would fit into the {format_bytes(usable)} that all chips together have to use, but beside "
         f"activations of micro-batches of {size} x {problem.seq_length} tokens at most {layers} of {model.num_layers} "
-        f"layers do: {alone}"
+        f"layers do: {obstacle}"
     )
 
 
@@ -111,16 +111,16 @@ def _more_memory(problem: PlanningProblem, scorer: TemplateScorer) -> str:
         )  # fmt: skip
         return fits(problem, TemplateScorer(scorer.tables.for_pool(scorer.pool, costs), scorer.pool))
 
-    most = next((percent for percent in (200, 400, 800, 1600, 3200, 6400) if enough(percent)), None)
-    if most is None:
+    upper = next((percent for percent in (200, 400, 800, 1600, 3200, 6400) if enough(percent)), None)
+    if upper is None:
         return ""
-    low = 101 if most == 200 else most // 2 + 1
-    percent = low + bisect_left(range(low, most), True, key=enough)
+    low = 101 if upper == 200 else upper // 2 + 1
+    percent = low + bisect_left(range(low, upper), True, key=enough)
     needs = []
     for name in dict.fromkeys(group.chip for group in scorer.pool.groups):
-        has = problem.cluster.chips[name].memory
-        more = has * percent // 100 - has
-        needs.append(f"{format_bytes(more)} more than its {format_bytes(has)} on each {name}")
+        chip_memory = problem.cluster.chips[name].memory
+        added = chip_memory * percent // 100 - chip_memory
+        needs.append(f"{format_bytes(added)} more than its {format_bytes(chip_memory)} on each {name}")
     return f"; it would fit with {' and '.join(needs)}"
 
 
@@ -133,7 +133,7 @@ def _with_length(problem: PlanningProblem, scorer: TemplateScorer) -> TemplateSc
 def _nodes(problem: PlanningProblem, scorer: TemplateScorer) -> list[str]:
     """The smallest number of additional nodes of one kind that would make the model fit, as text; empty if none does.
     """
-    found = []
+    options = []
     for g, group in enumerate(scorer.pool.groups):
 
         def enough(more: int, g: int = g) -> bool:
@@ -144,8 +144,8 @@ def _nodes(problem: PlanningProblem, scorer: TemplateScorer) -> list[str]:
             continue
         low = doubled // 2 + 1
         count = low + bisect_left(range(low, doubled), True, key=enough)
-        found.append((count * group.per_node, f"{plural(count, 'more node')} of {group.per_node} x {group.chip}"))
-    return [text for _, text in sorted(found)[:1]]
+        options.append((count * group.per_node, f"{plural(count, 'more node')} of {group.per_node} x {group.chip}"))
+    return [text for _, text in sorted(options)[:1]]
 
 
 def _grown(scorer: TemplateScorer, g: int, more: int) -> TemplateScorer:
@@ -154,10 +154,10 @@ def _grown(scorer: TemplateScorer, g: int, more: int) -> TemplateScorer:
     group = pool.groups[g]
     extra = tuple(tuple(range(start + i * group.per_node, start + (i + 1) * group.per_node)) for i in range(more))
     groups = tuple(replace(x, ranks=x.ranks + extra) if i == g else x for i, x in enumerate(pool.groups))
-    known = next((x for row in pool.inter for x in row if x is not None), None) or next(
+    some_link = next((x for row in pool.inter for x in row if x is not None), None) or next(
         (x for x in pool.intra if x is not None), Link(math.inf)
     )
-    inter = tuple(tuple(x or known for x in row) for row in pool.inter)
+    inter = tuple(tuple(x or some_link for x in row) for row in pool.inter)
     return scorer.for_pool(DevicePool(groups, pool.intra, inter))
 
 

@@ -95,8 +95,8 @@ class LayersProgram:
         rate."""
         rate = 0.0
         for g, budget in enumerate(self.budget):
-            known = self.inputs.rates(g, self.size)
-            rate += budget * max((best for chips, best in known if chips <= budget), default=0.0)
+            rates_of_chips = self.inputs.rates(g, self.size)
+            rate += budget * max((best for chips, best in rates_of_chips if chips <= budget), default=0.0)
         return self.inputs.model.num_layers / rate if rate else math.inf
 
     def added_seconds(self, taus: Floats, mask: int) -> Floats:
@@ -108,8 +108,8 @@ class LayersProgram:
         groups = [g for g, n in enumerate(self.budget) if n and mask >> g & 1]
         chips = sum(self.budget[g] for g in groups)
         if self.replicas == 1 or not chips:
-            none = np.zeros(self.depth + 1)
-            return none, none
+            no_seconds = np.zeros(self.depth + 1)
+            return no_seconds, no_seconds
         holders = self.replicas * chips / np.maximum(np.arange(self.depth + 1), 1)
         elements = self.inputs.scorer.costs.memory.trained(1, self.inputs.model.num_layers, True, True)
         return self.inputs.sync_seconds(elements / chips, holders, groups)
@@ -119,19 +119,19 @@ class LayersProgram:
         number of stages, the chips are used by the options with the best rates."""
         layers, count = self.inputs.model.num_layers, np.arange(self.depth + 1.0)
         ticks: Floats = nominal + count[1:] - 1
-        gains, alone = [], dict[int, tuple[float, float]]()
+        gains, by_group = [], dict[int, tuple[float, float]]()
         for g, budget in enumerate(self.budget):
             points = [(chips, chips * rate) for chips, rate in self.inputs.rates(g, self.size) if chips <= budget]
             if points:
                 chips, rates = _hull(points)
                 rate = count * np.interp(budget / np.maximum(count, 1), chips, rates)  # concave in the number of stages
                 gains.append(np.diff(rate))
-                alone[g] = self._least(layers / np.maximum.accumulate(rate[1:]), ticks, 1 << g)
+                by_group[g] = self._least(layers / np.maximum.accumulate(rate[1:]), ticks, 1 << g)
         if not gains:
             return (math.inf, {}), (math.inf, {})
         best = np.cumsum(np.sort(np.maximum(np.concatenate(gains), 0.0))[::-1])[: self.depth]
-        whole = self._least(layers / best, ticks, -1)
-        plain, reduced = ((whole[i], {g: row[i] for g, row in alone.items()}) for i in (0, 1))
+        all_chips = self._least(layers / best, ticks, -1)
+        plain, reduced = ((all_chips[i], {g: row[i] for g, row in by_group.items()}) for i in (0, 1))
         return plain, reduced
 
     def _least(self, taus: Floats, ticks: Floats, mask: int) -> tuple[float, float]:
@@ -143,36 +143,36 @@ class LayersProgram:
 
     def capacity(self, option: StageTemplate, steps: range, embed: bool, head: bool, depth: int) -> Layers:
         """[tau, in flight]: most layers of a stage that takes at most tau; INFEASIBLE where it cannot hold any."""
-        known = self.inputs.capacities
+        cached = self.inputs.capacities
         key = (option, self.size, self._replicas, embed, head)
-        low, found = known.get(key, (steps.start, None))
-        if found is None or steps.start < low or steps.stop > low + len(found):
+        low, table = cached.get(key, (steps.start, None))
+        if table is None or steps.start < low or steps.stop > low + len(table):
             # Programs with equal rounded replicas need nearly the same part of the grid: compute a wider part once.
-            high = max(steps.start + GRID + GRID // 2, low + (0 if found is None else len(found)))
+            high = max(steps.start + GRID + GRID // 2, low + (0 if table is None else len(table)))
             low = min(steps.start - GRID // 2, low)
-            found = self._capacity(option, range(low, high), embed, head)
-            known[key] = low, found
-        return found[steps.start - low : steps.stop - low, :depth]
+            table = self._capacity(option, range(low, high), embed, head)
+            cached[key] = low, table
+        return table[steps.start - low : steps.stop - low, :depth]
 
     def _capacity(self, option: StageTemplate, steps: range, embed: bool, head: bool) -> Layers:
         seconds = _monotone(self.table(option, embed, head))
         rows, width = len(seconds), len(steps)
         # [in flight, layers]: first grid position at which the stage is fast enough.
         first = np.ceil(np.log(np.maximum(seconds, 1e-300)) * (1 / math.log(RATIO)) - 1e-9) - steps.start
-        at = np.minimum(np.maximum(first, 0), width).astype(np.int64) + np.arange(rows)[:, None] * (width + 1)
-        found = np.bincount(at.ravel(), minlength=rows * (width + 1)).reshape(rows, width + 1)
-        counts = np.cumsum(found[:, :width], axis=1).T - 1
-        least = 0 if embed or head else 1
-        return np.where(counts >= least, counts, INFEASIBLE).astype(np.float32)
+        cell = np.minimum(np.maximum(first, 0), width).astype(np.int64) + np.arange(rows)[:, None] * (width + 1)
+        histogram = np.bincount(cell.ravel(), minlength=rows * (width + 1)).reshape(rows, width + 1)
+        counts = np.cumsum(histogram[:, :width], axis=1).T - 1
+        fewest = 0 if embed or head else 1
+        return np.where(counts >= fewest, counts, INFEASIBLE).astype(np.float32)
 
     def matrices(self, steps: range, groups: Sequence[int]) -> dict[int, Layers]:
         """Per group [2, tau, stages before, stages after]: most layers of a run of stages of this group placed before a
         given number of later stages; as inner stages, and with the embedding on its first stage."""
         n, size = len(steps), self.depth + 1
-        found = {}
+        by_group = {}
         for g in groups:
-            both = np.full((2, n, size, size), INFEASIBLE, np.float32)
-            inner, ends = both
+            matrix = np.full((2, n, size, size), INFEASIBLE, np.float32)
+            inner, ends = matrix
             for option in self.options[g]:
                 plain = self.capacity(option, steps, False, False, self.depth)
                 first = self.capacity(option, steps, True, False, self.depth)
@@ -188,13 +188,13 @@ class LayersProgram:
                 gain += last
                 gain[:, 0, 1] = single[:, 0]
                 np.maximum(ends, gain, out=ends)
-            found[g] = both
-        return found
+            by_group[g] = matrix
+        return by_group
 
     def masks(self) -> list[int]:
         """All sets of groups that a stage fits on, smaller ones first."""
         masks = [0]
-        for g in (g for g, found in enumerate(self.options) if found):
+        for g in (g for g, options in enumerate(self.options) if options):
             masks += [mask | 1 << g for mask in masks]
         return sorted(masks[1:], key=lambda mask: (bin(mask).count("1"), mask))
 
@@ -216,43 +216,43 @@ class LayersProgram:
         start[:, :, 0] = 0.0
         layers: dict[int, Layers] = {0: start}
         for mask in masks:
-            found = np.full_like(start, INFEASIBLE)
+            most_layers = np.full_like(start, INFEASIBLE)
             for g in groups:
                 if mask >> g & 1:
-                    before = layers[mask & ~(1 << g)][0, :, :, None]
-                    np.maximum(found, (before + matrices[g]).max(axis=2), out=found)
-            layers[mask] = found
+                    earlier = layers[mask & ~(1 << g)][0, :, :, None]
+                    np.maximum(most_layers, (earlier + matrices[g]).max(axis=2), out=most_layers)
+            layers[mask] = most_layers
         return layers, matrices
 
     def families(self, nominal: float) -> Iterator[PipelineFamily]:
         """Per set of groups the fastest families for ``nominal`` micro-batches: without gradient reduction, and with
         it."""
-        least = self.least_tau()
-        if not math.isfinite(least):
+        least_tau = self.least_tau()
+        if not math.isfinite(least_tau):
             return
-        steps = grid(least)
+        steps = grid(least_tau)
         taus = tau_of(np.array(steps))
         # By mask, smaller ones first, without gradient reduction and with it: (seconds, tau, stages, grid position).
         best = dict.fromkeys(itertools.product(self.masks(), (False, True)), (math.inf, math.inf, 0, 0))
         for start in range(0, len(steps), BLOCK):
             # Greater taus cannot improve masks whose best time is below nominal x tau.
-            within = sorted({mask for (mask, _), row in best.items() if nominal * taus[start] < row[0]})
-            if not within:
+            open_masks = sorted({mask for (mask, _), row in best.items() if nominal * taus[start] < row[0]})
+            if not open_masks:
                 break
             block = slice(start, start + BLOCK)
             ticks = (nominal + np.arange(self.depth + 1) - 1) * taus[block, None]
-            for mask, layers in self.solve(steps[block], within)[0].items():
-                enough = layers[1] >= self.inputs.model.num_layers
-                if not mask or not enough.any():
+            for mask, layers in self.solve(steps[block], open_masks)[0].items():
+                holds_all = layers[1] >= self.inputs.model.num_layers
+                if not mask or not holds_all.any():
                     continue
-                seconds = np.where(enough, ticks, np.inf)
+                seconds = np.where(holds_all, ticks, np.inf)
                 for added in (False, True):
                     seconds = seconds + self.added_seconds(taus[block, None], mask) if added else seconds
                     t, p = divmod(int(seconds.argmin()), self.depth + 1)
                     row = float(seconds[t, p]), float(taus[start + t]), p, steps[start + t]
                     best[mask, added] = min(best[mask, added], row)
-        found = dict.fromkeys((mask, *row[1:]) for (mask, _), row in best.items() if math.isfinite(row[0]))
-        for mask, tau, p, step in found:
+        best_rows = dict.fromkeys((mask, *row[1:]) for (mask, _), row in best.items() if math.isfinite(row[0]))
+        for mask, tau, p, step in best_rows:
             yield self._family(mask, tau, p, step)
 
     def _family(self, mask: int, tau: float, stages: int, step: int) -> PipelineFamily:
@@ -263,38 +263,45 @@ class LayersProgram:
     def families_by_stages(self, most_tau: float) -> Iterator[PipelineFamily]:
         """Per set of groups and number of stages from two on, the family with the least bottleneck, up to
         ``most_tau`` (s)."""
-        least = self.least_tau()
-        if not least <= most_tau or math.isinf(least):
+        least_tau = self.least_tau()
+        if not least_tau <= most_tau or math.isinf(least_tau):
             return
-        steps = [step for step in grid(least) if RATIO**step <= most_tau]
-        known: set[tuple[int, int]] = set()
+        steps = [step for step in grid(least_tau) if RATIO**step <= most_tau]
+        yielded: set[tuple[int, int]] = set()
         for start in range(0, len(steps), BLOCK):
             block = range(steps[start], steps[min(start + BLOCK, len(steps)) - 1] + 1)
             for mask, layers in self.solve(block)[0].items():
-                enough = layers[1] >= self.inputs.model.num_layers  # [tau, stages]
-                for p in np.flatnonzero(enough.any(axis=0)).tolist():
-                    if p >= 2 and (mask, p) not in known:
-                        known.add((mask, p))
-                        step = block[int(np.argmax(enough[:, p]))]
+                holds_all = layers[1] >= self.inputs.model.num_layers  # [tau, stages]
+                for p in np.flatnonzero(holds_all.any(axis=0)).tolist():
+                    if p >= 2 and (mask, p) not in yielded:
+                        yielded.add((mask, p))
+                        step = block[int(np.argmax(holds_all[:, p]))]
                         yield self._family(mask, RATIO**step, p, step)
 
     def trace(self, family: PipelineFamily) -> tuple[StageTemplate, ...]:
         """The stages of a family, first stage first, without layers."""
         steps = range(family.step, family.step + 1)
         layers, matrices = self.solve(steps, [family.mask])
-        mask, at, stages, final = family.mask, family.stages, [], 1  # 1: with the embedding
+        mask, stages_left, stages, final = family.mask, family.stages, [], 1  # 1: with the embedding
         while mask:
-            value = layers[mask][final, 0, at]
-            g, before = next(
+            value = layers[mask][final, 0, stages_left]
+            g, stages_before = next(
                 (g, p)
                 for g in range(len(self.budget))
                 if mask >> g & 1
-                for p in range(at)
-                if abs(layers[mask & ~(1 << g)][0, 0, p] + matrices[g][final, 0, p, at] - value) < 0.5
+                for p in range(stages_left)
+                if abs(layers[mask & ~(1 << g)][0, 0, p] + matrices[g][final, 0, p, stages_left] - value) < 0.5
             )
-            option = self._option(g, steps, before, at, bool(final), float(matrices[g][final, 0, before, at]))
-            stages += [option] * (at - before)
-            mask, at, final = mask & ~(1 << g), before, 0
+            option = self._option(
+                g,
+                steps,
+                stages_before,
+                stages_left,
+                bool(final),
+                float(matrices[g][final, 0, stages_before, stages_left]),
+            )
+            stages += [option] * (stages_left - stages_before)
+            mask, stages_left, final = mask & ~(1 << g), stages_before, 0
         return tuple(stages)
 
     def _option(self, g: int, steps: range, before: int, at: int, final: bool, want: float) -> StageTemplate:
@@ -302,10 +309,10 @@ class LayersProgram:
         for option in sorted(self.options[g], key=lambda o: o.chips):
             if option.chips * (at - before) > self.budget[g]:
                 continue
-            own = [
+            layers = [
                 self.capacity(option, steps, final and k == at, k == 1, k)[0, k - 1] for k in range(before + 1, at + 1)
             ]
-            if abs(sum(own) - want) < 0.5:
+            if abs(sum(layers) - want) < 0.5:
                 return option
         raise AssertionError("an entry of the program without an option")
 

@@ -40,9 +40,9 @@ class LocalSearch:
         scorer, (best, _, template) = incumbent.scorer, start
 
         def fitting(known: PlanTemplate) -> Iterator[PlanTemplate]:
-            others = itertools.chain(neighbours(known, space), more(known) if more is not None else ())
-            fitted = (_fitted(scorer, near, space) for near in others)
-            return (near for near in fitted if near is not None)
+            changed = itertools.chain(neighbours(known, space), more(known) if more is not None else ())
+            fitted = (_fitted(scorer, neighbour, space) for neighbour in changed)
+            return (neighbour for neighbour in fitted if neighbour is not None)
 
         def improves(near: PlanTemplate) -> bool:
             nonlocal best
@@ -62,19 +62,19 @@ def climb(
     improves: Callable[[PlanTemplate], bool], most: int,
 ) -> None:  # fmt: skip
     """Hill climbing, from a template to the first neighbour that ``improves``, until ``most`` others were tried."""
-    seen, near = {start}, neighbours(start)
-    while len(seen) <= most and (other := next((x for x in near if x not in seen), None)) is not None:
-        seen.add(other)
-        if improves(other):
-            near = neighbours(other)
+    tried, candidates = {start}, neighbours(start)
+    while len(tried) <= most and (candidate := next((x for x in candidates if x not in tried), None)) is not None:
+        tried.add(candidate)
+        if improves(candidate):
+            candidates = neighbours(candidate)
 
 
 def _starts(rows: Sequence[Row]) -> list[Row]:
     """The best template, the next, and the best with other numbers of stages: climbing does not change these."""
-    found: dict[object, Row] = {}
+    by_stages: dict[object, Row] = {}
     for row in rows:
-        found.setdefault(tuple(sorted({len(part.shape.stages) for part in row[2].parts})), row)
-    return list(dict.fromkeys([*rows[:STARTS], *list(found.values())[:STARTS]]))
+        by_stages.setdefault(tuple(sorted({len(part.shape.stages) for part in row[2].parts})), row)
+    return list(dict.fromkeys([*rows[:STARTS], *list(by_stages.values())[:STARTS]]))
 
 
 def neighbours(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
@@ -90,8 +90,8 @@ def inner_replicas_as_pipelines(template: PlanTemplate, space: SearchSpace) -> I
     """With the pipelines of one part as twice as many, which have half the inner data parallel of each stage."""
     for p, part in enumerate(template.parts):
         size, stages = part.shape.micro_batch_size, part.shape.stages
-        even = space.micro_batch_sizes is None and size % 2 == 0 and all(s.dp % 2 == 0 for s in stages)
-        if even and template.pipelines + part.copies <= (space.max_pipelines or template.sequences):
+        halves = space.micro_batch_sizes is None and size % 2 == 0 and all(s.dp % 2 == 0 for s in stages)
+        if halves and template.pipelines + part.copies <= (space.max_pipelines or template.sequences):
             shape = PipelineTemplate(size // 2, tuple(replace(s, dp=s.dp // 2) for s in stages))
             yield template.with_part(p, replace(part, shape=shape, copies=2 * part.copies))
 
@@ -105,8 +105,8 @@ def shapes_near(shape: PipelineTemplate, space: SearchSpace) -> Iterator[Pipelin
             yield shape.with_stages({i: stages[i + 1], i + 1: stages[i]})
     for i, giver in enumerate(stages):
         for j, taker in enumerate(stages):
-            least = 0 if i in (0, last) and last else 1
-            if i != j and giver.layers > least and (abs(i - j) <= 2 or len(stages) <= 8):
+            fewest = 0 if i in (0, last) and last else 1
+            if i != j and giver.layers > fewest and (abs(i - j) <= 2 or len(stages) <= 8):
                 moved = {i: replace(giver, layers=giver.layers - 1), j: replace(taker, layers=taker.layers + 1)}
                 yield shape.with_stages(moved)
     if space.offload == "always":

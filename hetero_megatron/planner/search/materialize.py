@@ -52,8 +52,8 @@ class TemplateBuilder:
         if counts is None:
             return
         parts: list[PipelineReplicas] = []
-        for outline, found in zip(outlines, counts):
-            for m, copies in found:
+        for outline, divided in zip(outlines, counts):
+            for m, copies in divided:
                 shape = self.shape(outline, m, replicas, schedule)
                 if shape is None:
                     return
@@ -70,10 +70,10 @@ class TemplateBuilder:
             return None
         rows, update = [], []
         for s, stage in enumerate(stages):
-            beside = self.tables.communicators.of_equal_pipelines(stages, s, replicas)
+            communicators = self.tables.communicators.of_equal_pipelines(stages, s, replicas)
             kind = StageKind(
                 stage.group, stage.tp, stage.dp, outline.size, s == 0, s == last, replicas, self.space.recompute,
-                beside=beside,
+                beside=communicators,
             )  # fmt: skip
             table = self.tables.table(kind)
             rows.append(table.seconds[table.row(alive[s])])
@@ -82,30 +82,30 @@ class TemplateBuilder:
             self.tables.boundary(a, b, outline.size, self.tables.likely_same_node(a, b))
             for a, b in zip(stages, stages[1:])
         ]
-        found = best_split(rows, links, m, update)
-        if found is None:
+        split = best_split(rows, links, m, update)
+        if split is None:
             return None
         recompute = self.space.recompute or "none"
-        made = PipelineTemplate(
+        pipeline = PipelineTemplate(
             outline.size,
             tuple(
                 StageTemplate(s.group, s.tp, s.dp, n, recompute, offload=self.tables.offloads(s.group))
-                for s, n in zip(stages, found[1])
+                for s, n in zip(stages, split[1])
             ),
         )
         if self.space.recompute is not None:
-            return made
-        return best_recompute(self.tables, made, schedule, m, replicas)
+            return pipeline
+        return best_recompute(self.tables, pipeline, schedule, m, replicas)
 
     def _affine(self, outline: PipelineOutline, shape: PipelineTemplate) -> AffinePipelines:
         forward, backward = self.scorer.stage_seconds(shape)
         trips = [*map(sum, self.scorer.links(shape)), 0.0]
         seconds = tuple(f + b for f, b in zip(forward, backward))
-        before, total = [], 0.0
+        starts, total = [], 0.0
         for t, trip in zip(seconds, trips):
-            before.append(total)
+            starts.append(total)
             total += t + trip
-        return AffinePipelines(outline.size, outline.copies, seconds, tuple(before))
+        return AffinePipelines(outline.size, outline.copies, seconds, tuple(starts))
 
 
 @dataclass(frozen=True)
@@ -139,15 +139,15 @@ def divide(kinds: Sequence[AffinePipelines], batch: int) -> list[list[tuple[int,
             high = middle
         else:
             low = middle
-    of = [i for i, kind in enumerate(kinds) for _ in range(kind.copies)]  # each pipeline's kind
-    counts = [max(1, kinds[i].most(high)) for i in of]
-    surplus = sum(n * kinds[i].size for n, i in zip(counts, of)) - batch
-    if surplus < 0 or _drop_surplus(kinds, of, counts, surplus):
+    kind_of = [i for i, kind in enumerate(kinds) for _ in range(kind.copies)]  # each pipeline's kind
+    counts = [max(1, kinds[i].most(high)) for i in kind_of]
+    surplus = sum(n * kinds[i].size for n, i in zip(counts, kind_of)) - batch
+    if surplus < 0 or _drop_surplus(kinds, kind_of, counts, surplus):
         return None
-    found: list[dict[int, int]] = [{} for _ in kinds]
-    for count, i in zip(counts, of):
-        found[i][count] = found[i].get(count, 0) + 1
-    return [sorted(row.items(), reverse=True) for row in found]
+    copies_by_count: list[dict[int, int]] = [{} for _ in kinds]
+    for count, i in zip(counts, kind_of):
+        copies_by_count[i][count] = copies_by_count[i].get(count, 0) + 1
+    return [sorted(row.items(), reverse=True) for row in copies_by_count]
 
 
 def _drop_surplus(kinds: Sequence[AffinePipelines], of: Sequence[int], counts: list[int], surplus: int) -> int:
@@ -166,9 +166,9 @@ def _drop_surplus(kinds: Sequence[AffinePipelines], of: Sequence[int], counts: l
             heapq.heappush(heap, (-kind.end(counts[p]), p))
     if surplus:  # exchange one micro-batch of a larger size for some of a smaller size
         for p, size in enumerate(kinds[i].size for i in of):
-            for q, other in enumerate(kinds[i].size for i in of):
-                if counts[p] > 1 and size > surplus and other < size and (size - surplus) % other == 0:
+            for q, smaller in enumerate(kinds[i].size for i in of):
+                if counts[p] > 1 and size > surplus and smaller < size and (size - surplus) % smaller == 0:
                     counts[p] -= 1
-                    counts[q] += (size - surplus) // other
+                    counts[q] += (size - surplus) // smaller
                     return 0
     return surplus

@@ -34,16 +34,16 @@ class Parts:
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         pool = incumbent.scorer.pool
-        alone = self._alone(pool)
-        if not all(self._try(problem, incumbent, counts) for counts in alone):
+        single_parts = self._alone(pool)
+        if not all(self._try(problem, incumbent, counts) for counts in single_parts):
             return False
-        whole, before, tried = pool.counts, math.inf, set(alone)
-        while incumbent.seconds < before and pool.chips <= MANY:
-            before, parts = incumbent.seconds, [x for x in self._with_fewer_nodes(pool, whole) if x not in tried]
+        largest, best_before, tried = pool.counts, math.inf, set(single_parts)
+        while incumbent.seconds < best_before and pool.chips <= MANY:
+            best_before, parts = incumbent.seconds, [x for x in self._with_fewer_nodes(pool, largest) if x not in tried]
             tried.update(parts)
             if not all(self._try(problem, incumbent, counts) for counts in parts):
                 return False
-            whole = self._nodes_of(incumbent.rows[0][2], pool) if incumbent.rows else whole
+            largest = self._nodes_of(incumbent.rows[0][2], pool) if incumbent.rows else largest
         return True
 
     @staticmethod
@@ -59,8 +59,10 @@ class Parts:
     def _with_fewer_nodes(pool: DevicePool, counts: Counts) -> Iterator[Counts]:
         """Of one group: one node less, one node, none."""
         for g, group in enumerate(pool.groups):
-            for left in sorted({max(counts[g] - group.per_node, 0), min(counts[g], group.per_node), 0}, reverse=True):
-                part = tuple(left if h == g else n for h, n in enumerate(counts))
+            for chips_left in sorted(
+                {max(counts[g] - group.per_node, 0), min(counts[g], group.per_node), 0}, reverse=True
+            ):
+                part = tuple(chips_left if h == g else n for h, n in enumerate(counts))
                 if part != counts and sum(part) > 1:
                     yield part
 
@@ -73,16 +75,16 @@ class Parts:
     def _try(self, problem: PlanningProblem, incumbent: Incumbent, counts: Counts) -> bool:
         if incumbent.rows:
             programs = Programs(ProgramInputs(problem, incumbent.scorer, counts))
-            if any(least() >= incumbent.seconds for least in (programs.least_work_seconds, programs.least_seconds)):
+            if any(bound() >= incumbent.seconds for bound in (programs.least_work_seconds, programs.least_seconds)):
                 return True
-        own = Incumbent(problem, incumbent.scorer, incumbent.budget, keep=incumbent.keep, part_of=incumbent)
-        polished = own.on((self.polished or incumbent).scorer)
+        of_part = Incumbent(problem, incumbent.scorer, incumbent.budget, keep=incumbent.keep, part_of=incumbent)
+        polished = of_part.on((self.polished or incumbent).scorer)
         proposers: list[Proposer] = [PipelineDP(counts), LocalSearch()]
         if self.polished is None:  # with optimizers on the chips
             proposers = [UniformSeeds(counts), *proposers, SmallClusters(counts)]
         try:
-            complete = all(x.propose(problem, polished if isinstance(x, LocalSearch) else own) for x in proposers)
+            complete = all(x.propose(problem, polished if isinstance(x, LocalSearch) else of_part) for x in proposers)
         finally:
-            for seconds, _, template in own.rows:
+            for seconds, _, template in of_part.rows:
                 incumbent.take(template, seconds)
         return complete and not incumbent.should_stop()

@@ -57,9 +57,9 @@ class _Near:
         self.best: dict[int, float] = {}
 
     def possible(self, bound: float, alone: Mapping[int, float]) -> bool:
-        least = self.best.get(self.everything, math.inf)
-        single = math.inf if bound < FAR * least else 0.0
-        return bound <= CUT * least or any(t <= CUT * self.best.get(1 << g, single) for g, t in alone.items())
+        best_of_all = self.best.get(self.everything, math.inf)
+        single = math.inf if bound < FAR * best_of_all else 0.0
+        return bound <= CUT * best_of_all or any(t <= CUT * self.best.get(1 << g, single) for g, t in alone.items())
 
     def take(self, mask: int, seconds: float) -> None:
         for key in (mask, self.everything):
@@ -78,11 +78,11 @@ class Programs:
     def proposals(self) -> Iterator[list[PipelineOutline]]:
         """Pipelines side by side, most promising first, without duplicates: islands, then equal pipelines."""
         self.families = self._families()
-        seen: set[object] = set()
+        proposed: set[object] = set()
         for outlines in itertools.chain(self._islands(), self._equal_pipelines()):
             key = frozenset((r.stages, r.size, r.copies) for r in outlines)
-            if key not in seen:
-                seen.add(key)
+            if key not in proposed:
+                proposed.add(key)
                 yield outlines
 
     def least_work_seconds(self) -> float:
@@ -97,23 +97,23 @@ class Programs:
 
     def _pipeline_counts(self) -> list[int]:
         """Numbers of pipelines to try: the divisors of every group's chips, and a few per octave."""
-        counts, batch, most = self.inputs.counts, self.inputs.batch, self.inputs.most_pipelines
+        counts, batch, most_pipelines = self.inputs.counts, self.inputs.batch, self.inputs.most_pipelines
         common = math.gcd(*counts)
-        exact = [d for d in range(1, most + 1) if common % d == 0] if common <= 20_000 else [1]
+        exact = [d for d in range(1, most_pipelines + 1) if common % d == 0] if common <= 20_000 else [1]
         octave: list[int] = []
         d = 1.0
-        while d <= most:
+        while d <= most_pipelines:
             octave.append(round(d))
             d *= 2 ** (1 / (3 if sum(counts) <= 256 else 2))
-        small = list(range(1, min(most, 6) + 1))
+        small = list(range(1, min(most_pipelines, 6) + 1))
         exact = exact if len(exact) <= 16 else [d for d in exact if d & (d - 1) == 0 or batch % d == 0]
-        return sorted({*exact, *octave, *small, *(n for n in counts if 0 < n <= most)})
+        return sorted({*exact, *octave, *small, *(n for n in counts if 0 < n <= most_pipelines)})
 
     def _sizes(self, pipelines: int) -> list[int]:
-        found = batch_sizes(self.inputs.space, max(1, self.inputs.batch // pipelines), 8)
+        sizes = batch_sizes(self.inputs.space, max(1, self.inputs.batch // pipelines), 8)
         if self.inputs.few:
-            return list(found)
-        return [b for b in found if b & (b - 1) == 0] or list(found)
+            return list(sizes)
+        return [b for b in sizes if b & (b - 1) == 0] or list(sizes)
 
     def all(self) -> Iterator[tuple[float, LayersProgram]]:
         """(micro-batches of a pipeline, program) of every number of pipelines and micro-batch size."""
@@ -125,22 +125,22 @@ class Programs:
     def _families(self) -> list[PipelineFamily]:
         """Families of all programs that could come near the best, over all groups or over a single group: without
         gradient reduction, or with it."""
-        found: list[PipelineFamily] = []
-        near = _Near(self.everything), _Near(self.everything)  # without gradient reduction, and with it
+        families: list[PipelineFamily] = []
+        nearest = _Near(self.everything), _Near(self.everything)  # without gradient reduction, and with it
         programs = list(self.all())
         rows = [(p.least_seconds(nominal), nominal, p) for nominal, p in programs]
         for (plain, reduced), nominal, program in sorted(rows, key=lambda row: (row[0][1][0], row[0][0][0])):
-            if found and self.should_stop():
+            if families and self.should_stop():
                 break
-            hopeless = reduced[0] > SLOW * near[1].best.get(self.everything, math.inf)
-            if near[1].possible(*reduced) or not hopeless and near[0].possible(*plain):
+            hopeless = reduced[0] > SLOW * nearest[1].best.get(self.everything, math.inf)
+            if nearest[1].possible(*reduced) or not hopeless and nearest[0].possible(*plain):
                 for family in program.families(nominal):
-                    found.append(family)
+                    families.append(family)
                     seconds = family.seconds(nominal)
-                    near[0].take(family.mask, seconds)
-                    near[1].take(family.mask, seconds + family.sync)
+                    nearest[0].take(family.mask, seconds)
+                    nearest[1].take(family.mask, seconds + family.sync)
         self.programs = {(p.budget, p.size, p.replicas): p for _, p in programs}
-        return found
+        return families
 
     def _equal_pipelines(self) -> Iterator[list[PipelineOutline]]:
         """The best families over all groups, and a few over each other set of groups, with and without gradient
@@ -152,9 +152,9 @@ class Programs:
                 if per_mask.get(family.mask, 0) < (10 if family.mask == self.everything else 1 if sync else 2):
                     per_mask[family.mask] = per_mask.get(family.mask, 0) + 1
                     chosen[family] = self._seconds(family)
-        least = min(chosen.values(), default=0.0)
+        fastest = min(chosen.values(), default=0.0)
         for family, seconds in sorted(chosen.items(), key=lambda row: row[1]):
-            if seconds <= SLOW * least:
+            if seconds <= SLOW * fastest:
                 yield [self._outline(family)]
 
     def _nominal(self, family: PipelineFamily) -> float:
@@ -167,12 +167,12 @@ class Programs:
     def _seconds(self, family: PipelineFamily) -> float:
         """Estimated step of a family, with gradient reduction between the stages that it has."""
         inputs, stages = self.inputs, self._outline(family).stages
-        held = inputs.scorer.costs.memory.trained(1, inputs.model.num_layers, True, True) / len(stages)
+        elements = inputs.scorer.costs.memory.trained(1, inputs.model.num_layers, True, True) / len(stages)
         late = 0.0
         for stage in dict.fromkeys(stages):
             holders = family.replicas * stage.dp * stage.tp
             if holders > stage.tp:
-                sync = inputs.sync_seconds(held / stage.tp, np.full(1, float(holders)), [stage.group])
+                sync = inputs.sync_seconds(elements / stage.tp, np.full(1, float(holders)), [stage.group])
                 late = max(late, float(added_seconds(sync, np.full(1, family.tau))[0]))
         return family.seconds(self._nominal(family)) + late
 
@@ -202,11 +202,11 @@ def divide_into_islands(
     best = islands.cover(high, batch)
     for _ in range(HALVINGS if best is not None else 0):
         middle = (low + high) / 2
-        found = islands.cover(middle, batch)
-        if found is None:
+        cover = islands.cover(middle, batch)
+        if cover is None:
             low = middle
         else:
-            best, high = found, middle
+            best, high = cover, middle
         if high - low < NEAR * high:
             break
     return best
@@ -247,7 +247,7 @@ class IslandCover:
             sub = top[mask][1]
             if sub:
                 i = self.masks.index(sub)
-                part = totals[self.starts[i] : self.starts[i + 1] if i + 1 < len(self.masks) else None]
-                chosen.append(self.families[self.starts[i] + int(np.argmax(part))])
+                totals_of_mask = totals[self.starts[i] : self.starts[i + 1] if i + 1 < len(self.masks) else None]
+                chosen.append(self.families[self.starts[i] + int(np.argmax(totals_of_mask))])
             mask &= ~(sub or mask & -mask)
         return chosen

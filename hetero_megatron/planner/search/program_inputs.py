@@ -47,21 +47,23 @@ class ProgramInputs:
 
     @cached_method
     def options(self, group: int, size: int) -> list[StageTemplate]:
-        found = options(self.pool, group, self.model, self.space, size, every=self.pool.groups[group].per_node <= 4)
-        return [o for o in found if o.dp <= 4]
+        stage_options = options(
+            self.pool, group, self.model, self.space, size, every=self.pool.groups[group].per_node <= 4
+        )
+        return [o for o in stage_options if o.dp <= 4]
 
     @cached_method
     def rates(self, group: int, size: int) -> list[tuple[int, float]]:
         """(chips, layers per second and chip) of a group's options, with memory as with the most replicas."""
-        found = []
+        rates = []
         for o in self.options(group, size):
-            most = self.most_pipelines if self.few else rounded(self.most_pipelines)
-            kind = StageKind(group, o.tp, o.dp, size, False, False, most, self.space.recompute)
+            replicas = self.most_pipelines if self.few else rounded(self.most_pipelines)
+            kind = StageKind(group, o.tp, o.dp, size, False, False, replicas, self.space.recompute)
             seconds = self.scorer.tables.table(kind, 1).seconds[0]
             per = per_layer(seconds)
             if np.isfinite(per) and per > 0:
-                found.append((o.chips, 1 / (per * o.chips)))
-        return found
+                rates.append((o.chips, 1 / (per * o.chips)))
+        return rates
 
     def sync_seconds(self, held: float, holders: Floats, groups: Iterable[int]) -> tuple[Floats, Floats]:
         """Estimated seconds of (reducing gradients, spreading parameters), as ``holders``. The holders of a stage send
@@ -74,13 +76,18 @@ class ProgramInputs:
         port, latency = np.zeros_like(holders), np.zeros_like(holders)  # seconds per byte of a rank; seconds
         for g in groups:
             group = self.pool.groups[g]
-            (near, soon), (far, late) = links.best(g, True), links.best(g, False)
-            inside = (holders <= group.per_node) | math.isinf(far)
-            port = np.maximum(port, np.where(inside, near if math.isfinite(near) else 0.0, far * group.per_node))
-            latency = np.maximum(latency, np.where(inside, soon if math.isfinite(soon) else 0.0, late))
+            (inside_rate, inside_latency), (outside_rate, outside_latency) = links.best(g, True), links.best(g, False)
+            inside = (holders <= group.per_node) | math.isinf(outside_rate)
+            port = np.maximum(
+                port,
+                np.where(inside, inside_rate if math.isfinite(inside_rate) else 0.0, outside_rate * group.per_node),
+            )
+            latency = np.maximum(
+                latency, np.where(inside, inside_latency if math.isfinite(inside_latency) else 0.0, outside_latency)
+            )
             message = max(message, costs.links.least_message(group.home))
-        each = math.ceil(held * 4 / BUCKET_BYTES) / IN_FLIGHT * (latency + (holders - 1) * message)
-        return held * costs.wide * port + each, held * costs.item * port + each
+        bucket_seconds = math.ceil(held * 4 / BUCKET_BYTES) / IN_FLIGHT * (latency + (holders - 1) * message)
+        return held * costs.wide * port + bucket_seconds, held * costs.item * port + bucket_seconds
 
 
 def added_seconds(sync: tuple[Floats, Floats], taus: Floats) -> Floats:

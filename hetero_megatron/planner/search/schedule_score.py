@@ -59,42 +59,42 @@ class ScheduleScorer:
             effort: actions that may be timed to make the schedule of one pipeline; at least some schedules are.
             rules: of a similar template, tried first.
         """
-        nothing = math.inf, Rules()
+        infeasible = math.inf, Rules()
         self.work.add(PRICED)
         ends = None if not _can_have(template, chunks) else self.scorer.ends(template)
         if ends is None:
-            return nothing
+            return infeasible
         rows = list[tuple[PipelineTimes | ChunkedTimes, int, float]]()
         for p, part in enumerate(template.parts):
             times = self._times(p, part.shape, chunks, ends)
             if times is None:
-                return nothing
+                return infeasible
             rows.append((times, part.num_micro_batches, ends.after - self._saved(part.shape)))
-        if max(least_of_times(times, count) + rest for times, count, rest in rows) >= limit:
-            return nothing
-        worst, best = 0.0, list[ListRule | ChunkRule]()
-        for (times, count, rest), rule in itertools.zip_longest(rows, rules[: len(rows)]):
-            seconds, found = self._made(times, count, effort, rule)
-            worst = max(worst, seconds + rest)
-            if worst >= limit:
-                return nothing
-            best.append(found)
-        return worst, tuple(best)
+        if max(least_of_times(times, count) + after_pipeline for times, count, after_pipeline in rows) >= limit:
+            return infeasible
+        slowest, best = 0.0, list[ListRule | ChunkRule]()
+        for (times, count, after_pipeline), rule in itertools.zip_longest(rows, rules[: len(rows)]):
+            seconds, rule_used = self._made(times, count, effort, rule)
+            slowest = max(slowest, seconds + after_pipeline)
+            if slowest >= limit:
+                return infeasible
+            best.append(rule_used)
+        return slowest, tuple(best)
 
     def _made(
         self, times: PipelineTimes | ChunkedTimes, count: int, effort: int, rule: ListRule | ChunkRule | None
     ) -> tuple[float, ListRule | ChunkRule]:
         """(seconds, rule) of a schedule made for one pipeline."""
         chunks = times.chunks if isinstance(times, ChunkedTimes) else 1
-        size, least = 3 * len(times.stages) * chunks * count, FEWEST_KNOWN if rule else FEWEST
-        effort = max(effort, FEWEST_KNOWN * size, min(least * size, MOST_CHUNKED if chunks > 1 else least * size))
+        size, fewest = 3 * len(times.stages) * chunks * count, FEWEST_KNOWN if rule else FEWEST
+        effort = max(effort, FEWEST_KNOWN * size, min(fewest * size, MOST_CHUNKED if chunks > 1 else fewest * size))
         if isinstance(times, PipelineTimes):
-            own = rule if isinstance(rule, ListRule) else None
-            seconds, found, actions = adaptive_seconds(times, count, effort, own)
+            list_rule = rule if isinstance(rule, ListRule) else None
+            seconds, best_rule, actions = adaptive_seconds(times, count, effort, list_rule)
             self.work.add(actions)
-            return seconds, found
-        known = rule if isinstance(rule, ChunkRule) else None
-        seconds, best, actions = adaptive_chunks_seconds(times, count, effort, known)
+            return seconds, best_rule
+        chunk_rule = rule if isinstance(rule, ChunkRule) else None
+        seconds, best, actions = adaptive_chunks_seconds(times, count, effort, chunk_rule)
         self.work.add(CHUNKED * actions)
         return seconds, best
 
@@ -110,15 +110,15 @@ class ScheduleScorer:
     ) -> PipelineTimes | ChunkedTimes | None:
         """None where a stage has no room for one micro-batch."""
         stages, last, size = list[tuple[StageTimes, ...]](), len(shape.stages) - 1, shape.micro_batch_size
-        near, cards = last == 1 and not ends.sharing[p][0], max(1, *ends.sharing[p]) if last else 1
+        same_node, cards = last == 1 and not ends.sharing[p][0], max(1, *ends.sharing[p]) if last else 1
         messages = self.scorer.messages(shape, ends.sharing[p])
         if chunks > 1 and last:
-            before, after = self.tables.message_seconds(shape.stages[-1], shape.stages[0], near)
-            messages[0], messages[last] = (after, messages[0][1]), (messages[last][0], before)
+            sent, received = self.tables.message_seconds(shape.stages[-1], shape.stages[0], same_node)
+            messages[0], messages[last] = (received, messages[0][1]), (messages[last][0], sent)
         for s, stage in enumerate(shape.stages):
             work = self._work(stage, size, s == 0, s == last, chunks, messages[s])
-            beside = self.tables.communicators.counted(shape.stages, s, ends.reducing[p, s])
-            room = self._room(stage, size, s == 0, s == last, ends.replicas[p, s]) - beside
+            communicators = self.tables.communicators.counted(shape.stages, s, ends.reducing[p, s])
+            room = self._room(stage, size, s == 0, s == last, ends.replicas[p, s]) - communicators
             room -= max(x.working for x in work)
             if room < sum(x.kept for x in work):
                 return None
@@ -133,7 +133,7 @@ class ScheduleScorer:
         if chunks == 1:
             return PipelineTimes(tuple(x for (x,) in stages), tuple(links))
         if last:
-            around = self.tables.boundary(shape.stages[-1], shape.stages[0], size, near, cards)
+            around = self.tables.boundary(shape.stages[-1], shape.stages[0], size, same_node, cards)
             links.append(LinkTimes(*around))
         return ChunkedTimes(tuple(stages), tuple(links))
 
@@ -149,28 +149,28 @@ class ScheduleScorer:
         self, stage: StageTemplate, size: int, embed: bool, head: bool, chunks: int, messages: tuple[float, float]
     ) -> tuple[_ChunkWork, ...]:
         """``messages``: seconds of the host for those of one direction, with the stage before and the one after."""
-        whole, found = self.tables.choice(stage, embed, head), list[_ChunkWork]()
-        parts, again, away = self.costs.parts(whole, size), whole.full, whole.away
+        stage_choice, chunk_works = self.tables.choice(stage, embed, head), list[_ChunkWork]()
+        parts, recomputed_left, away = self.costs.parts(stage_choice, size), stage_choice.full, stage_choice.away
         for c in range(chunks):
             layers = stage.layers * (c + 1) // chunks - stage.layers * c // chunks
-            full = min(again, layers)
-            again -= full
-            there = min(away, layers)
-            away -= there
+            full = min(recomputed_left, layers)
+            recomputed_left -= full
+            offloaded = min(away, layers)
+            away -= offloaded
             first, last = embed and c == 0, head and c == chunks - 1
-            choice = replace(whole, layers=layers, embed=first, head=last, away=there)
+            choice = replace(stage_choice, layers=layers, embed=first, head=last, away=offloaded)
             forward, backward = parts.total(layers, full, first, last)
-            if there:
+            if offloaded:
                 forward, backward = (
                     a + b for a, b in zip((forward, backward), self.costs.copy_waits(choice, size), strict=True)
                 )
-            weight, more = parts.split(layers, last)
+            weight, split_seconds = parts.split(layers, last)
             host = messages[0] * (not first) + messages[1] * (not last)
-            kept, _ = self.costs.activation_bytes(choice, size)
+            kept_bytes, _ = self.costs.activation_bytes(choice, size)
             waiting, working = self.costs.waiting_bytes(choice, size), self.costs.working_bytes(choice, size)
-            inputs = backward + host - weight + more
-            found.append(_ChunkWork(forward + host, inputs, weight, more, kept, waiting, working))
-        return tuple(found)
+            inputs = backward + host - weight + split_seconds
+            chunk_works.append(_ChunkWork(forward + host, inputs, weight, split_seconds, kept_bytes, waiting, working))
+        return tuple(chunk_works)
 
 
 def _can_have(template: PlanTemplate, chunks: int) -> bool:

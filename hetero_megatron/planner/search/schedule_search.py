@@ -72,8 +72,8 @@ class ScheduleSearch:
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         space = problem.space
-        many = incumbent.scorer.pool.chips > FEW
-        if space.more_schedules == "never" or (space.more_schedules == "auto" and many):
+        too_many = incumbent.scorer.pool.chips > FEW
+        if space.more_schedules == "never" or (space.more_schedules == "auto" and too_many):
             return True
         if not supports("schedule.adaptive"):
             return True
@@ -94,30 +94,32 @@ class ScheduleSearch:
         """The best by estimate: of ``starts``, of those on other sets of node groups and of other structures, and of
         what climbing from the best of them finds."""
         scorer, effort = ScheduleScorer(incumbent.scorer), problem.space.schedule_effort
-        kept = KEPT * problem.options.work * effort
-        tried, found, limit = {structure(x) for x in starts}, list[_Candidate](), math.inf
-        others = itertools.chain(
+        reserve = KEPT * problem.options.work * effort
+        tried, candidates, limit = {structure(x) for x in starts}, list[_Candidate](), math.inf
+        groups_of_templates = itertools.chain(
             ([x] for x in starts), self._on_other_groups(incumbent),
             self._untried(problem, incumbent, NEAR * incumbent.plans[0].step_seconds, tried),
         )  # fmt: skip
-        for templates in others:
-            if incumbent.should_stop() or (found and scorer.work.over(kept)):
+        for templates in groups_of_templates:
+            if incumbent.should_stop() or (candidates and scorer.work.over(reserve)):
                 break
             rows = [_estimate(scorer, x, 1, effort, limit) for x in templates]
-            found += [x for x in rows if x.seconds < math.inf]
-            limit = NEAR * min((x.seconds for x in found), default=math.inf)
+            candidates += [x for x in rows if x.seconds < math.inf]
+            limit = NEAR * min((x.seconds for x in candidates), default=math.inf)
         best, cut = list[_Candidate](), list[_Candidate]()
-        climbed = [x for x in _unlike(found)[:OTHERS] if x.seconds < limit]
-        for i, start in enumerate([*climbed, *self._on_sets_beside(climbed, scorer, effort, kept, incumbent)]):
-            if best and (scorer.work.over(kept) or _least_seconds(start.template, scorer.scorer) >= min(best).seconds):
+        climbed = [x for x in _unlike(candidates)[:OTHERS] if x.seconds < limit]
+        for i, start in enumerate([*climbed, *self._on_sets_beside(climbed, scorer, effort, reserve, incumbent)]):
+            if best and (
+                scorer.work.over(reserve) or _least_seconds(start.template, scorer.scorer) >= min(best).seconds
+            ):
                 continue
-            made = self._climbed(start, scorer, problem, incumbent, OTHER_WORK if i else WORK)
-            if best and made.seconds < min(best).seconds:
-                made = self._climbed(made, scorer, problem, incumbent, WORK - OTHER_WORK)
-            best.append(made)
-            near = NEAR * min(best).seconds
-            chunks = [n for n in (CHUNKS if made is min(best) else CHUNKS[:1]) if not scorer.work.over(kept)]
-            cut += [_estimate(scorer, made.template, n, effort, near) for n in chunks]
+            climbed_to = self._climbed(start, scorer, problem, incumbent, OTHER_WORK if i else WORK)
+            if best and climbed_to.seconds < min(best).seconds:
+                climbed_to = self._climbed(climbed_to, scorer, problem, incumbent, WORK - OTHER_WORK)
+            best.append(climbed_to)
+            limit_near = NEAR * min(best).seconds
+            chunks = [n for n in (CHUNKS if climbed_to is min(best) else CHUNKS[:1]) if not scorer.work.over(reserve)]
+            cut += [_estimate(scorer, climbed_to.template, n, effort, limit_near) for n in chunks]
         if cut and min(cut).seconds < NEAR * min(best).seconds:
             best.append(self._climbed(min(cut), scorer, problem, incumbent, CHUNKED_WORK))
         return sorted(best)
@@ -133,9 +135,9 @@ class ScheduleSearch:
                 return
             if _node_groups(template) not in sets:
                 sets.add(_node_groups(template))
-                found = _estimate(scorer, template, 1, effort, math.inf)
-                if found.seconds < math.inf:
-                    yield found
+                candidate = _estimate(scorer, template, 1, effort, math.inf)
+                if candidate.seconds < math.inf:
+                    yield candidate
 
     @staticmethod
     def _climbed(
@@ -143,25 +145,27 @@ class ScheduleSearch:
     ) -> _Candidate:
         """The best of other templates, tried with so much work at most."""
         best, space, all_done = start, problem.space, scorer.work
-        kept = KEPT * problem.options.work * space.schedule_effort
-        most = all_done.done + work * space.schedule_effort
+        reserve = KEPT * problem.options.work * space.schedule_effort
+        last_action = all_done.done + work * space.schedule_effort
 
         def improves(template: PlanTemplate) -> bool:
             nonlocal best
             limit = best.seconds * (1 - LEAST_GAIN)
-            if all_done.done >= most or all_done.over(kept) or incumbent.should_stop():
+            if all_done.done >= last_action or all_done.over(reserve) or incumbent.should_stop():
                 return False
             if _least_seconds(template, scorer.scorer) >= limit:
                 return False
-            found = _estimate(scorer, template, best.chunks, space.schedule_effort, limit, best.rules)
-            if found.seconds < limit:
-                best = found
-            return best is found
+            candidate = _estimate(scorer, template, best.chunks, space.schedule_effort, limit, best.rules)
+            if candidate.seconds < limit:
+                best = candidate
+            return best is candidate
 
         def neighbours(template: PlanTemplate) -> Iterator[PlanTemplate]:
             """Those of the same structure first, and of these where the busiest stage leaves the best chance."""
-            same = structure(template)
-            rows = [(structure(x) != same, _least_seconds(x, scorer.scorer), x) for x in _near(template, space)]
+            own_structure = structure(template)
+            rows = [
+                (structure(x) != own_structure, _least_seconds(x, scorer.scorer), x) for x in _near(template, space)
+            ]
             return (x for *_, x in sorted(rows, key=lambda row: row[:2]))
 
         climb(best.template, neighbours, improves, MOST_MOVES)
@@ -192,18 +196,20 @@ class ScheduleSearch:
     ) -> bool:
         """Whether a plan is the fastest under a schedule made for it; ``effort``: the part of what may be taken."""
         costs, cut = incumbent.scorer.costs, start.plan if chunks == 1 else interleaved(start.plan, chunks)
-        most = effort * problem.space.schedule_effort * (EFFORT if chunks == 1 else CHUNKED_EFFORT)
-        made = None if cut is None else adapted(cut, start.prediction, costs, int(most), incumbent.scorer.work)
-        found = None if made is None else _simulated(start, made, problem, costs)
-        if found is None or found.step_seconds >= incumbent.plans[0].step_seconds:
+        timed_actions = effort * problem.space.schedule_effort * (EFFORT if chunks == 1 else CHUNKED_EFFORT)
+        adapted_plan = (
+            None if cut is None else adapted(cut, start.prediction, costs, int(timed_actions), incumbent.scorer.work)
+        )
+        simulated = None if adapted_plan is None else _simulated(start, adapted_plan, problem, costs)
+        if simulated is None or simulated.step_seconds >= incumbent.plans[0].step_seconds:
             return False
-        incumbent.take_plan(found)
+        incumbent.take_plan(simulated)
         return True
 
     def _on_other_groups(self, incumbent: Incumbent) -> Iterator[list[PlanTemplate]]:
         """The template on each set of node groups whose busiest stage leaves it a chance, the best chance first."""
-        known = {plan.template for plan in incumbent.plans}
-        rows = [(_least_seconds(x, incumbent.scorer), i, x) for i, x in enumerate(self.by_groups) if x not in known]
+        planned = {plan.template for plan in incumbent.plans}
+        rows = [(_least_seconds(x, incumbent.scorer), i, x) for i, x in enumerate(self.by_groups) if x not in planned]
         for seconds, _, template in sorted(rows, key=lambda row: row[:2])[:SETS]:
             if seconds < incumbent.plans[0].step_seconds and any(len(x.shape.stages) > 1 for x in template.parts):
                 yield [template]
@@ -227,8 +233,8 @@ def _unlike(found: Sequence[_Candidate]) -> list[_Candidate]:
     for candidate in sorted(found):
         parts = [(part.copies, part.shape.micro_batch_size, part.shape.stages) for part in candidate.template.parts]
         key = repr([(n * x[0].dp, size // x[0].dp, [(s.group, s.tp, s.layers) for s in x]) for n, size, x in parts])
-        known = best.setdefault(key, candidate)
-        if candidate.template.pipelines > known.template.pipelines and candidate.seconds < ALIKE * known.seconds:
+        listed = best.setdefault(key, candidate)
+        if candidate.template.pipelines > listed.template.pipelines and candidate.seconds < ALIKE * listed.seconds:
             best[key] = candidate
     return list(best.values())
 
@@ -239,9 +245,9 @@ def _estimate(
     """``rules``: of a similar template."""
     if all(len(part.shape.stages) == 1 for part in template.parts) or len(template.parts) > MOST_PIPELINES:
         return _Candidate(math.inf, chunks, template, ())
-    most = (CHUNKED_CLIMBING if rules else CHUNKED_TRIED) if chunks > 1 else CLIMBING if rules else TRIED
-    seconds, made = scorer.estimate(template, chunks, int(effort * most), limit, rules)
-    return _Candidate(seconds, chunks, template, made)
+    timed_actions = (CHUNKED_CLIMBING if rules else CHUNKED_TRIED) if chunks > 1 else CLIMBING if rules else TRIED
+    seconds, rules_used = scorer.estimate(template, chunks, int(effort * timed_actions), limit, rules)
+    return _Candidate(seconds, chunks, template, rules_used)
 
 
 def _simulated(start: SimulatedPlan, plan: Plan, problem: PlanningProblem, costs: CostModel) -> SimulatedPlan | None:
@@ -251,8 +257,8 @@ def _simulated(start: SimulatedPlan, plan: Plan, problem: PlanningProblem, costs
     except UserError:
         return None
     sync = start.prediction.sync if plan.stages == start.plan.stages else None
-    found = predict(plan, problem.model, problem.cluster, problem.dtype, costs, sync=sync)
-    return None if found.over else replace(start, plan=plan, prediction=found)
+    prediction = predict(plan, problem.model, problem.cluster, problem.dtype, costs, sync=sync)
+    return None if prediction.over else replace(start, plan=plan, prediction=prediction)
 
 
 def _node_groups(template: PlanTemplate) -> frozenset[object]:
@@ -278,8 +284,8 @@ def _near(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
         if space.micro_batch_sizes is None and size % 2 == 0 and all(size // 2 % s.dp == 0 for s in part.shape.stages):
             shapes.append((replace(part.shape, micro_batch_size=size // 2), 2 * count))
         for s, stage in enumerate(part.shape.stages if space.recompute is None else ()):
-            other = replace(stage.plain, recompute="none" if stage.recompute != "none" else "full")
-            shapes.append((part.shape.with_stages({s: other}), count))
+            toggled = replace(stage.plain, recompute="none" if stage.recompute != "none" else "full")
+            shapes.append((part.shape.with_stages({s: toggled}), count))
         yield from (_with_part(template, p, shape, m) for shape, m in shapes)
     for p, part in enumerate(template.parts):
         for shape in _swapped_and_moved(part.shape):
@@ -336,33 +342,33 @@ def adapted(
     prices, work = StageCosts(plan, costs), work or SearchWork()
     if not without_context(plan):
         return None
-    known: dict[PipelineTimes | ChunkedTimes, tuple[str, ...]] = {}
+    orders_by_times: dict[PipelineTimes | ChunkedTimes, tuple[str, ...]] = {}
     pipelines, tails = [], _tails(prediction, plan, prices)
     for pipeline in plan.pipelines:
         priced = prices.of(pipeline)
         times = pipeline_times(prediction, pipeline, priced, costs, tails[id(priced)])
         if times is None:
             return None
-        if times not in known:
-            if len(known) == MOST_PIPELINES:
+        if times not in orders_by_times:
+            if len(orders_by_times) == MOST_PIPELINES:
                 return None
-            each, count = 1 if isinstance(times, PipelineTimes) else CHUNKED, pipeline.num_micro_batches
-            most = int(min(effort, work.left() / each))
-            found = (
-                search_adaptive(times, count, most) if isinstance(times, PipelineTimes)
-                else search_adaptive_chunks(times, count, most)
+            action_cost, count = 1 if isinstance(times, PipelineTimes) else CHUNKED, pipeline.num_micro_batches
+            timed_actions = int(min(effort, work.left() / action_cost))
+            searched = (
+                search_adaptive(times, count, timed_actions) if isinstance(times, PipelineTimes)
+                else search_adaptive_chunks(times, count, timed_actions)
             )  # fmt: skip
-            work.add(each * found.timed_actions)
-            known[times] = stored_orders(found.schedule) if found.schedule.name == ADAPTIVE else ()
-        pipelines.append(replace(pipeline, orders=known[times]))
-    return replace(plan, schedule=ADAPTIVE, pipelines=tuple(pipelines)) if any(known.values()) else None
+            work.add(action_cost * searched.timed_actions)
+            orders_by_times[times] = stored_orders(searched.schedule) if searched.schedule.name == ADAPTIVE else ()
+        pipelines.append(replace(pipeline, orders=orders_by_times[times]))
+    return replace(plan, schedule=ADAPTIVE, pipelines=tuple(pipelines)) if any(orders_by_times.values()) else None
 
 
 def _tails(prediction: Prediction, plan: Plan, prices: StageCosts) -> dict[int, tuple[float, ...]]:
     """By the identity of a pipeline's costs, seconds of gradient reduction after each stage: of the slowest of the
     pipelines that cost the same."""
-    found = dict[int, tuple[float, ...]]()
+    by_costs = dict[int, tuple[float, ...]]()
     for pipeline in plan.pipelines:
-        key, own = id(prices.of(pipeline)), [max(prediction.tails[r] for r in s.ranks) for s in pipeline.stages]
-        found[key] = tuple(map(max, own, found.get(key, own)))
-    return found
+        key, stage_tails = id(prices.of(pipeline)), [max(prediction.tails[r] for r in s.ranks) for s in pipeline.stages]
+        by_costs[key] = tuple(map(max, stage_tails, by_costs.get(key, stage_tails)))
+    return by_costs

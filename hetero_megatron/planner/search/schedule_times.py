@@ -29,13 +29,15 @@ def pipeline_times(
         if prediction is not None:
             limits, memory = prediction.limits, prediction.memory
             room = min(limits[rank] - memory[rank].lasting - max(x[2] for x in row) for rank, row in rows.items())
-        kept, waiting = ([max(row[c][i] for row in rows.values()) for c in range(pipeline.chunks)] for i in (0, 1))
-        if room < sum(kept):
+        kept_bytes, waiting = (
+            [max(row[c][i] for row in rows.values()) for c in range(pipeline.chunks)] for i in (0, 1)
+        )
+        if room < sum(kept_bytes):
             return None
         stages.append(tuple(
             StageTimes(
                 *_compute_seconds(pipeline, seconds, s, c), tail_seconds=0.0 if c else tails[s],
-                split_seconds=_split_seconds(seconds, s, c), activation_bytes=kept[c], deferred_bytes=waiting[c],
+                split_seconds=_split_seconds(seconds, s, c), activation_bytes=kept_bytes[c], deferred_bytes=waiting[c],
                 memory_bytes=room,
             )
             for c in range(pipeline.chunks)
@@ -48,8 +50,10 @@ def pipeline_times(
 
 def _compute_seconds(pipeline: Pipeline, seconds: Costs, s: int, c: int) -> tuple[float, float, float]:
     """F, B_INPUT and W of a chunk, with what its stage spends on its messages."""
-    own = seconds.chunks[s][c] if seconds.chunks else None
-    forward, backward, weight = own[:3] if own else (seconds.forward[s], seconds.backward[s], seconds.weight[s])
+    of_chunk = seconds.chunks[s][c] if seconds.chunks else None
+    forward, backward, weight = (
+        of_chunk[:3] if of_chunk else (seconds.forward[s], seconds.backward[s], seconds.weight[s])
+    )
     host, last = seconds.host[s], len(pipeline.stages) - 1
     if last and (s, c) != (0, 0):
         forward += host.get("RECV_F", 0.0)

@@ -69,8 +69,8 @@ def _each_structure(problem: PlanningProblem, incumbent: Incumbent, counts: tupl
     for start in itertools.islice(starts.values(), STARTS):
         if start[0] > NEAR * incumbent.seconds:
             break
-        near = partial(_other_chips, problem=problem, pool=incumbent.scorer.pool)
-        if not LocalSearch.climb(start, problem.space, incumbent, EFFORT, near):
+        other_chips = partial(_other_chips, problem=problem, pool=incumbent.scorer.pool)
+        if not LocalSearch.climb(start, problem.space, incumbent, EFFORT, other_chips):
             return False
     return True
 
@@ -92,20 +92,20 @@ def _pipelines(
 
 def _beside(sequences: StageSequences) -> list[tuple[float, tuple[StageSequence, ...]]]:
     """(seconds, pipelines beside each other on disjoint chips), fastest first; memory has room for so many."""
-    inputs, found = sequences.inputs, list[tuple[float, tuple[StageSequence, ...]]]()
+    inputs, side_by_side = sequences.inputs, list[tuple[float, tuple[StageSequence, ...]]]()
     costs = inputs.scorer.costs
     weights, gradients, states = costs.memory.whole
     chips = [group.chip for group in inputs.pool.groups]
     room = sum(n * (costs.memory_limit(chip) - costs.overhead(chip)) for n, chip in zip(inputs.counts, chips))
-    most = min(inputs.most_pipelines, int((room - states) // max(1, weights + gradients)))
-    for pipelines in range(2, most + 1):
+    most_pipelines = min(inputs.most_pipelines, int((room - states) // max(1, weights + gradients)))
+    for pipelines in range(2, most_pipelines + 1):
         by_usage: dict[Usage, list[StageSequence]] = {}
         for x in sequences.fastest(pipelines):
             rows = by_usage.setdefault(x.usage, [])
             if len(rows) < BESIDE or all(row.size != x.size for row in rows):
                 rows.append(x)
-        found += [(_seconds(x, inputs), x) for x in _disjoint(list(by_usage.items()), inputs.counts, pipelines)]
-    return sorted(found, key=lambda row: row[0])
+        side_by_side += [(_seconds(x, inputs), x) for x in _disjoint(list(by_usage.items()), inputs.counts, pipelines)]
+    return sorted(side_by_side, key=lambda row: row[0])
 
 
 def _disjoint(
@@ -119,20 +119,20 @@ def _disjoint(
         yield taken
         return
     for i, (usage, rows) in enumerate(by_usage):
-        rest = tuple(a - b for a, b in zip(left, usage))
-        for row in (rows if len(taken) < 2 else rows[:1]) if min(rest) >= 0 else ():
-            yield from _disjoint(by_usage[i:], rest, pipelines - 1, (*taken, row))
+        remaining = tuple(a - b for a, b in zip(left, usage))
+        for row in (rows if len(taken) < 2 else rows[:1]) if min(remaining) >= 0 else ():
+            yield from _disjoint(by_usage[i:], remaining, pipelines - 1, (*taken, row))
 
 
 def _seconds(chosen: Sequence[StageSequence], inputs: ProgramInputs) -> float:
     """In which pipelines compute the batch in whole micro-batches."""
-    near = len({x.main for x in chosen}) == 1
-    rows = [(x.size, x.tau, x.delay + (x.near if near else x.far)) for x in chosen]
+    same_group = len({x.main for x in chosen}) == 1
+    rows = [(x.size, x.tau, x.delay + (x.near if same_group else x.far)) for x in chosen]
     low, high = 0.0, min(delay + tau * math.ceil(inputs.batch / size) for size, tau, delay in rows)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        done = sum(size * int((middle - delay) / tau) for size, tau, delay in rows if middle > delay)
-        low, high = (low, middle) if done >= inputs.batch else (middle, high)
+        computed = sum(size * int((middle - delay) / tau) for size, tau, delay in rows if middle > delay)
+        low, high = (low, middle) if computed >= inputs.batch else (middle, high)
     return high
 
 
@@ -146,20 +146,20 @@ def _other_chips(template: PlanTemplate, problem: PlanningProblem, pool: DeviceP
         giver, taker = template.parts[a], template.parts[b]
         alike = giver.copies * giver.shape.micro_batch_size == taker.copies * taker.shape.micro_batch_size
         if alike and giver.num_micro_batches > 1:
-            less = replace(giver, num_micro_batches=giver.num_micro_batches - 1)
-            more = replace(taker, num_micro_batches=taker.num_micro_batches + 1)
-            yield template.with_part(a, less).with_part(b, more)
+            giving = replace(giver, num_micro_batches=giver.num_micro_batches - 1)
+            taking = replace(taker, num_micro_batches=taker.num_micro_batches + 1)
+            yield template.with_part(a, giving).with_part(b, taking)
     for p, part in enumerate(template.parts):
         size, stages = part.shape.micro_batch_size, part.shape.stages
         for s, stage in enumerate(stages):
             for g in groups:
                 free = pool.counts[g] - used[g] + (part.copies * stage.chips if g == stage.group else 0)
-                for other in options(pool, g, problem.model, problem.space, size):
-                    if part.copies * other.chips <= free and (other.group, other.tp, other.dp) != (
+                for option in options(pool, g, problem.model, problem.space, size):
+                    if part.copies * option.chips <= free and (option.group, option.tp, option.dp) != (
                         stage.group, stage.tp, stage.dp
                     ):  # fmt: skip
-                        made = replace(stage, group=g, tp=other.tp, dp=other.dp)
-                        yield template.with_part(p, replace(part, shape=part.shape.with_stages({s: made})))
+                        changed = replace(stage, group=g, tp=option.tp, dp=option.dp)
+                        yield template.with_part(p, replace(part, shape=part.shape.with_stages({s: changed})))
             if len(stages) > 1 and stages[max(s, 1) - 1].layers + stage.layers:
                 yield template.with_part(p, replace(part, shape=_without(part.shape, s)))
 
@@ -167,9 +167,9 @@ def _other_chips(template: PlanTemplate, problem: PlanningProblem, pool: DeviceP
 def _without(shape: PipelineTemplate, s: int) -> PipelineTemplate:
     """Without one stage, whose layers a neighbour has."""
     stages: list[StageTemplate] = list(shape.stages)
-    gone = stages.pop(s)
+    removed = stages.pop(s)
     to = min(s, len(stages) - 1)
-    stages[to] = replace(stages[to], layers=stages[to].layers + gone.layers)
+    stages[to] = replace(stages[to], layers=stages[to].layers + removed.layers)
     return replace(shape, stages=tuple(stages))
 
 
@@ -187,12 +187,12 @@ def _unequal_shares(problem: PlanningProblem, incumbent: Incumbent) -> bool:
         likely, _ = fit.best_case(placed)
         if likely is None or scorer.bounds.lower_bound(likely) >= limit:
             return False
-        for found in fit.fits(placed):
-            score = scorer.score(found, limit)
+        for fitted in fit.fits(placed):
+            score = scorer.score(fitted, limit)
             if score is None or score.step_seconds >= limit:
                 continue
-            if simulate_best([(score.step_seconds, 0, found.joined())], problem, scorer):
-                incumbent.take(found.joined(), score.step_seconds)
+            if simulate_best([(score.step_seconds, 0, fitted.joined())], problem, scorer):
+                incumbent.take(fitted.joined(), score.step_seconds)
                 return True
         return False
 

@@ -71,13 +71,16 @@ class StageSequences:
     def fastest(self, pipelines: int) -> list[StageSequence]:
         """Those of a plan with so many pipelines, fastest first, by what each takes for its share of the batch: as much
         as its chips are of the speed of all."""
-        found, possible = list[StageSequence](), self._speeds.any() and pipelines <= min(self.chips, self.inputs.batch)
+        sequences, possible = (
+            list[StageSequence](),
+            self._speeds.any() and pipelines <= min(self.chips, self.inputs.batch),
+        )
         for size in self.sizes if possible else ():
             for rows in self._rows(size):
                 fits = rows.usage.sum(axis=1) <= self.chips - pipelines + 1
                 if fits.any():
-                    found += self._timed(_Rows(rows.options[fits], rows.usage[fits]), size, pipelines)
-        return sorted(found, key=lambda x: (x.seconds, x.size, len(x.stages)))
+                    sequences += self._timed(_Rows(rows.options[fits], rows.usage[fits]), size, pipelines)
+        return sorted(sequences, key=lambda x: (x.seconds, x.size, len(x.stages)))
 
     @cached_method
     def _options(self, size: int) -> list[StageTemplate]:
@@ -86,19 +89,22 @@ class StageSequences:
     @cached_method
     def _rows(self, size: int) -> list[_Rows]:
         options, counts = self._options(size), self.inputs.counts
-        most = min(self.tables.depth, self.layers + 2)
+        longest = min(self.tables.depth, self.layers + 2)
         by_length: dict[int, list[tuple[tuple[int, ...], Usage]]] = {}
 
         def extend(taken: tuple[int, ...], left: Usage) -> None:
             if taken:
                 by_length.setdefault(len(taken), []).append((taken, left))
-            for i, x in enumerate(options if len(taken) < most else ()):
+            for i, x in enumerate(options if len(taken) < longest else ()):
                 if x.chips <= left[x.group]:
                     extend((*taken, i), (*left[: x.group], left[x.group] - x.chips, *left[x.group + 1 :]))
 
         extend((), counts)
         return [
-            _Rows(np.array([taken for taken, _ in rows]), np.array(counts) - np.array([left for _, left in rows]))
+            _Rows(
+                np.array([taken for taken, _ in rows]),
+                np.array(counts) - np.array([remaining for _, remaining in rows]),
+            )
             for rows in by_length.values()
         ]
 
@@ -133,43 +139,43 @@ class StageSequences:
     @cached_method
     def _links(self, size: int) -> Floats:
         """[options, options, there and back] seconds of a transfer; 0 between stages with more chips than there are."""
-        found = np.zeros((len(self._options(size)), len(self._options(size)), 2))
-        for at, a, b, near in self._neighbours(size):
-            found[at] = self.tables.boundary(a, b, size, near)
-        return found
+        seconds = np.zeros((len(self._options(size)), len(self._options(size)), 2))
+        for pair, a, b, same_node in self._neighbours(size):
+            seconds[pair] = self.tables.boundary(a, b, size, same_node)
+        return seconds
 
     @cached_method
     def _messages(self, size: int) -> Floats:
         """[options, options, sender and receiver] seconds of a stage's hosts for the messages of a micro-batch, forward
         and backward, over a boundary, beyond what stage tables count."""
-        found = np.zeros((len(self._options(size)), len(self._options(size)), 2))
-        least = [self.tables.links.least_message(group.home) for group in self.inputs.pool.groups]
-        for at, a, b, near in self._neighbours(size):
-            sent, received = self.tables.message_seconds(a, b, near)
-            found[at] = 2 * (sent - least[a.group]), 2 * (received - least[b.group])
-        return found
+        seconds = np.zeros((len(self._options(size)), len(self._options(size)), 2))
+        least_message = [self.tables.links.least_message(group.home) for group in self.inputs.pool.groups]
+        for pair, a, b, same_node in self._neighbours(size):
+            sent, received = self.tables.message_seconds(a, b, same_node)
+            seconds[pair] = 2 * (sent - least_message[a.group]), 2 * (received - least_message[b.group])
+        return seconds
 
     @cached_method
     def _reduction(self, size: int, pipelines: int, embed: bool, head: bool) -> Floats:
         """[options, layers, near and far, reducing and spreading] seconds, as :meth:`ProgramInputs.sync_seconds`;
         affine in the layers. Near: if the holders of a stage are in one node where so many fit."""
-        memory, most, found = self.inputs.scorer.costs.memory, self.layers, []
+        memory, layers_in_all, by_option = self.inputs.scorer.costs.memory, self.layers, []
         for x in self._options(size):
             copies = pipelines * x.dp
             holders = np.array([copies, max(copies, self.inputs.pool.groups[x.group].per_node + 1.0)])
-            none, all_layers = (
+            no_layers, all_layers = (
                 np.stack(self.inputs.sync_seconds(memory.trained(x.tp, n, embed, head), holders, [x.group]), axis=1)
-                for n in (0, most)
+                for n in (0, layers_in_all)
             )
-            layers = np.arange(most + 2)[:, None, None] / most
-            found.append((none + (all_layers - none) * layers) * (copies > 1))
-        return np.stack(found)
+            layers = np.arange(layers_in_all + 2)[:, None, None] / layers_in_all
+            by_option.append((no_layers + (all_layers - no_layers) * layers) * (copies > 1))
+        return np.stack(by_option)
 
     def _timed(self, rows: _Rows, size: int, pipelines: int) -> Iterator[StageSequence]:
         share = 1.0 if pipelines == 1 else rows.usage @ self._speeds / (np.array(self.inputs.counts) @ self._speeds)
-        part = share * np.full(len(rows.options), self.inputs.batch / size)
-        count = np.maximum(1.0, part)
-        last, every = rows.options.shape[1] - 1, np.arange(len(count))
+        rounds = share * np.full(len(rows.options), self.inputs.batch / size)
+        count = np.maximum(1.0, rounds)
+        last, sequence = rows.options.shape[1] - 1, np.arange(len(count))
         tables, links, messages = list[Floats](), *(np.zeros((len(count), last, 2)) for _ in range(2))
         for s in range(last + 1):
             alive = np.minimum(last + 1 - s, np.ceil(count)).astype(np.int64)
@@ -181,7 +187,7 @@ class StageSequences:
             tables[s] += messages[:, s, :1]
             tables[s + 1] += messages[:, s, 1:]
         split = self._divided(tables, links.sum(axis=2), count)
-        times = np.stack([table[every, split[:, s]] for s, table in enumerate(tables)], axis=1)
+        times = np.stack([table[sequence, split[:, s]] for s, table in enumerate(tables)], axis=1)
         seconds = closed_forms_of_each(times, links.sum(axis=2), count, round_trips=True)
         taus, late = np.maximum(times.max(axis=1), links.max(axis=(1, 2), initial=0.0)), np.zeros((len(count), 2))
         for s in range(last + 1):
@@ -189,34 +195,36 @@ class StageSequences:
             late = np.maximum(late, added_seconds((sync[:, :, 0], sync[:, :, 1]), times[:, s, None]))
         options, longest = self._options(size), split.argmax(axis=1)
         for i in np.flatnonzero(np.isfinite(seconds)).tolist():
-            stages, (near, far) = tuple(options[j] for j in rows.options[i].tolist()), late[i].tolist()
+            stages, (inside, across) = tuple(options[j] for j in rows.options[i].tolist()), late[i].tolist()
             total, tau, usage = float(seconds[i]), float(taus[i]), tuple(rows.usage[i].tolist())
             delay, main = total - float(count[i]) * tau, stages[longest[i]].group
-            yield StageSequence(stages, usage, size, delay + near + float(part[i]) * tau, tau, delay, main, near, far)
+            yield StageSequence(
+                stages, usage, size, delay + inside + float(rounds[i]) * tau, tau, delay, main, inside, across
+            )
 
     def _divided(self, tables: list[Floats], links: Floats, count: Floats) -> Integers:
         """[sequences, stages] layers; some for which a table has inf where they do not fit."""
-        last, every = len(tables) - 1, np.arange(len(count))
-        least = [0 if s in (0, last) else 1 for s in range(last + 1)]
+        last, sequence = len(tables) - 1, np.arange(len(count))
+        fewest = [0 if s in (0, last) else 1 for s in range(last + 1)]
         finite = np.stack([np.where(np.isfinite(x), x, 0.0).max(axis=1) for x in tables])
         low = np.zeros(len(count))
         high = (count + last + 1) * finite.max(axis=0) + links.sum(axis=1)
 
         def layers(limit: Floats) -> Integers:
-            before, found = np.zeros(len(count)), []
+            earlier, counts = np.zeros(len(count)), []
             for s, table in enumerate(tables):
-                n = (count[:, None] * table <= ((limit - before) * (1 + 1e-12))[:, None]).sum(axis=1) - 1
-                found.append(np.where(n >= least[s], n, -1000))
-                before = before + table[every, np.maximum(n, 0)] + (links[:, s] if s < last else 0.0)
-            return np.stack(found, axis=1)
+                n = (count[:, None] * table <= ((limit - earlier) * (1 + 1e-12))[:, None]).sum(axis=1) - 1
+                counts.append(np.where(n >= fewest[s], n, -1000))
+                earlier = earlier + table[sequence, np.maximum(n, 0)] + (links[:, s] if s < last else 0.0)
+            return np.stack(counts, axis=1)
 
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            enough = layers(middle).sum(axis=1) >= self.layers
-            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+            holds_all = layers(middle).sum(axis=1) >= self.layers
+            low, high = np.where(holds_all, low, middle), np.where(holds_all, middle, high)
         split = layers(high)
         over = split.sum(axis=1) - self.layers
         for s in range(last, -1, -1):
-            less = np.clip(split[:, s] - least[s], 0, np.maximum(over, 0))
-            split[:, s], over = split[:, s] - less, over - less
+            dropped = np.clip(split[:, s] - fewest[s], 0, np.maximum(over, 0))
+            split[:, s], over = split[:, s] - dropped, over - dropped
         return np.where((over < 0)[:, None], self.layers + 1, np.maximum(split, 0))

@@ -66,11 +66,11 @@ def uniform_plans(
     """Every uniform plan over all chips of the pool whose TP groups lie inside nodes."""
     chips = pool.chips
     ranks = sorted((r, g, n) for g, group in enumerate(pool.groups) for n, node in enumerate(group.ranks) for r in node)
-    where = [(g, n) for _, g, n in ranks]
+    node_of = [(g, n) for _, g, n in ranks]
     for tp in range(1, chips + 1):
         if chips % tp or tp > model.num_heads:
             continue
-        blocks = [where[i : i + tp] for i in range(0, chips, tp)]
+        blocks = [node_of[i : i + tp] for i in range(0, chips, tp)]
         if any(len(set(block)) > 1 for block in blocks):
             continue
         groups = [block[0][0] for block in blocks]
@@ -80,7 +80,7 @@ def uniform_plans(
             dp = len(blocks) // pp
             if batch % dp:
                 continue
-            each, more = divmod(model.num_layers, pp)
+            per_stage, remainder = divmod(model.num_layers, pp)
             counts = Counter(zip(*(groups[p * dp : (p + 1) * dp] for p in range(pp))))
             for size in sizes:
                 if batch % (dp * size):
@@ -90,7 +90,10 @@ def uniform_plans(
                         PipelineReplicas(
                             PipelineTemplate(
                                 size,
-                                tuple(StageTemplate(g, tp, 1, each + (p < more), recompute) for p, g in enumerate(key)),
+                                tuple(
+                                    StageTemplate(g, tp, 1, per_stage + (p < remainder), recompute)
+                                    for p, g in enumerate(key)
+                                ),
                             ),
                             copies,
                             batch // (dp * size),
@@ -135,7 +138,7 @@ def top_uniform_plans(
     for _, i, shape, template in rough:
         if len(rows) >= 3 * most:
             break
-        if any(beyond > 0 for beyond in _bytes_over_by_stage(scorer, template)):
+        if any(bytes_over > 0 for bytes_over in _bytes_over_by_stage(scorer, template)):
             over.append((shape, template))
         else:
             rows.append((closed_seconds(scorer, template), i, shape, template))
@@ -161,8 +164,8 @@ def _bottleneck_seconds(scorer: TemplateScorer, part: PipelineReplicas) -> float
     embedding and head."""
     size, stages = part.shape.micro_batch_size, part.shape.stages
     first = {stage.group: stage for stage in reversed(stages)}  # the first stage of a group has the most layers
-    found = [scorer.stage(stage, size, False, False) for stage in first.values()]
-    return (part.num_micro_batches + len(stages) - 1) * max(x.forward + x.backward for x in found)
+    stage_costs = [scorer.stage(stage, size, False, False) for stage in first.values()]
+    return (part.num_micro_batches + len(stages) - 1) * max(x.forward + x.backward for x in stage_costs)
 
 
 def _bytes_over_by_stage(scorer: TemplateScorer, template: PlanTemplate) -> Iterator[float]:

@@ -50,11 +50,11 @@ def node_classes(placed: PlacedTemplate, node_of: Mapping[int, Node]) -> NodeCla
     lies = [[_nodes(units, node_of) for units in stages] for _, _, stages in placed.pipelines]
     users: Counter[Node] = Counter()
     for rows in lies:
-        found: set[Node] = set()
+        linked_nodes: set[Node] = set()
         for a, b in zip(rows, rows[1:]):
             if len(a | b) > 1:
-                found |= a | b
-        users.update(found)
+                linked_nodes |= a | b
+        users.update(linked_nodes)
     sharing: list[tuple[tuple[int, ...], ...]] = []
     by_node: dict[Node, Counter[StageId]] = defaultdict(Counter)
     total: Counter[StageId] = Counter()
@@ -71,12 +71,12 @@ def node_classes(placed: PlacedTemplate, node_of: Mapping[int, Node]) -> NodeCla
         index += part.copies
         sharing.append(tuple(distinct))
     classes: dict[tuple[object, ...], list[Node]] = defaultdict(list)
-    for node, held in by_node.items():
-        classes[(node[0], *sorted(held.items()))].append(node)
-    nodes: dict[StageId, dict[int, int]] = {at: {} for at in total}
+    for node, units_by_stage in by_node.items():
+        classes[(node[0], *sorted(units_by_stage.items()))].append(node)
+    nodes: dict[StageId, dict[int, int]] = {stage_id: {} for stage_id in total}
     for c, members in enumerate(classes.values()):
-        for at, n in by_node[members[0]].items():
-            nodes[at][c] = n
+        for stage_id, n in by_node[members[0]].items():
+            nodes[stage_id][c] = n
     return NodeClasses(
         tuple(members[0][0] for members in classes.values()), tuple(map(len, classes.values())), nodes, total,
         tuple(sharing),

@@ -53,13 +53,13 @@ class _FreeChips:
             return tuple(ranks)
         if count <= self.group.per_node:
             return None
-        found: list[int] = []
+        taken: list[int] = []
         for _ in range(-(-count // self.group.per_node)):
-            part = self.take(min(self.group.per_node, count - len(found)))
+            part = self.take(min(self.group.per_node, count - len(taken)))
             if part is None:
                 return None
-            found += part
-        return tuple(found)
+            taken += part
+        return tuple(taken)
 
 
 def place(template: PlanTemplate, pool: DevicePool) -> PlacedTemplate | None:
@@ -68,8 +68,8 @@ def place(template: PlanTemplate, pool: DevicePool) -> PlacedTemplate | None:
     requests: list[tuple[int, int, int, int]] = []  # (-tp, place in the order, pipeline, stage)
     for p, (shape, _) in enumerate(shapes):
         for s in range(len(shape.stages)):
-            at = s * len(shapes) + p if template.order == "stage" else p * 1000 + s
-            requests.append((-shape.stages[s].tp, at, p, s))
+            place_in_order = s * len(shapes) + p if template.order == "stage" else p * 1000 + s
+            requests.append((-shape.stages[s].tp, place_in_order, p, s))
     mixed: dict[int, set[int]] = defaultdict(set)
     for shape, _ in shapes:
         for stage in shape.stages:
@@ -80,10 +80,10 @@ def place(template: PlanTemplate, pool: DevicePool) -> PlacedTemplate | None:
     units: list[list[Units]] = [[() for _ in shape.stages] for shape, _ in shapes]
     for _, _, p, s in requests:
         stage = shapes[p][0].stages[s]
-        taken = [shelves[stage.group].take(stage.tp) for _ in range(stage.dp)]
-        if any(t is None for t in taken):
+        tp_groups = [shelves[stage.group].take(stage.tp) for _ in range(stage.dp)]
+        if any(t is None for t in tp_groups):
             return None
-        units[p][s] = tuple(t for t in taken if t is not None)
+        units[p][s] = tuple(t for t in tp_groups if t is not None)
     used = {rank for pipeline in units for stage_units in pipeline for unit in stage_units for rank in unit}
     idle = tuple(r for g in pool.groups for node in g.ranks for r in node if r not in used)
     pipelines = tuple((shape, m, tuple(u)) for (shape, m), u in zip(shapes, units, strict=True))
@@ -122,7 +122,7 @@ def _stage(
     chip: str,
 ) -> Stage:
     rows = shape.micro_batch_size // stage.dp
-    made = tuple(
+    stage_units = tuple(
         Unit(
             ranks,
             (1,) * stage.tp,
@@ -136,6 +136,6 @@ def _stage(
     last = len(shape.stages) - 1
     away = min(stage.away, stage.layers)
     return Stage(
-        layers, made, index == 0, index == last, recompute, chip, Optimizer(stage.offload, share=stage.share),
+        layers, stage_units, index == 0, index == last, recompute, chip, Optimizer(stage.offload, share=stage.share),
         activations=ActivationOffload(away) if away else None,
     )  # fmt: skip

@@ -136,11 +136,11 @@ class PlanTemplate:
 def in_flight(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
     """Per stage, the most micro-batches whose activations are alive at once, as counted by ``schedule.in_flight``;
     extrapolated linearly above ``2 x stages`` micro-batches."""
-    most = 2 * stages
-    if micro_batches <= most:
+    simulated = 2 * stages
+    if micro_batches <= simulated:
         return alive(generate(schedule, stages, micro_batches))
-    rows = zip(*(in_flight(schedule, stages, n) for n in (most - 1, most)))
-    return tuple(b + (b - a) * (micro_batches - most) for a, b in rows)
+    rows = zip(*(in_flight(schedule, stages, n) for n in (simulated - 1, simulated)))
+    return tuple(b + (b - a) * (micro_batches - simulated) for a, b in rows)
 
 
 def describe(shape: PipelineTemplate, chips: Sequence[str]) -> str:
@@ -160,13 +160,13 @@ def describe(shape: PipelineTemplate, chips: Sequence[str]) -> str:
             f"{len(counts)}x{counts[0]}" if len(counts) > 3 and len(set(counts)) == 1 else ",".join(map(str, counts))
         )
         recompute = {s.recompute for s in stages} - {"none"}
-        owned = sorted({s.share for s in stages} - {1})
-        away, there = sum(s.offload for s in stages), dict.fromkeys(min(s.away, s.layers) for s in stages)
+        optimizer_shares = sorted({s.share for s in stages} - {1})
+        away, offloaded = sum(s.offload for s in stages), dict.fromkeys(min(s.away, s.layers) for s in stages)
         words.append(
             f"{word} [{layers}]"
             + (f" recompute {'/'.join(sorted(recompute))}" if recompute else "")
-            + (f" optimizer share {'/'.join(map(str, owned))}" if owned else "")
+            + (f" optimizer share {'/'.join(map(str, optimizer_shares))}" if optimizer_shares else "")
             + ("" if not away else " offload" if away == len(stages) else f" offload {away} of {len(stages)}")
-            + (f" activations of {'/'.join(map(str, there))} layers in host memory" if any(there) else "")
+            + (f" activations of {'/'.join(map(str, offloaded))} layers in host memory" if any(offloaded) else "")
         )
     return " > ".join(words)

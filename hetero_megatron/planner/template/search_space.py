@@ -53,8 +53,8 @@ class SearchSpace:
         """Those of the chip types whose stages may have activations in host memory."""
         if self.recompute is not None or self.offload_activations == "never":
             return frozenset()
-        every = self.offload_activations == "always"
-        return frozenset(name for name, chip in chips.items() if every or chip.host_bandwidth is not None)
+        all_types = self.offload_activations == "always"
+        return frozenset(name for name, chip in chips.items() if all_types or chip.host_bandwidth is not None)
 
 
 def tp_degrees(pool: DevicePool, group: int, model: ModelSpec, space: SearchSpace, every: bool) -> tuple[int, ...]:

@@ -42,14 +42,14 @@ def with_slow_nodes(
     rates = load_rates(cluster, dtype)
     groups = {rank.node: rank.chip for rank in cluster.ranks}
     chips = dict(document.get("chips") or {})
-    measured = {name: dict(by) for name, by in ((document.get("rates") or {}).get("chips") or {}).items()}
-    new = {node: _name(groups[node], node) for node in factors}
+    measured = {name: dict(by_dtype) for name, by_dtype in ((document.get("rates") or {}).get("chips") or {}).items()}
+    slow_names = {node: _name(groups[node], node) for node in factors}
     for node, factor in factors.items():
-        old = groups[node]
-        chips[new[node]] = _entry(dict(chips.get(old) or {}), cluster, old, factor)
-        measured[new[node]] = {dtype: as_document(slower(rates.chips[old], factor))}
+        chip = groups[node]
+        chips[slow_names[node]] = _entry(dict(chips.get(chip) or {}), cluster, chip, factor)
+        measured[slow_names[node]] = {dtype: as_document(slower(rates.chips[chip], factor))}
     changed = {**document, "chips": chips, "rates": {**(document.get("rates") or {}), "chips": measured}}
-    return with_nodes(changed, lambda node, chip: new.get(node, chip))
+    return with_nodes(changed, lambda node, chip: slow_names.get(node, chip))
 
 
 def _name(chip: str, node: str) -> str:
@@ -60,25 +60,25 @@ def _name(chip: str, node: str) -> str:
 def _entry(entry: dict[str, Any], cluster: Cluster, chip: str, factor: float) -> dict[str, Any]:
     """The entry of a chip under ``chips:``, with the values that otherwise come from the catalogue, which lacks the new
     name."""
-    known = cluster.chips[chip]
+    described = cluster.chips[chip]
     entry.pop("rates", None)  # replaced by the scaled ones in the file's rates section
-    entry.setdefault("memory", f"{known.memory} B")
-    entry.setdefault("dtypes", list(known.dtypes))
-    entry.setdefault("source", known.source)
-    if known.flops:
-        entry.setdefault("tflops", {dtype: flops / 1e12 for dtype, flops in known.flops.items()})
+    entry.setdefault("memory", f"{described.memory} B")
+    entry.setdefault("dtypes", list(described.dtypes))
+    entry.setdefault("source", described.source)
+    if described.flops:
+        entry.setdefault("tflops", {dtype: flops / 1e12 for dtype, flops in described.flops.items()})
     for key in ("memory_bandwidth", "link_bandwidth", "host_bandwidth"):
-        if getattr(known, key) is not None:
-            entry.setdefault(key, f"{getattr(known, key)} B/s")
-    if known.speed is not None:
-        entry["emulate"] = {**(entry.get("emulate") or {}), "speed": known.speed / factor}
+        if getattr(described, key) is not None:
+            entry.setdefault(key, f"{getattr(described, key)} B/s")
+    if described.speed is not None:
+        entry["emulate"] = {**(entry.get("emulate") or {}), "speed": described.speed / factor}
     return entry
 
 
 def worst_by_node(cluster: Cluster, ratios: Mapping[int, float]) -> dict[str, float]:
     """Ratios by rank -> by node: that of its slowest chip."""
-    found: dict[str, float] = {}
+    by_node: dict[str, float] = {}
     for rank, ratio in ratios.items():
         node = cluster.ranks[rank].node
-        found[node] = max(found.get(node, 0.0), ratio)
-    return found
+        by_node[node] = max(by_node.get(node, 0.0), ratio)
+    return by_node

@@ -58,8 +58,8 @@ class ClusterPart:
 def cost_per_hour(choice: SimulatedPlan) -> float | None:
     """Cost per hour of the chips that a plan uses; None where one has no ``cost_per_hour``."""
     costs = [choice.cluster.chip_of(rank).cost_per_hour for rank in choice.plan.ranks]
-    known = [cost for cost in costs if cost is not None]
-    return sum(known) if len(known) == len(costs) else None
+    stated = [cost for cost in costs if cost is not None]
+    return sum(stated) if len(stated) == len(costs) else None
 
 
 def tokens_per_cost(choice: SimulatedPlan) -> float | None:
@@ -97,16 +97,16 @@ def parts(problem: PlanningProblem, costs: CostModel) -> list[ClusterPart]:
     usable = [problem.dtype in cluster.chips[group.chip].dtypes for group in cluster.nodes]
     kinds = sorted({group.chip for group, use in zip(cluster.nodes, usable) if use})
     by_kind = np.array([[group.chip == kind for kind in kinds] for group in cluster.nodes], float)
-    most = most_tokens(costs, kinds, chips @ by_kind) if kinds else np.zeros(len(rows))
+    most_speed = most_tokens(costs, kinds, chips @ by_kind) if kinds else np.zeros(len(rows))
     room = chips @ [
         max(0, costs.memory_limit(group.chip) - costs.overhead(group.chip)) if use else 0
         for group, use in zip(cluster.nodes, usable)
     ]
-    needed = _least_bytes(problem, costs)
+    least_bytes = _least_bytes(problem, costs)
     return [
         ClusterPart(row, float(cost), float(speed))
-        for row, cost, speed, bytes_ in zip(rows, chips @ prices, most, room, strict=True)
-        if bytes_ >= needed and speed > 0
+        for row, cost, speed, bytes_ in zip(rows, chips @ prices, most_speed, room, strict=True)
+        if bytes_ >= least_bytes and speed > 0
     ]
 
 
@@ -134,7 +134,7 @@ class _ByObjective:
 
     def take(self, result: SearchResult) -> bool:
         """Consider the plans of a result; returns whether one is the best so far."""
-        better = False
+        improved = False
         for choice in (result.best, *result.others):
             speed, cost = choice.prediction.tokens_per_second, cost_per_hour(choice)
             assert cost is not None, "checked for all chips"
@@ -143,8 +143,8 @@ class _ByObjective:
             if value is not None and (self.best is None or value > self.best[0]):
                 others = [c for c in (result.best, *result.others) if c is not choice]
                 result.best, result.others = choice, others
-                self.best, better = (value, result), True
-        return better
+                self.best, improved = (value, result), True
+        return improved
 
     def text(self) -> str:
         """A progress message."""
@@ -186,37 +186,37 @@ def search_objective(
     budget, started = budget or TimeBudget(problem.options.time_limit), time.monotonic()
     cluster = problem.cluster
     costs = CostModel(problem.model, cluster, problem.seq_length, problem.dtype, problem.options.costs)
-    left = parts(problem, costs)
-    whole = tuple(group.count for group in cluster.nodes)
-    found, failure, total, reached, searched = _ByObjective(deadline), None, len(left), 1.0, 0
-    while left and searched < MOST_SEARCHED:
+    remaining = parts(problem, costs)
+    all_nodes = tuple(group.count for group in cluster.nodes)
+    by_objective, failure, total, reached, searched = _ByObjective(deadline), None, len(remaining), 1.0, 0
+    while remaining and searched < MOST_SEARCHED:
         if searched and budget.over():
             break
         # The whole cluster first: its plan is usually the fastest.
-        part = min(left, key=lambda p: (p.counts != whole, found.order(p, reached), p.counts[::-1]))
+        part = min(remaining, key=lambda p: (p.counts != all_nodes, by_objective.order(p, reached), p.counts[::-1]))
         try:
             result = search_or_error(problem.on(_of(cluster, part)), budget)
             if isinstance(result, UserError):
                 failure = failure or result
             else:
-                if part.counts == whole:
+                if part.counts == all_nodes:
                     reached = result.best.prediction.tokens_per_second / part.most
-                if found.take(result) and progress is not None:
-                    progress(found.text())
+                if by_objective.take(result) and progress is not None:
+                    progress(by_objective.text())
         except KeyboardInterrupt:
-            if found.best is None or budget.interrupted:
+            if by_objective.best is None or budget.interrupted:
                 raise
             budget.stop()
             break
         searched += 1
-        left = [p for p in left if p is not part and found.can_be_better(p)]
-    if found.best is not None:
-        result = found.best[1]
+        remaining = [p for p in remaining if p is not part and by_objective.can_be_better(p)]
+    if by_objective.best is not None:
+        result = by_objective.best[1]
         result.complete, result.seconds = result.complete and not budget.cut, time.monotonic() - started
-        result.parts = _progress_text(searched, total, len(left), budget)
+        result.parts = _progress_text(searched, total, len(remaining), budget)
         return result
-    if deadline is not None and found.fastest:
-        raise _too_slow(deadline, found.fastest, searched, total, budget)
+    if deadline is not None and by_objective.fastest:
+        raise _too_slow(deadline, by_objective.fastest, searched, total, budget)
     if failure is None:  # not even all chips have enough memory: search raises the error that says what is missing
         return search(problem, budget=budget)
     raise failure

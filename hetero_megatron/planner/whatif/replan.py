@@ -81,15 +81,15 @@ class WarmPlanner:
 
     def _outlines(self) -> list[PipelineOutline]:
         """Distinct pipelines of the best plans, best first, and variants with fewer stages of one kind."""
-        found: dict[tuple[tuple[StageTemplate, ...], int], PipelineOutline] = {}
+        by_stages: dict[tuple[tuple[StageTemplate, ...], int], PipelineOutline] = {}
         for template in self.result.ranked:
             for part in template.parts:
                 stages = tuple(StageTemplate(s.group, s.tp, s.dp) for s in part.shape.stages)
                 for variant in _variants(stages):
-                    found.setdefault(
+                    by_stages.setdefault(
                         (variant, part.shape.micro_batch_size), PipelineOutline(variant, part.shape.micro_batch_size, 1)
                     )
-        return list(found.values())[:MOST_OUTLINES]
+        return list(by_stages.values())[:MOST_OUTLINES]
 
     def without(self, nodes: Sequence[str]) -> tuple[Plan, Cluster, float]:
         """(plan, cluster of its ranks, predicted step seconds) without these nodes.
@@ -98,24 +98,24 @@ class WarmPlanner:
             UserError: an unknown node, or no known pipeline fits the remaining nodes; a full search may still find a
                 plan.
         """
-        gone = set(nodes)
-        keep = [r.rank for r in self.cluster.ranks if r.node not in gone]
-        known = {r.node for r in self.cluster.ranks}
-        if not gone <= known:
-            raise UserError("the cluster has no such node", field="node", value=sorted(gone - known)[0])
+        lost = set(nodes)
+        keep = [r.rank for r in self.cluster.ranks if r.node not in lost]
+        node_names = {r.node for r in self.cluster.ranks}
+        if not lost <= node_names:
+            raise UserError("the cluster has no such node", field="node", value=sorted(lost - node_names)[0])
         smaller = self._smaller(set(keep))
         shape = tuple(g.nodes for g in smaller.groups)
-        found = self._ready.get(shape) or self._search(smaller)
-        if found is None:
+        warm = self._ready.get(shape) or self._search(smaller)
+        if warm is None:
             raise UserError(
                 "none of the known pipelines fits the nodes that are left", field="node", value=", ".join(nodes),
                 accepted="a full search: hetero-megatron plan --without",
             )  # fmt: skip
-        own = shrink(self.cluster, keep)
-        plan = self._on_ranks(found, smaller, {rank: i for i, rank in enumerate(keep)})
-        plan = with_islands_where_quick(plan, self.model, own)
-        validate(plan, self.model, own, dtype=self.problem.dtype)
-        return plan, own, found.seconds
+        remaining_cluster = shrink(self.cluster, keep)
+        plan = self._on_ranks(warm, smaller, {rank: i for i, rank in enumerate(keep)})
+        plan = with_islands_where_quick(plan, self.model, remaining_cluster)
+        validate(plan, self.model, remaining_cluster, dtype=self.problem.dtype)
+        return plan, remaining_cluster, warm.seconds
 
     def losses(self) -> list[NodeLoss]:
         """Plans for the loss of one node, once per node group: its nodes are interchangeable."""
@@ -128,17 +128,17 @@ class WarmPlanner:
         """Replan without ``node``; where no known pipeline fits, search."""
         started, warm = time.monotonic(), True
         try:
-            plan, left, step_seconds = self.without([node])
+            plan, smaller, step_seconds = self.without([node])
         except UserError:
             keep, warm = [r.rank for r in self.cluster.ranks if r.node != node], False
             try:
-                left = shrink(self.cluster, keep)
-                best = search(self.problem.on(left)).best
+                smaller = shrink(self.cluster, keep)
+                best = search(self.problem.on(smaller)).best
             except UserError as error:
                 problem = error.problem if keep else "no chip is left"
                 return NodeLoss(node, alike, time.monotonic() - started, warm=False, problem=problem)
             plan, step_seconds = best.plan, best.step_seconds
-        return NodeLoss(node, alike, time.monotonic() - started, plan, left, step_seconds, warm)
+        return NodeLoss(node, alike, time.monotonic() - started, plan, smaller, step_seconds, warm)
 
     def _on_ranks(self, found: WarmPlan, pool: DevicePool, number: Mapping[int, int]) -> Plan:
         """The plan on the ranks of ``pool``, which has the node counts of ``found.pool``, renumbered by ``number``."""
@@ -153,11 +153,11 @@ class WarmPlanner:
     def prepare(self) -> None:
         """Plan ahead for the loss of any one node, once per group of equal nodes."""
         for group in self.result.pool.groups:
-            gone = set(group.ranks[0])
-            smaller = self._smaller({r for g in self.result.pool.groups for n in g.ranks for r in n} - gone)
-            found = self._search(smaller) if smaller.chips else None
-            if found is not None:
-                self._ready[tuple(g.nodes for g in smaller.groups)] = found
+            lost = set(group.ranks[0])
+            smaller = self._smaller({r for g in self.result.pool.groups for n in g.ranks for r in n} - lost)
+            warm = self._search(smaller) if smaller.chips else None
+            if warm is not None:
+                self._ready[tuple(g.nodes for g in smaller.groups)] = warm
 
     def _smaller(self, left: set[int]) -> DevicePool:
         """The pool with only these ranks (whole nodes); empty groups are kept, so that tables stay valid."""
@@ -173,29 +173,31 @@ class WarmPlanner:
         """The best plan from known pipelines and context groups on these nodes; None when nothing fits."""
         best = self._pipelines(pool)
         if self._context is not None:
-            left = pool.restricted([i for i, g in enumerate(pool.groups) if g.nodes])
-            least = best.seconds if best is not None else math.inf
-            found = self._context.search(self.problem, self.result.scorer.for_pool(left), least)
-            if found is not None:
-                return WarmPlan(found.step_seconds, found.plan, pool)
+            with_nodes = pool.restricted([i for i, g in enumerate(pool.groups) if g.nodes])
+            seconds_to_beat = best.seconds if best is not None else math.inf
+            with_context = self._context.search(self.problem, self.result.scorer.for_pool(with_nodes), seconds_to_beat)
+            if with_context is not None:
+                return WarmPlan(with_context.step_seconds, with_context.plan, pool)
         return best
 
     def _pipelines(self, pool: DevicePool) -> WarmPlan | None:
-        known = self.result.scorer
+        warm_scorer = self.result.scorer
         stages = (s for p in self.result.best.template.parts for s in p.shape.stages)
         away = frozenset(pool.groups[s.group].chip for s in stages if s.offload)
-        scorer = TemplateScorer(known.tables.for_pool(pool, offload=away) if away else known.tables, pool, like=known)
+        scorer = TemplateScorer(
+            warm_scorer.tables.for_pool(pool, offload=away) if away else warm_scorer.tables, pool, like=warm_scorer
+        )
         builder = TemplateBuilder(self.problem, scorer)
-        found: list[tuple[float, int, PlanTemplate]] = []
+        bounded: list[tuple[float, int, PlanTemplate]] = []
         for i, rows in enumerate(self._combinations(pool)):
-            if found and i >= MOST_TRIED:
+            if bounded and i >= MOST_TRIED:
                 break
             for template in builder.templates(rows, self.result.best.template.schedule):
-                found.append((scorer.bounds.lower_bound(template), len(found), template))
+                bounded.append((scorer.bounds.lower_bound(template), len(bounded), template))
         best: WarmPlan | None = None
-        most = max(2, min(10, CHIPS_SCORED // max(pool.chips, 1)))  # scoring takes longer with more chips
-        for i, (least, _, template) in enumerate(sorted(found, key=lambda row: row[:2])):
-            if best is not None and (least >= best.seconds or i >= most):
+        most_scored = max(2, min(10, CHIPS_SCORED // max(pool.chips, 1)))  # scoring takes longer with more chips
+        for i, (bound, _, template) in enumerate(sorted(bounded, key=lambda row: row[:2])):
+            if best is not None and (bound >= best.seconds or i >= most_scored):
                 break
             score = scorer.score(template, best.seconds if best is not None else math.inf)
             if score is not None and score.over == 0 and (best is None or score.step_seconds < best.seconds):
@@ -212,23 +214,23 @@ class WarmPlanner:
         ]
         rows: list[tuple[float, int, list[PipelineOutline]]] = []
         for i in range(len(self.outlines)):
-            left, chosen, rate, late = list(pool.counts), [], 0.0, 0.0
+            chips_left, chosen, rate, late = list(pool.counts), [], 0.0, 0.0
             for j in (i, *range(i), *range(i + 1, len(self.outlines))):
-                copies = min(n // u for n, u in zip(left, usages[j]) if u)
+                copies = min(n // u for n, u in zip(chips_left, usages[j]) if u)
                 if copies:
                     outline = self.outlines[j]
                     chosen.append(replace(outline, copies=copies))
-                    left = [n - copies * u for n, u in zip(left, usages[j])]
+                    chips_left = [n - copies * u for n, u in zip(chips_left, usages[j])]
                     rate, late = rate + copies * speeds[j], late + copies * outline.size * (len(outline.stages) - 1)
-                    if len(chosen) == 1 or not any(left):
+                    if len(chosen) == 1 or not any(chips_left):
                         rows.append(((self.batch + late) / rate, len(rows), list(chosen)))
-            if any(left):
+            if any(chips_left):
                 rows.append(((self.batch + late) / rate if rate else math.inf, len(rows), chosen))
-        seen: set[frozenset[tuple[tuple[StageTemplate, ...], int, int]]] = set()
+        yielded: set[frozenset[tuple[tuple[StageTemplate, ...], int, int]]] = set()
         for _, _, chosen in sorted(rows, key=lambda row: row[:2]):
             key = frozenset((s.stages, s.size, s.copies) for s in chosen)
-            if chosen and key not in seen:
-                seen.add(key)
+            if chosen and key not in yielded:
+                yielded.add(key)
                 yield chosen
 
     @cached_method
@@ -237,10 +239,10 @@ class WarmPlanner:
         layers, last = self.model.num_layers, len(outline.stages) - 1
         rows = []
         for s, stage in enumerate(outline.stages):
-            one, two = (
+            one_layer, two_layers = (
                 self.result.scorer.stage(replace(stage, layers=n), outline.size, s == 0, s == last) for n in (1, 2)
             )
-            first, second = one.forward + one.backward, two.forward + two.backward
+            first, second = one_layer.forward + one_layer.backward, two_layers.forward + two_layers.backward
             rows.append(2 * first - second + (second - first) * np.arange(layers + 1))
         return outline.size / bottleneck(np.stack(rows), layers)
 
@@ -253,10 +255,10 @@ def _variants(stages: tuple[StageTemplate, ...]) -> Iterator[tuple[StageTemplate
         count = stages.count(kind)
         for fewer in dict.fromkeys((count - 1, count // 2, 0)):
             if fewer < count:
-                rest, seen = [], 0
+                kept, of_kind = [], 0
                 for stage in stages:
-                    seen += stage == kind
-                    if stage != kind or seen <= fewer:
-                        rest.append(stage)
-                if rest:
-                    yield tuple(rest)
+                    of_kind += stage == kind
+                    if stage != kind or of_kind <= fewer:
+                        kept.append(stage)
+                if kept:
+                    yield tuple(kept)

@@ -73,15 +73,15 @@ def best_for(
         try:
             plan = renumbered(from_megatron(row.flags, problem.model), row.order)
             plan = with_dtypes(plan, scorer.costs)
-            found = predict(plan, problem.model, problem.cluster, problem.dtype, scorer.costs)
+            prediction = predict(plan, problem.model, problem.cluster, problem.dtype, scorer.costs)
         except UserError:  # a combination that no plan has, as experts and divided weights
             continue
-        if found.over:
-            nearest = min(nearest, max(over.over for over in found.over))
-        elif best is None or found.step_seconds < best[1].step_seconds:
-            best = plan, found
+        if prediction.over:
+            nearest = min(nearest, max(over.over for over in prediction.over))
+        elif best is None or prediction.step_seconds < best[1].step_seconds:
+            best = plan, prediction
             if progress is not None:
-                progress(f"{describe(row.flags)}: {found.step_seconds:.4g} s")
+                progress(f"{describe(row.flags)}: {prediction.step_seconds:.4g} s")
     if best is None:
         lacking = "" if math.isinf(nearest) else f"; the nearest lacks {nearest / 2**30:.2f} GiB on a chip"
         why = f"{runtime.name} can express no plan that fits: {plural(len(rows), 'plan')} of equal degrees{lacking}"
@@ -108,15 +108,15 @@ def _orders(cluster: Cluster, scorer: TemplateScorer) -> list[tuple[int, ...]]:
         if rank.rank in able:
             by_type.setdefault(rank.chip, []).append(rank.rank)
     names = list(by_type)
-    found = {tuple(sorted(able)): None}
+    orders = {tuple(sorted(able)): None}
     if len(names) <= TYPES:
         parts = [part for n in range(len(names), 0, -1) for part in combinations(names, n)]
         chosen = [order for part in parts for order in permutations(part)]
     else:
         chosen = [tuple(names), *((name,) for name in names)]
     for order in chosen:
-        found[tuple(rank for name in order for rank in by_type[name])] = None
-    return list(found)
+        orders[tuple(rank for name in order for rank in by_type[name])] = None
+    return list(orders)
 
 
 def _candidates(runtime: ForeignRuntime, problem: PlanningProblem, scorer: TemplateScorer) -> Iterator[_Candidate]:
@@ -134,9 +134,9 @@ def _candidates(runtime: ForeignRuntime, problem: PlanningProblem, scorer: Templ
                     use_torch_fsdp2=dp > 1 and shard is not None,
                     torch_fsdp2_no_reshard_after_forward=dp > 1 and shard is False,
                 )  # fmt: skip
-                found = _divided(flags, order, scorer, runtime.uneven)
-                if found is not None:
-                    seconds, counts = found
+                divided = _divided(flags, order, scorer, runtime.uneven)
+                if divided is not None:
+                    seconds, counts = divided
                     flags = replace(flags, pipeline_model_parallel_layout=layout(counts))
                     yield _Candidate(seconds, flags, order)
 
@@ -151,8 +151,8 @@ def _degrees(
         if chips % tp or any(len(nodes) > 1 for nodes in blocks):
             continue
         for pp in range(1, (min(len(blocks), problem.model.num_layers) if runtime.pipeline else 1) + 1):
-            dp, rest = divmod(len(blocks), pp)
-            if not rest and problem.global_batch_size % dp == 0:
+            dp, remainder = divmod(len(blocks), pp)
+            if not remainder and problem.global_batch_size % dp == 0:
                 yield tp, pp, dp
 
 
@@ -177,7 +177,7 @@ def _divided(
             row.append(max(x.forward + x.backward for x in times) if fits else math.inf)
         seconds.append(np.array(row))
     if not uneven or pp == 1:
-        each, rest = divmod(layers, pp)
-        worst = max(float(row[each]) for row in seconds)
-        return None if rest or math.isinf(worst) else ((count + pp - 1) * worst, (each,) * pp)
+        per_stage, remainder = divmod(layers, pp)
+        slowest = max(float(row[per_stage]) for row in seconds)
+        return None if remainder or math.isinf(slowest) else ((count + pp - 1) * slowest, (per_stage,) * pp)
     return best_split(seconds, [(0.0, 0.0)] * (pp - 1), count)

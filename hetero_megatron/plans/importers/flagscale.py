@@ -121,14 +121,14 @@ def from_flagscale(flags: FlagScaleParallel, spec: ModelSpec) -> Plan:
 
 def _blame(flags: FlagScaleParallel, meshes: list[Mesh], key: str, stage: int) -> Blame | None:
     """The flag behind a key of the plan that was built from flags."""
-    at = f"stage {stage}, counted from 0"
-    split = ("hetero_pipeline_layer_split", at, "a layer for every stage between the first and the last")
-    recomputes = [f"recompute_{what}_per_stage_micro_batch" for what in ("num_layers", "granularity")]
+    stage_words = f"stage {stage}, counted from 0"
+    split = ("hetero_pipeline_layer_split", stage_words, "a layer for every stage between the first and the last")
+    recomputes = [f"recompute_{setting}_per_stage_micro_batch" for setting in ("num_layers", "granularity")]
     mesh = next((i for i, m in enumerate(meshes) if stage < sum(n.pp for n in meshes[: i + 1])), 0)
     names = {
         **dict.fromkeys(("layers", "embed", "head"), split),
         **dict.fromkeys(("tp", "context", "dp_split"), (MESHES, f"mesh {mesh}, counted from 0")),
-        "recompute": (next((n for n in recomputes if getattr(flags, n)), recomputes[-1]), at),
+        "recompute": (next((n for n in recomputes if getattr(flags, n)), recomputes[-1]), stage_words),
         "chip": ("hetero_device_types", f"mesh {mesh}, counted from 0"),
         **{name: (name,) for name in ("seq_length", "global_batch_size", "schedule")},
     }
@@ -160,8 +160,10 @@ def _pipeline(
             tps = [tuple(range(r, r + mesh.tp)) for r in range(first, first + inner * mesh.cp * mesh.tp, mesh.tp)]
             units, kv = context_members(context_flags(mesh.cp, comm_type, None), tps[: mesh.cp], rows, *sizes)
             if inner > 1:
-                parts = cut(rows, [1] * inner)
-                units = tuple(replace(units[0], ranks=tp, sequences=part) for tp, part in zip(tps, parts, strict=True))
+                intervals = cut(rows, [1] * inner)
+                units = tuple(
+                    replace(units[0], ranks=tp, sequences=interval) for tp, interval in zip(tps, intervals, strict=True)
+                )
             s = len(stages)
             layers = (split[s],) if split[s][0] < split[s][1] else ()
             stages.append(Stage(layers, units, s == 0, s == total - 1, recomputes[s], mesh.chip, kv=kv))
@@ -220,13 +222,13 @@ def _recomputes(flags: FlagScaleParallel, split: list[Interval], count: int) -> 
     number = _per_stage(flags, "recompute_num_layers_per_stage_micro_batch", len(split), count) or [1] * len(
         split
     )
-    result = []
+    recomputes = []
     for (a, b), on, block, layers in zip(split, granularity, method, number, strict=True):
         if on and not block and layers > 1:
             name = "recompute_num_layers_per_stage_micro_batch"
             raise flag_error(name, layers, "uniform recompute in chunks of several layers is missing", "1")
-        result.append(first_layers(layers if block else b - a, b - a) if on else Recompute())
-    return result
+        recomputes.append(first_layers(layers if block else b - a, b - a) if on else Recompute())
+    return recomputes
 
 
 def _per_stage(flags: FlagScaleParallel, name: str, stages: int, count: int) -> list[int] | None:

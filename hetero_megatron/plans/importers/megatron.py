@@ -52,8 +52,8 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
         flags.context_parallel_size, flags.cp_comm_type, flags.hierarchical_context_parallel_sizes
     )
     cp = context.size
-    dp, rest = divmod(flags.world_size, tp * cp * pp)
-    if rest:
+    dp, remainder = divmod(flags.world_size, tp * cp * pp)
+    if remainder:
         sizes, names = f"{tp} x {pp}", "tensor x pipeline parallel"
         if cp > 1:
             sizes, names = f"{tp} x {cp} x {pp}", "tensor x context x pipeline parallel"
@@ -79,13 +79,13 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
                 ranks = [tuple(range(first * tp, (first + 1) * tp)) for first in range(block * cp, (block + 1) * cp)]
                 members, kv = context_members(context, ranks, size, flags.seq_length, spec.num_heads)
                 units += [replace(unit, sequences=(i * size, (i + 1) * size)) for unit in members]
-            held = sum(b - a for a, b in layers[p])
+            layers_held = sum(b - a for a, b in layers[p])
             stage = Stage(
-                layers=layers[p] if held or len(layers[p]) > 1 else (),
+                layers=layers[p] if layers_held or len(layers[p]) > 1 else (),
                 units=tuple(units),
                 embed=p == embed,
                 head=p == head,
-                recompute=recompute(flags, held),
+                recompute=recompute(flags, layers_held),
                 kv=kv,
                 weights=_weights(flags, units),
                 activations=offload(flags, layers[p], spec),
@@ -105,8 +105,8 @@ def _blame(flags: MegatronParallel, key: str, stage: int) -> Blame | None:
         if flags.pipeline_model_parallel_layout is not None:
             name, accepted = "pipeline_model_parallel_layout", "E, t or L in every stage"
         else:
-            said = (*VIRTUAL, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-            name = next((n for n in said if getattr(flags, n) is not None), "pipeline_model_parallel_size")
+            names_of_flags = (*VIRTUAL, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+            name = next((n for n in names_of_flags if getattr(flags, n) is not None), "pipeline_model_parallel_size")
             accepted = "a layer for every stage between the first and the last"
         return Blame(name, getattr(flags, name), f"stage {stage}, counted from 0", accepted)
     names = {
@@ -149,12 +149,12 @@ def micro_batches(global_batch_size: int | None, per_step: int) -> int:
         return 1
     if global_batch_size < 1 or global_batch_size % per_step:
         lower = global_batch_size // per_step * per_step
-        near = f"{lower} or {lower + per_step}" if lower > 0 else str(per_step)
+        nearest = f"{lower} or {lower + per_step}" if lower > 0 else str(per_step)
         raise flag_error(
             "global_batch_size",
             global_batch_size,
             f"not a multiple of {per_step} (micro-batch size x data parallel)",
-            f"{near}, or a plan file with unequal shares",
+            f"{nearest}, or a plan file with unequal shares",
         )
     return global_batch_size // per_step
 
@@ -185,25 +185,25 @@ EXPERT_MODULES = ("expert_fc1", "moe_act")
 
 def offload(flags: MegatronParallel, layers: Sequence[Interval], spec: ModelSpec) -> ActivationOffload | None:
     """The flags about activations in host memory, for a stage with these layers."""
-    count, held = flags.cpu_offloading_num_layers, sum(b - a for a, b in layers)
+    count, held_layers = flags.cpu_offloading_num_layers, sum(b - a for a, b in layers)
     if flags.cpu_offloading and count is None:
         raise flag_error("cpu_offloading", True, "of how many layers?", "--cpu-offloading-num-layers N beside it")
-    whole, chosen = flags.fine_grained_activation_offloading, flags.offload_modules
-    if whole and count:
+    all_layers, chosen = flags.fine_grained_activation_offloading, flags.offload_modules
+    if all_layers and count:
         name = "--fine-grained-activation-offloading"
         raise flag_error("cpu_offloading_num_layers", count, f"{name} offloads all layers", "one of the two")
     if chosen is not None:
-        known = (*OFFLOAD_MODULES, *EXPERT_MODULES)
-        needed = OFFLOAD_MODULES if spec.moe is None else known
-        unknown = next((m for m in chosen if m not in known), None)
-        if unknown is not None or not set(needed) <= set(chosen):
+        known_modules = (*OFFLOAD_MODULES, *EXPERT_MODULES)
+        needed_modules = OFFLOAD_MODULES if spec.moe is None else known_modules
+        unknown = next((m for m in chosen if m not in known_modules), None)
+        if unknown is not None or not set(needed_modules) <= set(chosen):
             problem = "all that a layer saves goes together" if unknown is None else f"no module is called {unknown}"
-            accepted = f"{' '.join(needed)}, or leave the flag out"
+            accepted = f"{' '.join(needed_modules)}, or leave the flag out"
             raise flag_error("offload_modules", " ".join(chosen), problem, accepted)
     if count and len(layers) > 1:
         problem = "the first layers of every virtual stage cannot be chosen alone"
         raise flag_error("cpu_offloading_num_layers", count, problem, "--fine-grained-activation-offloading")
-    away = held if whole else min(count or 0, held)
+    away = held_layers if all_layers else min(count or 0, held_layers)
     return ActivationOffload(away, flags.fine_grained_offloading_max_inflight_offloads or 1) if away else None
 
 

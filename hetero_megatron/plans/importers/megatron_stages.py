@@ -123,11 +123,11 @@ def virtual_counts(flags: MegatronParallel, num_layers: int) -> list[int]:
         slots = layer_counts(flags, num_layers)
     rounds = virtual
     if per_stage is not None:
-        even = len(set(slots)) == 1 and slots[0] % value == 0
-        rounds = slots[0] // value if even else 0
+        divisible = len(set(slots)) == 1 and slots[0] % value == 0
+        rounds = slots[0] // value if divisible else 0
     if not slots or rounds < 1 or any(count % rounds for count in slots):
-        held = f"{plural(num_layers, 'layer')} over {plural(pp, 'stage')}"
-        raise flag_error(name, value, f"{held} cannot be divided into such virtual stages", "what divides them")
+        described = f"{plural(num_layers, 'layer')} over {plural(pp, 'stage')}"
+        raise flag_error(name, value, f"{described} cannot be divided into such virtual stages", "what divides them")
     counts = [count // rounds for count in slots] * rounds
     counts[0] -= embed
     counts[-1] -= loss
@@ -136,11 +136,11 @@ def virtual_counts(flags: MegatronParallel, num_layers: int) -> list[int]:
 
 def intervals(counts: Sequence[int]) -> list[Interval]:
     """Consecutive ranges of these lengths."""
-    result, start = [], 0
+    ranges, start = [], 0
     for count in counts:
-        result.append((start, start + count))
+        ranges.append((start, start + count))
         start += count
-    return result
+    return ranges
 
 
 def layer_counts(flags: MegatronParallel, num_layers: int) -> list[int]:
@@ -177,8 +177,8 @@ def layer_counts(flags: MegatronParallel, num_layers: int) -> list[int]:
 
 
 def _even(total: int, parts: int) -> list[int]:
-    each, extra = divmod(total, parts)
-    return [each + (i < extra) for i in range(parts)]
+    quotient, remainder = divmod(total, parts)
+    return [quotient + (i < remainder) for i in range(parts)]
 
 
 def layout_stages(text: str, pp: int, num_layers: int) -> tuple[list[int], int, int]:
@@ -210,8 +210,8 @@ def layout_stages(text: str, pp: int, num_layers: int) -> tuple[list[int], int, 
 def expand_layout(text: str) -> str:
     """Multiply out ``x*n`` and ``(...)*n``; commas and blanks are cosmetic."""
     tokens = re.findall(r"\d+|.", re.sub(r"[\s,]", "", text), flags=re.DOTALL)
-    expanded, rest = _sequence(text, tokens, 0)
-    if rest < len(tokens):
+    expanded, end = _sequence(text, tokens, 0)
+    if end < len(tokens):
         raise flag_error("pipeline_model_parallel_layout", text, "a ')' without '('")
     return expanded
 
@@ -219,28 +219,28 @@ def expand_layout(text: str) -> str:
 def _sequence(text: str, tokens: list[str], i: int, depth: int = 0) -> tuple[str, int]:
     """Expand tokens from ``i`` to the end of this parenthesis; (expanded, next index)."""
     name = "pipeline_model_parallel_layout"
-    parts: list[str] = []
+    pieces: list[str] = []
     while i < len(tokens) and tokens[i] != ")":
         if tokens[i] == "(":
             if depth > 20:
                 raise flag_error(name, text, "nested too deeply")
-            part, i = _sequence(text, tokens, i + 1, depth + 1)
+            piece, i = _sequence(text, tokens, i + 1, depth + 1)
             if i == len(tokens):
                 raise flag_error(name, text, "a '(' without ')'")
         elif tokens[i] in "EtmL|":
-            part = tokens[i]
+            piece = tokens[i]
         else:
             raise flag_error(name, text, f"unexpected {tokens[i]!r}", "E, t, m, L, |, x*n and (...)*n")
         i += 1
         if i < len(tokens) and tokens[i] == "*":
             if i + 1 == len(tokens) or not tokens[i + 1].isdecimal():
                 raise flag_error(name, text, "a '*' without a number after it", "x*n")
-            if len(part) * int(tokens[i + 1]) > MAX_LAYOUT:
+            if len(piece) * int(tokens[i + 1]) > MAX_LAYOUT:
                 raise flag_error(name, text, "it expands to an absurd length")
-            part *= int(tokens[i + 1])
+            piece *= int(tokens[i + 1])
             i += 2
-        parts.append(part)
-    return "".join(parts), i
+        pieces.append(piece)
+    return "".join(pieces), i
 
 
 COMM_TYPES = ("p2p", "a2a", "a2a+p2p", "allgather")
@@ -321,15 +321,19 @@ class ExpertFlags:
         """Of a stage with these ranks, TP fastest, then context, then data parallel."""
         if not self.num_experts:
             return ()
-        share, wide = self.num_experts // self.size, self.tensor
-        found = []
-        for start in range(0, len(ranks), self.size * wide):
+        share, tensor_size = self.num_experts // self.size, self.tensor
+        expert_groups = []
+        for start in range(0, len(ranks), self.size * tensor_size):
             members = [
-                ExpertMember(tuple(ranks[start + i * wide :][:wide]), (i * share, (i + 1) * share), (1,) * wide)
+                ExpertMember(
+                    tuple(ranks[start + i * tensor_size :][:tensor_size]),
+                    (i * share, (i + 1) * share),
+                    (1,) * tensor_size,
+                )
                 for i in range(self.size)
             ]
-            found.append(ExpertGroup(tuple(members)))
-        return tuple(sorted(found, key=lambda group: min(group.ranks)))
+            expert_groups.append(ExpertGroup(tuple(members)))
+        return tuple(sorted(expert_groups, key=lambda group: min(group.ranks)))
 
 
 def expert_flags(flags: MegatronParallel, spec: ModelSpec, data_parallel: int) -> ExpertFlags:
@@ -338,13 +342,13 @@ def expert_flags(flags: MegatronParallel, spec: ModelSpec, data_parallel: int) -
     Raises:
         UserError: names the flag.
     """
-    size, asked = flags.expert_model_parallel_size, flags.expert_tensor_parallel_size
+    size, expert_tensor = flags.expert_model_parallel_size, flags.expert_tensor_parallel_size
     if spec.moe is None:
-        for key, value in ((_SIZE, size if size != 1 else None), (_TENSOR, asked)):
+        for key, value in ((_SIZE, size if size != 1 else None), (_TENSOR, expert_tensor)):
             if value is not None:
                 raise flag_error(key, value, "the model has no mixture of experts", "leave the flag out")
         return ExpertFlags(1, 1, 1, 0)
-    tensor = flags.tensor_model_parallel_size if asked is None else asked
+    tensor = flags.tensor_model_parallel_size if expert_tensor is None else expert_tensor
     if tensor < 1:
         raise flag_error(_TENSOR, tensor, "too small", "an integer >= 1")
     count = spec.moe.num_experts
@@ -352,12 +356,12 @@ def expert_flags(flags: MegatronParallel, spec: ModelSpec, data_parallel: int) -
         divisors = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
         why = f"{plural(count, 'expert')} cannot be divided evenly by it"
         raise flag_error(_SIZE, size, why, f"{divisors}, or a plan file with unequal counts")
-    whole, inner = size * tensor, flags.tensor_model_parallel_size * flags.context_parallel_size
-    replicas, rest = divmod(whole, inner)
-    if whole < inner:
-        replicas, rest = 1, inner % whole
+    expert_ranks, inner = size * tensor, flags.tensor_model_parallel_size * flags.context_parallel_size
+    replicas, remainder = divmod(expert_ranks, inner)
+    if expert_ranks < inner:
+        replicas, remainder = 1, inner % expert_ranks
     why = f"{size} x {tensor} ranks (expert x expert tensor parallel)"
-    if rest:
+    if remainder:
         problem = f"{why} do not fit {inner} (tensor x context parallel)"
         raise flag_error(_SIZE, size, problem, "sizes whose product divides it, or is a multiple")
     if data_parallel % replicas:

@@ -34,38 +34,40 @@ def divided_bytes(plan: Plan, tied: bool, buckets: Iterable[Bucket], item: int) 
         tied: the head's matrix is the embedding's.
         item: bytes of a weight.
     """
-    stages, wide = plan.sharding_stages, max(item, 4)
+    stages, gradient_bytes = plan.sharding_stages, max(item, 4)
     sizes, messages = (defaultdict[int, dict[Step, int]](lambda: defaultdict(int)) for _ in range(2))
-    held: dict[int, dict[Step, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    gradients: dict[int, dict[Step, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for bucket in (b for b in buckets if b.weights is not None):
         assert bucket.segment is not None
-        whole, owned = bucket.counts()
-        own, copies = 1 if bucket.int8 else item, whole.sum() / owned.sum()
-        moving = buffer_bytes(whole, owned, copies, item, bucket.dense)[0]
-        columns = (column.tolist() for column in (whole, owned, moving))
-        for rank, has, keeps, travels in zip(bucket.ranks, *columns, strict=True):
-            sizes[rank][bucket.segment] += has * own
-            messages[rank][bucket.segment] += own * _message(has, keeps, copies, bucket.dense)
+        held_elements, owned_elements = bucket.counts()
+        element_bytes, copies = 1 if bucket.int8 else item, held_elements.sum() / owned_elements.sum()
+        moving = buffer_bytes(held_elements, owned_elements, copies, item, bucket.dense)[0]
+        columns = (column.tolist() for column in (held_elements, owned_elements, moving))
+        for rank, held_by_rank, owned_by_rank, travels in zip(bucket.ranks, *columns, strict=True):
+            sizes[rank][bucket.segment] += held_by_rank * element_bytes
+            messages[rank][bucket.segment] += element_bytes * _message(
+                held_by_rank, owned_by_rank, copies, bucket.dense
+            )
             if bucket.trained:
-                held[rank][bucket.segment].append((has, int(travels)))
+                gradients[rank][bucket.segment].append((held_by_rank, int(travels)))
     split = splits_backward(plan)
     return {
         rank: DividedBytes(
-            _gathered(stages[rank], tied, parts), _gradients(held[rank], wide, split),
+            _gathered(stages[rank], tied, steps), _gradients(gradients[rank], gradient_bytes, split),
             _under_way(stages[rank], messages[rank]),
-        ) for rank, parts in sizes.items()
+        ) for rank, steps in sizes.items()
     }  # fmt: skip
 
 
 def owned_bytes(buckets: Iterable[Bucket], item: int, moments: int) -> dict[int, int]:
     """By rank, what it keeps of divided weights: frozen ones as they are stored, of others masters, moments and sums of
     gradients."""
-    found: dict[int, int] = defaultdict(int)
+    by_rank: dict[int, int] = defaultdict(int)
     for bucket in buckets:
-        each = max(item, 4) * (moments + 2) if bucket.trained else 1 if bucket.int8 else item
-        for rank, owned in zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True):
-            found[rank] += owned * each
-    return found
+        element_bytes = max(item, 4) * (moments + 2) if bucket.trained else 1 if bucket.int8 else item
+        for rank, elements in zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True):
+            by_rank[rank] += elements * element_bytes
+    return by_rank
 
 
 def _message(held: int, owned: int, copies: float, dense: bool) -> int:
@@ -85,11 +87,13 @@ def _under_way(stage: Stage, messages: Mapping[Step, int]) -> int:
 
 def frozen_bytes(buckets: Iterable[Bucket], item: int) -> dict[int, int]:
     """By rank, bytes that frozen weights take less because their stage divides them, which keeps what ranks own."""
-    found: dict[int, int] = defaultdict(int)
+    by_rank: dict[int, int] = defaultdict(int)
     for bucket in (b for b in buckets if not b.trained):
-        for rank, held, owned in zip(bucket.ranks, *(x.tolist() for x in bucket.counts()), strict=True):
-            found[rank] += (held - owned) * (1 if bucket.int8 else item)
-    return found
+        for rank, held_elements, owned_elements in zip(
+            bucket.ranks, *(x.tolist() for x in bucket.counts()), strict=True
+        ):
+            by_rank[rank] += (held_elements - owned_elements) * (1 if bucket.int8 else item)
+    return by_rank
 
 
 def _gathered(stage: Stage, tied: bool, sizes: Mapping[Step, int]) -> int:
@@ -97,36 +101,36 @@ def _gathered(stage: Stage, tied: bool, sizes: Mapping[Step, int]) -> int:
     assert stage.weights is not None
     if not stage.weights.reshard_after_forward:
         return sum(sizes.values())
-    most, last = 0, len(stage.chunks) - 1
+    largest, last = 0, len(stage.chunks) - 1
     for number, (a, b) in enumerate(stage.chunks):
         steps: list[set[Step]] = [{layer} for layer in range(a, b)]
         steps = [{"embed"}, *steps] if stage.embed and number == 0 else steps
         if stage.head and number == last:
             steps.append({"head", "embed"} if tied else {"head"})
-        together: Iterable[set[Step]]
+        whole_at_once: Iterable[set[Step]]
         if stage.weights.gather == "micro-batch":
-            together = [set().union(*steps)]
+            whole_at_once = [set().union(*steps)]
         else:
-            together = [*steps, *(x | y for x, y in pairwise(steps))]
-        most = max([most, *(sum(sizes.get(step, 0) for step in used) for used in together)])
-    return most
+            whole_at_once = [*steps, *(x | y for x, y in pairwise(steps))]
+        largest = max([largest, *(sum(sizes.get(step, 0) for step in used) for used in whole_at_once)])
+    return largest
 
 
 def _gradients(parts: dict[Step, list[tuple[int, int]]], wide: int, split: bool) -> int:
     """Bytes of gradients on a rank, its parts in the order of backward."""
     rows = list(parts.values())
-    every = [pair for row in rows for pair in row]
-    under_way = [every[i : i + IN_FLIGHT] for i in range(len(every))]
-    travels = max((sum(x for _, x in some) for some in under_way), default=0)
-    most = 0
+    buckets = [pair for row in rows for pair in row]
+    under_way = [buckets[i : i + IN_FLIGHT] for i in range(len(buckets))]
+    travels = max((sum(x for _, x in window) for window in under_way), default=0)
+    largest = 0
     if split:
-        last = max((sum(has for has, _ in some) for some in under_way), default=0)
-        return wide * (sum(has for has, _ in every) + last) + travels
-    before: Sequence[tuple[int, int]] = ()
+        last = max((sum(elements for elements, _ in window) for window in under_way), default=0)
+        return wide * (sum(elements for elements, _ in buckets) + last) + travels
+    in_flight: Sequence[tuple[int, int]] = ()
     for row in rows:
-        most = max(most, sum(has for has, _ in (*before, *row)))
-        before = (*before, *row)[-IN_FLIGHT:]
-    return wide * most + travels
+        largest = max(largest, sum(elements for elements, _ in (*in_flight, *row)))
+        in_flight = (*in_flight, *row)[-IN_FLIGHT:]
+    return wide * largest + travels
 
 
 def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:
@@ -139,8 +143,8 @@ def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -
     Args:
         held, owned: elements; copies: ranks that hold the same ones.
     """
-    wide, taken = max(item, 4), owned * (copies - 1)
+    gradient_bytes, taken_elements = max(item, 4), owned * (copies - 1)
     if dense:
-        come = wide * (taken + (owned if copies > 2 else 0))
-        return come, come
-    return wide * (held - owned + taken), wide * (taken + owned)
+        arriving = gradient_bytes * (taken_elements + (owned if copies > 2 else 0))
+        return arriving, arriving
+    return gradient_bytes * (held - owned + taken_elements), gradient_bytes * (taken_elements + owned)

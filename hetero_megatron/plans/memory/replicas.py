@@ -21,13 +21,13 @@ def choose_holders(nodes: Sequence[str], sizes: Sequence[int], staying: Sequence
     """
     count = len(nodes)
     stays = [True] * count if staying is None else list(staying)
-    load, found = [0] * count, [0] * count
+    load, holders = [0] * count, [0] * count
     for i in sorted(range(count), key=lambda i: (-sizes[i], i)):
-        others = [j for j in range(count) if j != i and stays[j]] or [i]
-        apart = [j for j in others if nodes[j] != nodes[i]] or others
-        found[i] = min(apart, key=lambda j: (load[j], (j - i) % count))
-        load[found[i]] += sizes[i]
-    return found
+        candidates = [j for j in range(count) if j != i and stays[j]] or [i]
+        on_other_nodes = [j for j in candidates if nodes[j] != nodes[i]] or candidates
+        holders[i] = min(on_other_nodes, key=lambda j: (load[j], (j - i) % count))
+        load[holders[i]] += sizes[i]
+    return holders
 
 
 def replica_bytes(
@@ -39,24 +39,24 @@ def replica_bytes(
         moments: states per element of the optimizer, beside the master.
         nodes: by rank.
     """
-    owned = dict.fromkeys(sorted(plan.ranks), 0)
+    owned_states = dict.fromkeys(sorted(plan.ranks), 0)
     for bucket in buckets:
         for rank, count in zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True):
-            owned[rank] += count * (moments if bucket.matrices else 1 + moments)
-    ranks, sizes = list(owned), [count * max(ITEM_BYTES[dtype], 4) for count in owned.values()]
+            owned_states[rank] += count * (moments if bucket.matrices else 1 + moments)
+    ranks, sizes = list(owned_states), [count * max(ITEM_BYTES[dtype], 4) for count in owned_states.values()]
     if len(ranks) == 1:
         return {ranks[0]: (0, 0)}
-    held = list(sizes)
+    held_bytes = list(sizes)
     for i, holder in enumerate(choose_holders([nodes[rank] for rank in ranks], sizes)):
-        held[holder] += sizes[i]
-    return {rank: (MOMENTS_KEPT * held[i], sizes[i]) for i, rank in enumerate(ranks)}
+        held_bytes[holder] += sizes[i]
+    return {rank: (MOMENTS_KEPT * held_bytes[i], sizes[i]) for i, rank in enumerate(ranks)}
 
 
 def format_replicas(found: Mapping[int, tuple[int, int]], every: int) -> str:
     """One line, of the rank that holds most and the one that sends most."""
-    most, sends = (max(found, key=lambda rank: found[rank][which]) for which in (0, 1))
+    holds_most, sends = (max(found, key=lambda rank: found[rank][column]) for column in (0, 1))
     steps = "every step" if every == 1 else f"every {every} steps"
     return (
-        f"copies for peers: up to {format_bytes(found[most][0])} of host memory (rank {most}); "
+        f"copies for peers: up to {format_bytes(found[holds_most][0])} of host memory (rank {holds_most}); "
         f"{steps} up to {format_bytes(found[sends][1])} sent (rank {sends})"
     )

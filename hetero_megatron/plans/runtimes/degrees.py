@@ -27,37 +27,39 @@ def degrees_of(plan: Plan, spec: ModelSpec, runtime: str) -> MegatronParallel:
     """
     plan = by_replica(plan)
     for p, s, stage in _stages(plan):
-        for what, instead in unequal(stage, plan.seq_length):
-            raise UserError(f"{runtime} cannot say {what}", field=f"pipelines[{p}].stages[{s}]", accepted=instead)
+        for unsayable, accepted_plan in unequal(stage, plan.seq_length):
+            raise UserError(
+                f"{runtime} cannot say {unsayable}", field=f"pipelines[{p}].stages[{s}]", accepted=accepted_plan
+            )
     flags = _flags(plan, spec)
     try:
-        other = from_megatron(flags, spec)
-        where = difference(_unnumbered(plan), _unnumbered(other))
+        written = from_megatron(flags, spec)
+        field = difference(_unnumbered(plan), _unnumbered(written))
     except UserError as error:
-        where = error.field or "pipelines"
-    if where:
+        field = error.field or "pipelines"
+    if field:
         accepted = "a plan of equal pipelines and degrees (plan --for)"
-        raise UserError(f"{runtime} has the same degrees on every rank", field=where, accepted=accepted)
+        raise UserError(f"{runtime} has the same degrees on every rank", field=field, accepted=accepted)
     return flags
 
 
 def by_replica(plan: Plan) -> Plan:
     """The plan with a pipeline of its own for every inner replica that has all weights and computes as much as others:
     the same step."""
-    found: list[Pipeline] = []
+    pipelines: list[Pipeline] = []
     for pipeline in plan.pipelines:
         count = len(pipeline.stages[0].units)
-        size, rest = divmod(pipeline.micro_batch_size, count)
+        size, remainder = divmod(pipeline.micro_batch_size, count)
         alike = all(len(s.units) == len(s.replicas) == count and len(set(s.dp_split)) == 1 for s in pipeline.stages)
-        if count == 1 or rest or not alike or any(s.weights is not None for s in pipeline.stages):
-            found.append(pipeline)
+        if count == 1 or remainder or not alike or any(s.weights is not None for s in pipeline.stages):
+            pipelines.append(pipeline)
             continue
         for i in range(count):
             stages = tuple(
                 replace(s, units=(replace(s.units[i], sequences=(0, size), group=0),)) for s in pipeline.stages
             )
-            found.append(replace(pipeline, micro_batch_size=size, stages=stages))
-    return replace(plan, pipelines=tuple(found))
+            pipelines.append(replace(pipeline, micro_batch_size=size, stages=stages))
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 def unequal(stage: Stage, seq_length: int) -> Iterator[tuple[str, str]]:
@@ -80,12 +82,12 @@ def unequal(stage: Stage, seq_length: int) -> Iterator[tuple[str, str]]:
 
 def rank_order(plan: Plan, flags: MegatronParallel, spec: ModelSpec) -> tuple[int, ...]:
     """The plan's rank for each of the runtime's, which number tensor, then data, then pipeline parallel."""
-    theirs = from_megatron(flags, spec)
+    numbered = from_megatron(flags, spec)
     pairs = [
-        pair for mine, other in zip(by_replica(plan).stages, theirs.stages, strict=True)
-        for pair in zip(other.ranks, mine.ranks, strict=True)
+        pair for stage, numbered_stage in zip(by_replica(plan).stages, numbered.stages, strict=True)
+        for pair in zip(numbered_stage.ranks, stage.ranks, strict=True)
     ]  # fmt: skip
-    return tuple(mine for _, mine in sorted(pairs))
+    return tuple(rank for _, rank in sorted(pairs))
 
 
 def node_order(order: Sequence[int], cluster: Cluster, runtime: str) -> tuple[str, ...]:
@@ -118,18 +120,18 @@ def _flags(plan: Plan, spec: ModelSpec) -> MegatronParallel:
     recompute = next((stage.recompute for stage in stages if stage.recompute.kind != "none"), None)
     # The first layers of a stage: "full" is as many as the fullest stage has.
     recomputed = max(stage.recomputed for stage in stages)
-    whole = all(stage.recomputed == stage.num_layers for stage in stages)
+    all_recomputed = all(stage.recomputed == stage.num_layers for stage in stages)
     partly = ("selective", "elementwise")  # of every layer
     granularity = None if recompute is None else "selective" if recompute.kind in partly else "full"
-    even = chunks == 1 and len(set(layers)) == 1
+    equal_layers = chunks == 1 and len(set(layers)) == 1
     return MegatronParallel(
         world_size=plan.world_size, seq_length=plan.seq_length, micro_batch_size=max(1, size),
         global_batch_size=plan.global_batch_size, tensor_model_parallel_size=stages[0].units[0].tp,
         pipeline_model_parallel_size=len(stages),
-        pipeline_model_parallel_layout=None if even else layout([b - a for a, b in blocks]),
+        pipeline_model_parallel_layout=None if equal_layers else layout([b - a for a, b in blocks]),
         recompute_granularity=granularity,
-        recompute_method=None if granularity != "full" else "uniform" if whole else "block",
-        recompute_num_layers=None if granularity != "full" else 1 if whole else recomputed,
+        recompute_method=None if granularity != "full" else "uniform" if all_recomputed else "block",
+        recompute_num_layers=None if granularity != "full" else 1 if all_recomputed else recomputed,
         recompute_modules=ELEMENTWISE if recompute is not None and recompute.kind == "elementwise" else None,
         use_torch_fsdp2=weights is not None and weights.gather == "layer",
         torch_fsdp2_no_reshard_after_forward=weights is not None and not weights.reshard_after_forward,
@@ -174,7 +176,7 @@ def difference(mine: Any, other: Any, path: str = "") -> str:
         pairs = [(f"{path}[{i}]" if path else "", a, b) for i, (a, b) in enumerate(zip(mine, other, strict=True))]
     else:
         return "" if mine == other else path or "plan"
-    return next((found for at, a, b in pairs if (found := difference(a, b, at))), "")
+    return next((first for pair_path, a, b in pairs if (first := difference(a, b, pair_path))), "")
 
 
 def _stages(plan: Plan) -> Iterator[tuple[int, int, Stage]]:

@@ -56,8 +56,8 @@ class RuntimeLaunch:
 
     def heading(self) -> str:
         """How to start it, as comments of a file that has some."""
-        each = f"--nproc-per-node {self.per_node} " if self.per_node else ""
-        lines = [f"# {self.flags.world_size} ranks: torchrun {each}--nnodes {len(self.nodes) or 1}"]
+        per_node = f"--nproc-per-node {self.per_node} " if self.per_node else ""
+        lines = [f"# {self.flags.world_size} ranks: torchrun {per_node}--nnodes {len(self.nodes) or 1}"]
         if self.nodes:
             lines.append(NODES + ", ".join(self.nodes))
         return "\n".join(lines) + "\n"
@@ -82,12 +82,12 @@ class GivenSizes:
         Raises:
             UserError: neither says it, or they disagree.
         """
-        asked, flag = getattr(self, name), "--" + name.replace("_", "-")
-        if written is None and asked is None:
+        given, flag = getattr(self, name), "--" + name.replace("_", "-")
+        if written is None and given is None:
             raise UserError("missing: the file does not say it", field=flag, accepted="an integer >= 1", where=where)
-        if None not in (written, asked) and written != asked:
-            raise UserError(f"the file says {written}", field=flag, value=asked, accepted="the same", where=where)
-        return int(written if written is not None else asked)
+        if None not in (written, given) and written != given:
+            raise UserError(f"the file says {written}", field=flag, value=given, accepted="the same", where=where)
+        return int(written if written is not None else given)
 
 
 @dataclass(frozen=True)
@@ -132,25 +132,29 @@ class ForeignRuntime:
             flags.recompute_granularity, "selective" if flags.recompute_modules is None else "elementwise"
         )
         sharded = None if not flags.use_torch_fsdp2 else not flags.torch_fsdp2_no_reshard_after_forward
-        held = "every replica has all weights" if sharded is None else "each replica has its part of the weights"
-        held += {None: "", True: ", given up after forward", False: ", kept until backward"}[sharded]
+        weights_words = (
+            "every replica has all weights" if sharded is None else "each replica has its part of the weights"
+        )
+        weights_words += {None: "", True: ", given up after forward", False: ", kept until backward"}[sharded]
         rules: list[tuple[bool, str, Any, str]] = [
             (self.tensor, "tensor parallelism", flags.tensor_model_parallel_size, "1"),
             (self.pipeline, "pipeline parallelism", flags.pipeline_model_parallel_size, "1"),
             (self.uneven, "stages of unlike layers", flags.pipeline_model_parallel_layout or 1, "equal layers"),
         ]
-        for able, what, value, accepted in rules:
+        for able, feature, value, accepted in rules:
             if not able and value != 1:
-                raise UserError(f"{self.name} has no {what}", field="plan", value=value, accepted=accepted)
-        for what, found, options in (
+                raise UserError(f"{self.name} has no {feature}", field="plan", value=value, accepted=accepted)
+        for feature, chosen, options in (
             ("recompute", kind, self.recompute), ("dtype", dtype, self.dtypes),
             ("schedule", flags.schedule or "1f1b", ("1f1b",)),
         ):  # fmt: skip
-            if found not in options:
-                problem = f"{self.name} cannot say this {what}"
-                raise UserError(problem, field=what, value=found, accepted=", ".join(options))
+            if chosen not in options:
+                problem = f"{self.name} cannot say this {feature}"
+                raise UserError(problem, field=feature, value=chosen, accepted=", ".join(options))
         if flags.world_size > 1 and sharded not in self.weights and replicas(flags) > 1:
-            raise UserError(f"{self.name} cannot say that {held}", field="weights", accepted="plan --for " + self.name)
+            raise UserError(
+                f"{self.name} cannot say that {weights_words}", field="weights", accepted="plan --for " + self.name
+            )
 
 
 def nodes_of(text: str) -> tuple[str, ...]:

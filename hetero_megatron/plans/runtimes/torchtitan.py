@@ -72,16 +72,16 @@ def write(launch: RuntimeLaunch) -> str:
     flags = launch.flags
     stages, size = flags.pipeline_model_parallel_size, flags.micro_batch_size
     reshard = "never" if flags.torch_fsdp2_no_reshard_after_forward else "always"
-    parts = _parts(launch.layers, "output") if stages > 1 else None
+    model_parts = _parts(launch.layers, "output") if stages > 1 else None
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": 1, "data_parallel_shard_degree": launch.replicas,
         "fsdp_reshard_after_forward": reshard, "tensor_parallel_degree": flags.tensor_model_parallel_size,
         "pipeline_parallel_degree": stages,
     }  # fmt: skip
-    if parts is not None:
+    if model_parts is not None:
         parallelism |= {
             "pipeline_parallel_schedule": "1F1B", "pipeline_parallel_microbatch_size": size,
-            "module_fqns_per_model_part": parts,
+            "module_fqns_per_model_part": model_parts,
         }  # fmt: skip
     data: dict[str, dict[str, Any]] = {
         "training": {
@@ -138,8 +138,8 @@ def read(text: str, name: str, given: GivenSizes) -> LoadedConfig:
         return parallel[key].integer(1) if key in parallel else default
 
     tp, pp = degree("tensor_parallel_degree"), degree("pipeline_parallel_degree")
-    dp, rest = divmod(given.world_size, tp * pp)
-    if rest:
+    dp, remainder = divmod(given.world_size, tp * pp)
+    if remainder:
         problem = f"{given.world_size} ranks are no multiple of {tp} x {pp}"
         raise UserError(problem, field="parallelism.tensor_parallel_degree", value=tp, where=name,
                         accepted="degrees that divide the ranks")  # fmt: skip
@@ -157,12 +157,12 @@ def read(text: str, name: str, given: GivenSizes) -> LoadedConfig:
                         field="activation_checkpoint.mode", accepted="none, full")  # fmt: skip
     reshard = parallel["fsdp_reshard_after_forward"].choice(("default", "always", "never")) \
         if "fsdp_reshard_after_forward" in parallel else "default"  # fmt: skip
-    kept = reshard == "never" or (reshard == "default" and pp > 1)
+    stays_whole = reshard == "never" or (reshard == "default" and pp > 1)
     flags = MegatronParallel(
         given.world_size, training["seq_len"].integer(1) if "seq_len" in training else 2048, size, batch, tp, pp,
         pipeline_model_parallel_layout=_layout(parallel, pp, given.num_layers, name),
         recompute_granularity="full" if mode == "full" else None,
-        use_torch_fsdp2=dp > 1, torch_fsdp2_no_reshard_after_forward=dp > 1 and kept,
+        use_torch_fsdp2=dp > 1, torch_fsdp2_no_reshard_after_forward=dp > 1 and stays_whole,
     )  # fmt: skip
     return LoadedConfig(flags, _dtype(training))
 
@@ -200,10 +200,12 @@ def _layout(parallel: dict[str, Entry], pp: int, layers: int, name: str) -> str 
 
 def _listed(entry: Entry, layers: int) -> list[int]:
     """Layers of each list of modules, which have to be those of a decoder in order."""
-    parts = [[item.text() for item in part.items()] for part in entry.items()]
-    counts = [sum(name.startswith("layers.") for name in part) for part in parts]
-    wanted = [_parts(counts, head) for head in ("output", "lm_head")]
-    if sum(counts) != layers or not any(sorted(map(sorted, parts)) == sorted(map(sorted, want)) for want in wanted):
+    name_lists = [[item.text() for item in names.items()] for names in entry.items()]
+    counts = [sum(name.startswith("layers.") for name in names) for names in name_lists]
+    possible = [_parts(counts, head) for head in ("output", "lm_head")]
+    if sum(counts) != layers or not any(
+        sorted(map(sorted, name_lists)) == sorted(map(sorted, lists)) for lists in possible
+    ):
         accepted = f"tok_embeddings, layers.0 to layers.{layers - 1} in order, norm, output"
         raise UserError("no stages of this model", field=entry.path, accepted=accepted, where=entry.where)
     return counts
@@ -213,10 +215,10 @@ def _split(entry: Entry, layers: int) -> list[int]:
     """Layers between the first layers of the stages after the first."""
     starts = [0]
     for item in entry.items():
-        found = re.fullmatch(r"layers\.(\d{1,6})", item.text())
-        if found is None or not starts[-1] < int(found[1]) < layers:
+        match = re.fullmatch(r"layers\.(\d{1,6})", item.text())
+        if match is None or not starts[-1] < int(match[1]) < layers:
             item.fail("starts no stage here", "layers.N, ascending")
-        starts.append(int(found[1]))
+        starts.append(int(match[1]))
     return [b - a for a, b in zip(starts, [*starts[1:], layers], strict=True)]
 
 
@@ -231,8 +233,8 @@ def _even(parallel: dict[str, Entry], pp: int, layers: int) -> list[int]:
         stages = -(-total // parallel["pipeline_parallel_layers_per_stage"].integer(1))
         if stages != pp:
             parallel["pipeline_parallel_layers_per_stage"].fail(f"makes {stages} stages of {pp} ranks", "one each")
-    each, more = divmod(total, pp)
-    counts = [each + (stage < more) for stage in range(pp)]
+    per_stage, remainder = divmod(total, pp)
+    counts = [per_stage + (stage < remainder) for stage in range(pp)]
     counts[0] -= first
     counts[-1] -= last
     if min(counts) < 0:

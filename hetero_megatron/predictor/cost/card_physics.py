@@ -36,15 +36,15 @@ def check_card(one: Measurement) -> None:
             _at_most(entry, MOVED[key] / entry.value, memory, "bytes per second")
         elif key in ROWS:
             for row in entry.items():
-                for seconds, least, of_memory in ROWS[key]([cell.value for cell in row.items()], row):
+                for seconds, work, of_memory in ROWS[key]([cell.value for cell in row.items()], row):
                     limit, unit = (memory, "bytes per second") if of_memory else (peak, f"FLOP/s in {dtype}")
-                    _at_most(row, least / seconds, limit, unit)
+                    _at_most(row, work / seconds, limit, unit)
 
 
 def _at_most(entry: Entry, rate: float, limit: float, unit: str) -> None:
     if rate > TOLERANCE * limit:
-        more = f"{100 * (TOLERANCE - 1):.0f} %"
-        accepted = f"at most {TOLERANCE * limit:.4g}, the data sheet's {limit:.4g} and {more}"
+        tolerance = f"{100 * (TOLERANCE - 1):.0f} %"
+        accepted = f"at most {TOLERANCE * limit:.4g}, the data sheet's {limit:.4g} and {tolerance}"
         entry.fail(f"{rate:.4g} {unit}, which physics forbids", accepted=accepted)
 
 
@@ -74,13 +74,17 @@ def _layers(flops: Callable[[ModelSpec, int], float], split: bool = False) -> Ca
     """Of a rank that has 1/tp of it; ``split``: rows are of B_INPUT and W, which together are a backward."""
 
     def bounds(cells: Cells, row: Entry) -> Bounds:
-        fingerprint, tp, rows, length, one, two = cells
-        known = _presets()
-        if str(fingerprint) not in known:
+        fingerprint, tp, rows, length, one_layer, two_layers = cells
+        presets = _presets()
+        if str(fingerprint) not in presets:
             accepted = f"rows of presets: {', '.join(preset_names())}"
             row.fail("of a model whose FLOPs nobody can check", accepted=accepted)
-        least = flops(known[str(fingerprint)], int(length)) * rows / tp
-        return [(one + two, 2 * least, False)] if split else [(one, least, False), (two, 2 * least, False)]
+        layer_flops = flops(presets[str(fingerprint)], int(length)) * rows / tp
+        return (
+            [(one_layer + two_layers, 2 * layer_flops, False)]
+            if split
+            else [(one_layer, layer_flops, False), (two_layers, 2 * layer_flops, False)]
+        )
 
     return bounds
 

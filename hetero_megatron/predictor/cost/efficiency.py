@@ -48,6 +48,6 @@ def share_of_peak(chip: str, dtype: str) -> ShareOfPeak:
     tables = (FULL, HALF) if dtype == "fp32" else (HALF,)
     for table in tables:
         if names := [name for name in table if chip.startswith(name)]:
-            found = table[max(names, key=len)]
-            return found if table is FULL or dtype in ("bf16", "fp16") else ShareOfPeak(found.value)
+            share = table[max(names, key=len)]
+            return share if table is FULL or dtype in ("bf16", "fp16") else ShareOfPeak(share.value)
     return OTHER

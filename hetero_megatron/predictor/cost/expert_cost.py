@@ -32,44 +32,44 @@ def expert_seconds(
     modelled = _by_operators(model, rates, item, load, gemm)
     if not measured or not load.columns:
         return modelled
-    near = min(measured, key=lambda row: abs(math.log(row[1] / load.columns)))
+    nearest = min(measured, key=lambda row: abs(math.log(row[1] / load.columns)))
     per_row = 1.0
-    if near[1] != load.columns:
-        per_row = _row_work(model, rates, item, load.columns, gemm) / _row_work(model, rates, item, near[1], gemm)
+    if nearest[1] != load.columns:
+        per_row = _row_work(model, rates, item, load.columns, gemm) / _row_work(model, rates, item, nearest[1], gemm)
     amounts = [load.experts, load.rows * per_row]
     if load.members > 1:
         amounts += load.members, load.exchanged, load.hops
-    forward, backward = (sum(n * near[2 + 2 * i + way] for i, n in enumerate(amounts)) for way in (0, 1))
+    forward, backward = (sum(n * nearest[2 + 2 * i + way] for i, n in enumerate(amounts)) for way in (0, 1))
     return forward, backward
 
 
 def _row_work(model: ModelSpec, rates: ChipRates, item: int, columns: float, gemm: Gemm) -> float:
     rows = 256.0
-    one = ExpertLoad(1.0, 0.0, 0.0, 0.0, rows, 1, columns, 1)
-    return sum(_by_operators(model, rates, item, one, gemm))
+    one_expert = ExpertLoad(1.0, 0.0, 0.0, 0.0, rows, 1, columns, 1)
+    return sum(_by_operators(model, rates, item, one_expert, gemm))
 
 
 def _by_operators(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoad, gemm: Gemm) -> Seconds:
-    h, each = model.hidden_size, load.rows / load.experts if load.experts else 0.0
-    products = load.experts * (2 * gemm(each, load.columns, h) + gemm(each, h, load.columns))
+    h, expert_rows = model.hidden_size, load.rows / load.experts if load.experts else 0.0
+    products = load.experts * (2 * gemm(expert_rows, load.columns, h) + gemm(expert_rows, h, load.columns))
     # Read and written: rows on their way in and out (2 h, 3 h), the activation (3 columns), tokens of messages.
     moved = load.rows * (5 * h + 3 * load.columns)
     if load.members > 1:
         moved += MOVED * h * load.exchanged
     small = item * moved / rates.bytes_per_second + _adapters(model, rates, item, load, gemm)
     elements = model.in_few_bits * ROUTED_WIDTHS * load.experts * load.columns * h
-    made = elements * (1 + item) / rates.bytes_per_second  # read in 8 bits, and written as products have them
-    return products + small + made, (2 if model.lora is None else 1) * products + 2 * small + made
+    dequantised = elements * (1 + item) / rates.bytes_per_second  # read in 8 bits, and written as products have them
+    return products + small + dequantised, (2 if model.lora is None else 1) * products + 2 * small + dequantised
 
 
 def _adapters(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoad, gemm: Gemm) -> float:
     """Seconds of the experts' adapters in forward: two narrow products each, and their addition."""
     if model.lora is None or not load.experts:
         return 0.0
-    h, rank, each, seconds = model.hidden_size, model.lora.rank, load.rows / load.experts, 0.0
+    h, rank, expert_rows, seconds = model.hidden_size, model.lora.rank, load.rows / load.experts, 0.0
     for name in (name for name in model.lora.targets if name in MLP_TARGETS):
         k, n = (load.columns, h) if name == "down_proj" else (h, load.columns)
-        seconds += load.experts * (gemm(each, rank, k) + gemm(each, n, rank))
+        seconds += load.experts * (gemm(expert_rows, rank, k) + gemm(expert_rows, n, rank))
         seconds += 3 * item * load.rows * n / rates.bytes_per_second
     return seconds
 

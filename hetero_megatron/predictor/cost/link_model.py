@@ -103,19 +103,19 @@ class LinkModel:
             if src == dst:
                 continue
             a, b = self.ranks[src], self.ranks[dst]
-            same = a.node == b.node
-            kind = (a.group, b.group, same)
-            total[("out", src if same else a.node), kind] += size
-            total[("in", dst if same else b.node), kind] += size
-            between[src if same else a.node, dst if same else b.node, kind] += size
+            same_node = a.node == b.node
+            kind = (a.group, b.group, same_node)
+            total[("out", src if same_node else a.node), kind] += size
+            total[("in", dst if same_node else b.node), kind] += size
+            between[src if same_node else a.node, dst if same_node else b.node, kind] += size
             single[src, dst, kind] += size
         ports: dict[Port, float] = defaultdict(float)
         latency = 0.0
         for (port, kind), size in total.items():
             link = self.link(*kind, collective)
             latency = max(latency, link.alpha)
-            others = sharing.get(port[1], 1) if sharing and isinstance(port[1], str) else 1
-            ports[port] += size * (link.out if port[0] == "out" else link.into) * others
+            exchanges = sharing.get(port[1], 1) if sharing and isinstance(port[1], str) else 1
+            ports[port] += size * (link.out if port[0] == "out" else link.into) * exchanges
         longest = max((size * self.link(*kind, collective).link for (_, _, kind), size in between.items()), default=0.0)
         pair = max((size * self.link(*kind, collective).pair for (_, _, kind), size in single.items()), default=0.0)
         return ExchangePrice(dict(ports), latency, max(longest, pair))
@@ -123,13 +123,13 @@ class LinkModel:
     @cached_method
     def fastest(self, group: str, same_node: bool) -> float:
         """Seconds per byte of the fastest link of a group's chips (or nodes)."""
-        known = []
+        betas = []
         for node in self.rates.cluster.nodes:
             if (same_node and node.name != group) or (not same_node and node.name == group and node.count == 1):
                 continue
             with contextlib.suppress(UserError):  # links without rates are skipped
-                known.append(self.rates.between(group, node.name, same_node).beta)
-        return min(known)
+                betas.append(self.rates.between(group, node.name, same_node).beta)
+        return min(betas)
 
     @cached_method
     def host_seconds(self, ranks: tuple[int, ...]) -> float:
@@ -142,21 +142,21 @@ class LinkModel:
         on the host)."""
         if len(ranks) == 1:
             return 0.0, 0.0
-        part = size / len(ranks)
-        return self.groups_exchange(((a, b, part) for a in ranks for b in ranks), [ranks])
+        share = size / len(ranks)
+        return self.groups_exchange(((a, b, share) for a in ranks for b in ranks), [ranks])
 
     def groups_exchange(self, flows: Iterable[Flow], groups: Iterable[tuple[int, ...]]) -> tuple[float, float]:
         """(seconds of an exchange in which all of ``groups`` take part at once, seconds of it on the host)."""
-        found = self.exchange(flows, collective="exchange")
-        host_seconds = more = 0.0
+        price = self.exchange(flows, collective="exchange")
+        host_seconds = messages = 0.0
         for ranks in (ranks for ranks in groups if len(ranks) > 1):
             link = self.rates.link(ranks[0], ranks[-1])
             # Inside a node the measured latency includes starting a message, unless the link has message_seconds.
             message = link.message_seconds or 0.0
             host_seconds = max(host_seconds, (len(ranks) - 1) * message)
-            own = message if link.exchange is not None else 0.0  # a measured exchange includes one message
-            more = max(more, (len(ranks) - 1) * message - own)
-        return found.seconds + found.latency + more, host_seconds
+            included = message if link.exchange is not None else 0.0  # a measured exchange includes one message
+            messages = max(messages, (len(ranks) - 1) * message - included)
+        return price.seconds + price.latency + messages, host_seconds
 
     def barrier_seconds(self, kinds: Iterable[LinkKind], ranks: int) -> float:
         """An all-reduce of a few bytes, so only latency: once around a ring of all ranks, at the pace of the slowest of
@@ -167,12 +167,12 @@ class LinkModel:
     @cached_method
     def least_message(self, group: str) -> float:
         """Host seconds of a message of a chip of ``group``, over the link where that is least."""
-        known = []
+        seconds = []
         for node in self.rates.cluster.nodes:
             for same_node in (False, True) if node.name == group else (False,):
                 with contextlib.suppress(UserError):  # links without rates are skipped
-                    known.append(self._message(group, self.rates.between(group, node.name, same_node)))
-        return min(known, default=self._message(group))
+                    seconds.append(self._message(group, self.rates.between(group, node.name, same_node)))
+        return min(seconds, default=self._message(group))
 
     def busiest_host(self, messages: Iterable[tuple[int, int]]) -> float:
         """Host seconds of the rank with the most messages; of each message, (rank, peer)."""
@@ -208,20 +208,20 @@ class RankHost:
 
     def send(self, ready: float, pack: float) -> float:
         """Time (s) when the next bucket is packed; ``ready``: when its content is complete, without the delay."""
-        at = max(ready + self.delay, self.last)
+        begin = max(ready + self.delay, self.last)
         if len(self.under_way) == IN_FLIGHT:
-            arrived, after = self.under_way.popleft()
-            at = max(at, arrived) + after
-            self.delay += after
+            arrived, sum_seconds = self.under_way.popleft()
+            begin = max(begin, arrived) + sum_seconds
+            self.delay += sum_seconds
         self.delay += pack
-        self.last = at + pack
+        self.last = begin + pack
         return self.last
 
     def finish(self, at: float) -> float:
         """Time (s) when all buckets are reduced. ``at``: when the rank is done with all else (s)."""
         end = max(at + self.delay, self.last)
-        for arrived, after in self.under_way:
-            end = max(end, arrived) + after
+        for arrived, sum_seconds in self.under_way:
+            end = max(end, arrived) + sum_seconds
         return end
 
 
@@ -242,13 +242,13 @@ class RankHosts:
         begin = np.maximum(ready + self.delay[at], self.last[at])
         while True:
             count = self.sent[at] - self.first[at]
-            must = (count > 0) & (self.newest[at] == bucket)
+            waits = (count > 0) & (self.newest[at] == bucket)
             if limited:
-                must |= count >= IN_FLIGHT
-            if not must.any():
+                waits |= count >= IN_FLIGHT
+            if not waits.any():
                 break
-            after = self._end_oldest(at[must], begin, must)
-            self.delay[at[must]] += after
+            sum_seconds = self._end_oldest(at[waits], begin, waits)
+            self.delay[at[waits]] += sum_seconds
         self.delay[at] += pack
         self.last[at] = begin = begin + pack
         return begin
@@ -261,18 +261,18 @@ class RankHosts:
 
     def finish(self, idle: Floats) -> Floats:
         end = np.maximum(idle + self.delay, self.last)
-        while (left := self.sent > self.first).any():
-            self._end_oldest(np.flatnonzero(left), end, left)
+        while (unfinished := self.sent > self.first).any():
+            self._end_oldest(np.flatnonzero(unfinished), end, unfinished)
         return end
 
     def _end_oldest(self, rows: Ints, now: Floats, where: NDArray[np.bool_]) -> Floats:
         """Advance ``now[where]`` to when the oldest bucket of each of ``rows`` is summed; returns the seconds of
         summing."""
         slot = self.first[rows] % self.slots
-        after = self.after[rows, slot]
-        now[where] = np.maximum(now[where], self.arrived[rows, slot]) + after
+        sum_seconds = self.after[rows, slot]
+        now[where] = np.maximum(now[where], self.arrived[rows, slot]) + sum_seconds
         self.first[rows] += 1
-        return np.asarray(after)
+        return np.asarray(sum_seconds)
 
 
 class HostRates(NamedTuple):

@@ -38,8 +38,8 @@ class Operators(ModelledOperators):
         """
         if load is not None:
             plain = self.layer(share, rows, length, exchange, host_seconds)
-            more = self.beyond_plain(share, rows, length, load)
-            return plain[0] + more[0], plain[1] + more[1]
+            extra = self.beyond_plain(share, rows, length, load)
+            return plain[0] + extra[0], plain[1] + extra[1]
         if self._measured("layers") or (self.fp8 is not None and self.unquantised._measured("layers")):
             forward, backward = self._measured_layer(share, rows, length)
             return forward + exchange[0], backward + exchange[1]
@@ -49,9 +49,9 @@ class Operators(ModelledOperators):
         """Layers that were only measured in the dtype of the run differ in fp8 as modelled ones do."""
         if self._measured("layers") or not rows:
             return self._from_table("layers", share, rows, length)
-        found = self.unquantised.layer(share, rows, length)
-        here, there = (x.layer_by_operators(share, rows, length) for x in (self, self.unquantised))
-        return found[0] * here[0] / there[0], found[1] * here[1] / there[1]
+        unquantised = self.unquantised.layer(share, rows, length)
+        modelled, plain = (x.layer_by_operators(share, rows, length) for x in (self, self.unquantised))
+        return unquantised[0] * modelled[0] / plain[0], unquantised[1] * modelled[1] / plain[1]
 
     @cached_property
     def unquantised(self) -> Operators:
@@ -62,10 +62,10 @@ class Operators(ModelledOperators):
         """What a layer takes more with this load than with that of a plain TP group, in an average layer."""
         plain = self.plain(share, rows * length)
         assert plain is not None, "a load of a dense model"
-        others = self.dense_mlp(share, rows * length, load.layers), self.dense_mlp(share, rows * length, plain.layers)
-        here, there = self.experts(load), self.experts(plain)
+        dense = self.dense_mlp(share, rows * length, load.layers), self.dense_mlp(share, rows * length, plain.layers)
+        loaded, plain_experts = self.experts(load), self.experts(plain)
         forward, backward = (
-            others[0][i] - others[1][i] + load.layers * here[i] - plain.layers * there[i] for i in (0, 1)
+            dense[0][i] - dense[1][i] + load.layers * loaded[i] - plain.layers * plain_experts[i] for i in (0, 1)
         )
         return forward, backward
 
@@ -76,9 +76,9 @@ class Operators(ModelledOperators):
         if not (rows and length):
             return (0.0, 0.0), (1.0, 1.0)
         plain = self._modelled()
-        whole, core = plain.layer(share, rows, length), plain.attention(share, rows, length)
-        rest, ratio = self._corrections(share, rows, length)
-        return ((whole[0] - core[0]) * rest[0], (whole[1] - core[1]) * rest[1]), ratio
+        layer, core = plain.layer(share, rows, length), plain.attention(share, rows, length)
+        correction, ratio = self._corrections(share, rows, length)
+        return ((layer[0] - core[0]) * correction[0], (layer[1] - core[1]) * correction[1]), ratio
 
     def _modelled(self, layers: tuple[LayerRow, ...] = ()) -> Operators:
         """The same without measured layers but these. Host seconds of launches count once per layer, with attention
@@ -98,12 +98,15 @@ class Operators(ModelledOperators):
                 measured, key=lambda r: (r.tp != round(1 / share), abs(r.micro_batch_size * r.seq_length - length))
             )
             size = (1 / row.tp, row.micro_batch_size, int(row.seq_length))
-            whole, core = plain.layer(*size), plain.attention(*size)
+            layer, core = plain.layer(*size), plain.attention(*size)
             if row.forward > core[0] and row.backward > core[1]:
-                rest = (row.forward - core[0]) / (whole[0] - core[0]), (row.backward - core[1]) / (whole[1] - core[1])
-                return rest, (1.0, 1.0)
-        modelled, found = (x.layer(share, rows, length) for x in (plain, self._modelled(tuple(measured))))
-        ratio = found[0] / modelled[0], found[1] / modelled[1]
+                correction = (
+                    (row.forward - core[0]) / (layer[0] - core[0]),
+                    (row.backward - core[1]) / (layer[1] - core[1]),
+                )
+                return correction, (1.0, 1.0)
+        modelled, corrected = (x.layer(share, rows, length) for x in (plain, self._modelled(tuple(measured))))
+        ratio = corrected[0] / modelled[0], corrected[1] / modelled[1]
         return ratio, ratio
 
     @property
@@ -114,8 +117,8 @@ class Operators(ModelledOperators):
     def split_layer(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> Seconds:
         """(B_INPUT, W) of one layer: measured, else as :func:`_split` has it; ``load``: as for :meth:`layer`."""
         if load is not None and rows:
-            plain, more = self.split_layer(share, rows, length), self.beyond_plain(share, rows, length, load)[1]
-            return plain[0] + more / 2, plain[1] + more / 2
+            plain, extra = self.split_layer(share, rows, length), self.beyond_plain(share, rows, length, load)[1]
+            return plain[0] + extra / 2, plain[1] + extra / 2
 
         return self._from_table("split_layers", share, rows, length)
 
@@ -127,12 +130,12 @@ class Operators(ModelledOperators):
 
     def split_head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
         """The same of the head, with modules that predict further tokens."""
-        found, count = self._split_main_head(share, rows, length, chunked), self.model.mtp_layers
+        main, count = self._split_main_head(share, rows, length, chunked), self.model.mtp_layers
         if not count or not rows:
-            return found
+            return main
         project = self._projection(share, rows, length)[0]
         layer = self._of_modules.split_layer(share, rows, length)
-        return found[0] * (1 + count) + count * (project + layer[0]), found[1] * (1 + count) + count * (
+        return main[0] * (1 + count) + count * (project + layer[0]), main[1] * (1 + count) + count * (
             project + layer[1]
         )
 
@@ -159,11 +162,11 @@ class Operators(ModelledOperators):
             chunked: the stage goes through chunks of tokens (``parallel/vocab.py``), which make the gradients of
                 head and loss in forward; None: as a stage does of which all ranks are like this one.
         """
-        found, count = self._main_head(share, rows, length, chunked), self.model.mtp_layers
+        main, count = self._main_head(share, rows, length, chunked), self.model.mtp_layers
         if not count or not rows:
-            return found
+            return main
         project, layer = self._projection(share, rows, length), self._of_modules.layer(share, rows, length)
-        forward, backward = ((1 + count) * found[i] + count * (project[i] + layer[i]) for i in (0, 1))
+        forward, backward = ((1 + count) * main[i] + count * (project[i] + layer[i]) for i in (0, 1))
         return forward, backward
 
     @cached_property
@@ -178,13 +181,13 @@ class Operators(ModelledOperators):
         if not self.model.mtp_layers or not rows:
             return 0.0
         if recompute == "full":
-            again = self._projection(share, rows, length)[0] + self._of_modules.layer(share, rows, length)[0]
+            seconds = self._projection(share, rows, length)[0] + self._of_modules.layer(share, rows, length)[0]
         else:
-            again = {
+            seconds = {
                 "selective": lambda: self._of_modules.attention(share, rows, length)[0],
                 "elementwise": lambda: self._of_modules.elementwise(share, rows, length),
             }.get(recompute, lambda: 0.0)()
-        return self.model.mtp_layers * again
+        return self.model.mtp_layers * seconds
 
     def _projection(self, share: float, rows: float, length: int) -> Seconds:
         """(forward, backward) of what a module does before its layer: each rank of a TP group has its own tokens."""
@@ -195,13 +198,13 @@ class Operators(ModelledOperators):
 
     def _main_head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
         """Of the main loss's tokens alone."""
-        found = self._from_table("head", share, rows, length)
+        tabled = self._from_table("head", share, rows, length)
         if chunked is None or chunked == self.in_chunks(share, rows, length):
-            return found
+            return tabled
         # Other ranks of the stage decide, which are not measured alone.
-        here, usual = (self.head_by_operators(share, rows, length, way) for way in (chunked, not chunked))
-        faster = sum(found) / sum(usual) if rows else 1.0
-        return here[0] * faster, here[1] * faster
+        modelled, usual = (self.head_by_operators(share, rows, length, way) for way in (chunked, not chunked))
+        faster = sum(tabled) / sum(usual) if rows else 1.0
+        return modelled[0] * faster, modelled[1] * faster
 
     def exchange(self, share: float, rows: float, length: int, seconds: float) -> Seconds:
         """(forward, backward) seconds of one exchange of activations in the TP group, which alone takes ``seconds``:
@@ -234,8 +237,8 @@ class Operators(ModelledOperators):
             size = (1 / row.tp, row.micro_batch_size, int(row.seq_length))
             for ratio, seconds, modelled in zip(ratios, (row.forward, row.backward), model(*size)):
                 ratio.append((size, seconds / modelled))
-        at = (share, rows, length)
-        return forward * nearest(ratios[0], at), backward * nearest(ratios[1], at)
+        sizes = (share, rows, length)
+        return forward * nearest(ratios[0], sizes), backward * nearest(ratios[1], sizes)
 
     @cached_method
     def _measured(self, table: str) -> list[LayerRow]:

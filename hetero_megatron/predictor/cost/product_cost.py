@@ -66,14 +66,14 @@ class Fp8Products:
         size = m, n, k
         ratios = 3 * [self._correction(size, self.rates.gemm, 0)]
         if self.rates.gemm_backward:
-            ratios[1:] = (self._correction(size, self.rates.gemm_backward, part) for part in (1, 2))
+            ratios[1:] = (self._correction(size, self.rates.gemm_backward, product) for product in (1, 2))
         return Products(*map(mul, self._modelled(m, n, k), ratios))
 
     def _correction(self, size: tuple[float, float, float], rows: Sequence[tuple[float, ...]], part: int) -> float:
         """Measured / modelled seconds of one of the three products, at the nearest sizes; 1: none was measured."""
         column = 3 + max(part - 1, 0)
-        known = [(row[:3], row[column] / self._modelled(*row[:3])[part]) for row in rows]
-        return nearest(known, size) if known else 1.0
+        ratios = [(row[:3], row[column] / self._modelled(*row[:3])[part]) for row in rows]
+        return nearest(ratios, size) if ratios else 1.0
 
     def _modelled(self, m: float, n: float, k: float) -> Products:
         item, moved = self.item, quantised_bytes(self.recipe, m, n, k, self.item)

@@ -198,10 +198,10 @@ class Rates:
         chip = cluster.chips[a.chip]
         link = cluster.link_inside(group) if same_node else cluster.link_between(group, other)
         if link is None:
-            where = f"inside a node of {group}" if same_node else f"between nodes of {group} and {other}"
+            between = f"inside a node of {group}" if same_node else f"between nodes of {group} and {other}"
             key = "links.intra_node" if same_node else "links.inter_node"
             raise UserError(
-                f"nothing is known about the link {where}", field=key, where=cluster.file,
+                f"nothing is known about the link {between}", field=key, where=cluster.file,
                 accepted=f"{key}: {{bandwidth: 25 GB/s, latency: 10 us}}, or rates that calibrate wrote",
             )  # fmt: skip
         written = link is cluster.intra_node or not same_node
@@ -212,10 +212,10 @@ class Rates:
         alpha = alpha if link.emulated_latency is None else link.emulated_latency
         share = 1.0 if exact else LINK_BANDWIDTH
         alpha += cluster.first_chunk_seconds(link, a, b)
-        together, single = (
+        shared_beta, single_beta = (
             cluster.seconds_per_byte(link, a, b, shared, rate, share) for shared in (not same_node, False)
         )
-        return LinkRates(alpha, together, same_node=same_node, alone=single - together)
+        return LinkRates(alpha, shared_beta, same_node=same_node, alone=single_beta - shared_beta)
 
 
 def load_rates(cluster: Cluster, dtype: str, recipe: str | None = None) -> Rates:
@@ -229,11 +229,11 @@ def load_rates(cluster: Cluster, dtype: str, recipe: str | None = None) -> Rates
     refuse_twice(cluster, section)
     chips, fp8 = {}, {}
     for name, chip in cluster.chips.items():
-        given = {**section.get(name, {}), **chip.rates}
+        stated = {**section.get(name, {}), **chip.rates}
         if dtype in chip.dtypes:
-            chips[name] = chip_rates(chip, dtype, given.get(dtype, {}), cluster)
+            chips[name] = chip_rates(chip, dtype, stated.get(dtype, {}), cluster)
         if name in chips and recipe is not None and "fp8" in chip.dtypes:
-            fp8[name] = _fp8_rates(chips[name], chip, recipe, given.get(f"fp8_{recipe}", {}), cluster)
+            fp8[name] = _fp8_rates(chips[name], chip, recipe, stated.get(f"fp8_{recipe}", {}), cluster)
     return Rates(cluster, dtype, chips, _measured_links(cluster), fp8)
 
 
@@ -241,8 +241,8 @@ def _fp8_rates(plain: ChipRates, chip: Chip, recipe: str, given: Any, cluster: C
     """``plain``: the chip's rates in the dtype of the run, which it moves bytes with."""
     section = f"fp8_{recipe}"
     values = given_rates(chip.name, section, _with_card(chip, section, given), cluster)
-    known = {"bytes_per_second": plain.bytes_per_second, **values}
-    return replace(_cold_start(chip, "fp8", known, cluster), **known, calibrated=bool(given))
+    stated = {"bytes_per_second": plain.bytes_per_second, **values}
+    return replace(_cold_start(chip, "fp8", stated, cluster), **stated, calibrated=bool(given))
 
 
 def refuse_twice(cluster: Cluster, section: Mapping[str, Any]) -> None:
@@ -252,14 +252,14 @@ def refuse_twice(cluster: Cluster, section: Mapping[str, Any]) -> None:
         UserError: rates of a chip that its own entry also gives, which one of the two would hide; or no mapping.
     """
     for name, chip in cluster.chips.items():
-        own, other = (
+        of_entry, of_section = (
             from_data(given, path, cluster.file).any_mapping()
             for given, path in ((chip.rates, f"chips.{name}.rates"), (section.get(name, {}), f"rates.chips.{name}"))
         )
-        if both := [dtype for dtype in other if dtype in own]:
+        if twice := [dtype for dtype in of_section if dtype in of_entry]:
             raise UserError(
-                f"rates.chips.{name}.{both[0]}, where calibrate writes, would be a second set of the same rates",
-                field=f"chips.{name}.rates.{both[0]}", where=cluster.file, accepted="one of the two",
+                f"rates.chips.{name}.{twice[0]}, where calibrate writes, would be a second set of the same rates",
+                field=f"chips.{name}.rates.{twice[0]}", where=cluster.file, accepted="one of the two",
             )  # fmt: skip
 
 
@@ -281,8 +281,8 @@ def _with_card(chip: Chip, section: str, given: Any) -> Any:
     card = measured_rates(chip, section)
     if "gemm_flops" in card:  # of large products
         card.setdefault("gemm_half", half_saturation(card["gemm_flops"]))
-    known = {*given, *(PRODUCTS if not given.keys().isdisjoint(PRODUCTS) else ())}
-    return {**{key: value for key, value in card.items() if key not in known}, **given}
+    stated = {*given, *(PRODUCTS if not given.keys().isdisjoint(PRODUCTS) else ())}
+    return {**{key: value for key, value in card.items() if key not in stated}, **given}
 
 
 def given_rates(chip: str, dtype: str, given: Any, cluster: Cluster) -> dict[str, Any]:
@@ -350,50 +350,50 @@ def half_saturation(flops: float) -> float:
 
 def capped_bridges(cluster: Cluster) -> list[str]:
     """Links that are faster than what the bridge is taken to reach over them, as nobody has measured it."""
-    measured, said = _measured_links(cluster), list[str]()
-    for one, two in itertools.combinations_with_replacement(cluster.groups.values(), 2):
-        link = cluster.link_between(one.name, two.name)
-        if link is None or link.emulated is not None or (one.name, two.name, False) in measured:
+    measured, lines = _measured_links(cluster), list[str]()
+    for a, b in itertools.combinations_with_replacement(cluster.groups.values(), 2):
+        link = cluster.link_between(a.name, b.name)
+        if link is None or link.emulated is not None or (a.name, b.name, False) in measured:
             continue
-        if cluster.transport(link, one, two) == BRIDGE and link.bandwidth > BRIDGE_RATE:
-            said.append(
-                f"the bridge between {one.name} and {two.name} is taken to reach {format_rate(BRIDGE_RATE)} per pair "
+        if cluster.transport(link, a, b) == BRIDGE and link.bandwidth > BRIDGE_RATE:
+            lines.append(
+                f"the bridge between {a.name} and {b.name} is taken to reach {format_rate(BRIDGE_RATE)} per pair "
                 f"of ranks ({BRIDGE_STRIPES} connections), not the link's {format_rate(link.bandwidth)}: calibrate "
                 "measures it"
             )
-    return said
+    return lines
 
 
 def _measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:
     groups = cluster.groups
-    both: dict[tuple[str, str, bool], LinkRates] = {}
+    both_ways: dict[tuple[str, str, bool], LinkRates] = {}
     one_way: dict[tuple[str, str, bool], LinkRates] = {}
     links = from_data(cluster.rates.get("links", []), "rates.links", cluster.file)
     for entry in links.items():
         keys = entry.mapping(LINK_KEYS, required=("beta",))
-        same = "within" in keys
+        inside = "within" in keys
         if "between" in keys:
             ends = [end.value for end in keys["between"].items()]
         else:
-            ends = [keys[key].value for key in (("within", "within") if same else ("from", "to")) if key in keys]
+            ends = [keys[key].value for key in (("within", "within") if inside else ("from", "to")) if key in keys]
         if len(ends) != 2 or any(end not in groups for end in ends):
             accepted = "node groups " + ", ".join(groups)
             entry.fail("a link is within a node group, between two, or from one to another", accepted=accepted)
-        rates = _link_rates(keys, same)
+        rates = _link_rates(keys, inside)
         a, b = ends
-        target = one_way if "from" in keys else both
-        target[a, b, same] = rates
+        target = one_way if "from" in keys else both_ways
+        target[a, b, inside] = rates
         if "from" not in keys:
-            target[b, a, same] = rates
-    return both | one_way
+            target[b, a, inside] = rates
+    return both_ways | one_way
 
 
 def _link_rates(keys: Mapping[str, Entry], same: bool) -> LinkRates:
     def number(entries: Mapping[str, Entry], key: str) -> float:
         return entries[key].number(0, MOST) if key in entries else 0.0
 
-    more: dict[str, Any] = {key: number(keys, key) for key in ("message_seconds", "spread") if key in keys}
+    options: dict[str, Any] = {key: number(keys, key) for key in ("message_seconds", "spread") if key in keys}
     for name, row in (keys["collectives"].mapping(COLLECTIVES) if "collectives" in keys else {}).items():
         pair = row.mapping(("alpha", "beta"))
-        more[name] = number(pair, "alpha"), number(pair, "beta")
-    return LinkRates(number(keys, "alpha"), number(keys, "beta"), same_node=same, calibrated=True, **more)
+        options[name] = number(pair, "alpha"), number(pair, "beta")
+    return LinkRates(number(keys, "alpha"), number(keys, "beta"), same_node=same, calibrated=True, **options)

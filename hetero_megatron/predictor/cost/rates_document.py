@@ -41,11 +41,11 @@ def source_of(chip: Chip, dtype: str) -> str:
     """Where the values are from that a cold start takes."""
     if chip.speed is not None:
         return "emulated: a usual core is assumed"
-    told = measured_by(chip, dtype)
-    by: dict[str, list[str]] = {}
-    for rate, who in told.items():
-        by.setdefault(who, []).append(rate)
-    measured = [f"{', '.join(rates)} measured by {who}" for who, rates in by.items()]
+    measurers = measured_by(chip, dtype)
+    rates_by_measurer: dict[str, list[str]] = {}
+    for rate, measurer in measurers.items():
+        rates_by_measurer.setdefault(measurer, []).append(rate)
+    measured = [f"{', '.join(rates)} measured by {measurer}" for measurer, rates in rates_by_measurer.items()]
     return "; ".join([*measured, f"else {chip.source}" if measured else chip.source])
 
 
@@ -55,4 +55,4 @@ def measured_by(chip: Chip, section: str) -> dict[str, str]:
         return {}
     from hetero_megatron.cluster.card_entries import measurements
 
-    return {rate: one.told for rate, one in measurements(chip, section).items()}
+    return {rate: measurement.told for rate, measurement in measurements(chip, section).items()}

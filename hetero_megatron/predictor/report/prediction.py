@@ -167,8 +167,8 @@ class AskedLink:
     def __str__(self) -> str:
         where = f"between {self.a} and {self.b}" if self.a != self.b else f"among {self.a}"
         where = f"inside {self.a}" if self.inside else where
-        how = " (measured)" if self.measured else ""
-        return f"{where} {format_rate(self.bandwidth)}, {brief_seconds(self.latency)}{how}"
+        measured = " (measured)" if self.measured else ""
+        return f"{where} {format_rate(self.bandwidth)}, {brief_seconds(self.latency)}{measured}"
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def question(costs: CostModel, global_batch_size: int) -> Question:
 
 def _links(costs: CostModel) -> tuple[AskedLink, ...]:
     """Inside nodes of each group, then between nodes; links of which nothing is known are not used."""
-    rates, nodes, found = costs.links.rates, costs.cluster.nodes, []
+    rates, nodes, asked = costs.links.rates, costs.cluster.nodes, []
     ways = [(node.name, node.name, True) for node in nodes if node.chips_per_node > 1]
     ways += [(node.name, node.name, False) for node in nodes if node.count > 1]
     ways += [(a.name, b.name, False) for a, b in itertools.combinations(nodes, 2)]
@@ -246,8 +246,8 @@ def _links(costs: CostModel) -> tuple[AskedLink, ...]:
             link = rates.between(*way).as_link()
         except UserError:
             continue
-        found.append(AskedLink(*way, link.bandwidth, link.latency, way in rates.measured))
-    return tuple(found)
+        asked.append(AskedLink(*way, link.bandwidth, link.latency, way in rates.measured))
+    return tuple(asked)
 
 
 def format_question(asked: Question) -> str:
@@ -261,8 +261,8 @@ MOST_LINES = 16  # of one stage
 def holdings(plan: Plan, stage: Stage, model: ModelSpec) -> list[str]:
     """A line for each TP group of a stage that divides tokens, heads or sequences; none for a stage of one rank."""
     lines = [_unit(plan, stage, unit, model) for unit in stage.units] if len(stage.ranks) > 1 else []
-    more = len(lines) - MOST_LINES
-    return lines[:MOST_LINES] + ([f"and {more} more groups"] if more > 0 else [])
+    left_out = len(lines) - MOST_LINES
+    return lines[:MOST_LINES] + ([f"and {left_out} more groups"] if left_out > 0 else [])
 
 
 def _unit(plan: Plan, stage: Stage, unit: Unit, model: ModelSpec) -> str:

@@ -75,10 +75,10 @@ def _pipeline_blocks(found: Prediction, model: ModelSpec | None) -> list[Pipelin
         for stage in pipeline.stages:
             count = sum(b - a for a, b in stage.chunks)
             chips = tuple(dict.fromkeys(found.chips[rank] for rank in stage.ranks))
-            more = [f"recompute {stage.recompute}"] if str(stage.recompute) != "none" else []
+            recompute = [f"recompute {stage.recompute}"] if str(stage.recompute) != "none" else []
             ranks = f"{word(len(stage.ranks), 'rank')} {rank_ranges(stage.ranks)}"
             divided = [degrees(stage)] if len(stage.ranks) > 1 else []
-            details = ", ".join([plural(count, "layer"), ranks, "+".join(chips), *divided, *more])
+            details = ", ".join([plural(count, "layer"), ranks, "+".join(chips), *divided, *recompute])
             if model is not None:
                 details = "\n".join([details, *holdings(found.plan, stage, model)])
             stages.append(StageBlock(count, f"layers {format_layers(stage)}" if count else "no layers", details, chips))

@@ -20,18 +20,18 @@ COLORS = {  # reserved names of the trace format: of the first chunk of layers, 
 
 def groups(found: Prediction) -> list[tuple[int, ...]]:
     """Indices of pipelines that run alike, which are shown once."""
-    same: dict[int, list[int]] = {}
+    alike: dict[int, list[int]] = {}
     for p, timeline in enumerate(found.timelines):
-        same.setdefault(id(timeline), []).append(p)
-    return [tuple(indices) for indices in same.values()]
+        alike.setdefault(id(timeline), []).append(p)
+    return [tuple(indices) for indices in alike.values()]
 
 
 def _synchronisation(found: Prediction) -> Iterator[tuple[str, float, float]]:
     """(part, start, seconds) of what follows the pipelines, the same for all stages."""
-    at = found.computed_seconds
+    start = found.computed_seconds
     for part in ("gradients", "optimizer", "parameters"):
-        yield part, at, found.parts[part]
-        at += found.parts[part]
+        yield part, start, found.parts[part]
+        start += found.parts[part]
 
 
 def format_layers(stage: Stage) -> str:
@@ -54,13 +54,15 @@ def group_title(found: Prediction, group: Sequence[int]) -> str:
 
 def prediction_charts(found: Prediction) -> list[dict[str, Any]]:
     """A chart per distinct pipeline, as :func:`hetero_megatron.html.page.charts_html` draws them."""
-    after = [[KINDS.index(part), _round(at), _round(seconds), -1] for part, at, seconds in _synchronisation(found)]
+    synchronisation = [
+        [KINDS.index(part), _round(start), _round(seconds), -1] for part, start, seconds in _synchronisation(found)
+    ]
     charts = []
     for group in groups(found):
         rows = [
             [
                 *([KINDS.index(kind_of(a)), _round(start), _round(end - start), a.micro_batch]
-                  for a, start, end in stage if a.kind in KINDS), *after,
+                  for a, start, end in stage if a.kind in KINDS), *synchronisation,
             ]
             for stage in found.timelines[group[0]].stages
         ]  # fmt: skip
@@ -84,7 +86,9 @@ def format_timeline(found: Prediction, width: int = 100) -> str:
         for s, (row, stage) in enumerate(zip(found.timelines[group[0]].stages, stages, strict=True)):
             spans = [(MARKS[a.kind], start, end) for a, start, end in row if a.kind in MARKS]
             last = max((end for _, _, end in spans), default=0.0)
-            spans += [(MARKS[part], max(at, last), at + seconds) for part, at, seconds in _synchronisation(found)]
+            spans += [
+                (MARKS[part], max(start, last), start + seconds) for part, start, seconds in _synchronisation(found)
+            ]
             lines.append(f"{_short(s, stage.ranks):<16}|{_columns(spans, width, scale)}|")
     return "\n".join(lines)
 

@@ -105,10 +105,10 @@ class BucketFlows:
     def from_own(self) -> NDArray[np.bool_]:
         """Whether the rank's sums begin with a copy of its own part: no other rank holds all that it owns (experts that
         only it has)."""
-        others = np.bincount(self.kind, minlength=len(self.volume))[:, None] > (
+        held_elsewhere = np.bincount(self.kind, minlength=len(self.volume))[:, None] > (
             np.arange(len(self.volume))[:, None] == self.kind
         )
-        return np.asarray(np.where(others, self.volume, 0).max(axis=0) < self.owned)
+        return np.asarray(np.where(held_elsewhere, self.volume, 0).max(axis=0) < self.owned)
 
     def elements(self) -> Mapping[tuple[int, int], int]:
         """Elements by (source, destination), towards the owners."""
@@ -129,26 +129,26 @@ def bucket_flows(bucket: Bucket, at: Ints) -> BucketFlows:
     if len(kinds) == 1:
         kind, volume = kinds[0], volumes[0]
     else:
-        known: dict[tuple[int, ...], int] = {}
-        each = zip(*(k.tolist() for k in kinds))
-        kind = np.array([known.setdefault(row, len(known)) for row in each], np.int64)
-        rows = np.array(list(known), np.int64)
+        kind_of: dict[tuple[int, ...], int] = {}
+        kinds_of_ranks = zip(*(k.tolist() for k in kinds))
+        kind = np.array([kind_of.setdefault(row, len(kind_of)) for row in kinds_of_ranks], np.int64)
+        rows = np.array(list(kind_of), np.int64)
         volume = sum(v[rows[:, i]] for i, v in enumerate(volumes))
     return BucketFlows(bucket.ranks, at, np.arange(len(at)), kind, volume)
 
 
 def _volume(holders: Layout, owners: Layout) -> tuple[Ints, Ints]:
     """(kind of each holder, [kinds, ranks] elements that its boxes share with what each rank owns)."""
-    known: dict[tuple[Box, ...], int] = {}
-    kind = np.array([known.setdefault(boxes, len(known)) for boxes in holders.boxes.values()], np.int64)
-    pairs = [(k, box) for boxes, k in known.items() for box in boxes]
+    kind_of: dict[tuple[Box, ...], int] = {}
+    kind = np.array([kind_of.setdefault(boxes, len(kind_of)) for boxes in holders.boxes.values()], np.int64)
+    pairs = [(k, box) for boxes, k in kind_of.items() for box in boxes]
     lo, hi = box_arrays([box for _, box in pairs], len(holders.shape))
     rank, own_lo, own_hi = owners.arrays()
     i, j = overlapping_pairs(lo, hi, own_lo, own_hi)
     sizes = np.prod(np.minimum(hi[i], own_hi[j]) - np.maximum(lo[i], own_lo[j]), axis=1)
     row = np.array([k for k, _ in pairs], np.int64)[i]
     column = np.searchsorted(np.array(holders.ranks), rank[j])
-    volume = np.zeros((len(known), len(kind)), np.int64)
+    volume = np.zeros((len(kind_of), len(kind)), np.int64)
     np.add.at(volume, (row, column), sizes)
     return kind, volume
 
@@ -161,9 +161,9 @@ def port_traffic(flows: BucketFlows, places: PortIndex, gather: bool) -> PortTra
     key = (gather, flows.volume.shape, *(x.tobytes() for x in (flows.volume, flows.kind, node, group)))
     if key not in places.traffic:
         places.traffic[key] = _local_traffic(flows, node, group, places.groups, gather)
-    found = places.traffic[key]
-    where = np.concatenate([flows.at, len(places.ranks) + nodes])
-    return replace(found, ports=2 * where[found.ports >> 1] + (found.ports & 1))
+    traffic = places.traffic[key]
+    places_of = np.concatenate([flows.at, len(places.ranks) + nodes])
+    return replace(traffic, ports=2 * places_of[traffic.ports >> 1] + (traffic.ports & 1))
 
 
 def _local_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str, ...], gather: bool) -> PortTraffic:
@@ -174,33 +174,36 @@ def _local_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str
     into = np.stack([np.bincount(node, row, len(nodes)) for row in flows.volume])  # [kinds, nodes]
     between = count @ into  # [from node, to node]
     local = into[flows.kind, node] - flows.owned, (count[node] * flows.volume.T).sum(axis=1) - flows.owned
-    others = count[node]
-    others[np.arange(len(node)), flows.kind] -= 1
-    longest = np.where(others > 0.5, flows.volume.T, 0).max(axis=1)  # largest message to each rank inside its node
+    other_holders = count[node]
+    other_holders[np.arange(len(node)), flows.kind] -= 1
+    # The largest message to each rank inside its node.
+    longest = np.where(other_holders > 0.5, flows.volume.T, 0).max(axis=1)
     np.fill_diagonal(between, 0.0)
     if gather:
         between, local = between.T, local[::-1]
     rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]] = []
-    most: dict[LinkKind, float] = {}
+    largest: dict[LinkKind, float] = {}
     pairs: dict[LinkKind, float] = {}
     groups = distinct(group)[0].tolist()
     for g in groups:
-        own = group[node] == g
+        in_group = group[node] == g
         kind = (names[g], names[g], True)
-        if local[0][own].any():
-            rows += [(2 * ranks[own] + i, local[i][own], (i, kind)) for i in (False, True)]
-            most[kind] = pairs[kind] = float(longest[own].max())
+        if local[0][in_group].any():
+            rows += [(2 * ranks[in_group] + i, local[i][in_group], (i, kind)) for i in (False, True)]
+            largest[kind] = pairs[kind] = float(longest[in_group].max())
         for h in groups:
             part = between[np.ix_(group == g, group == h)]
             if part.any():
                 kind = (names[g], names[h], False)
                 rows.append((2 * (len(ranks) + nodes[group == g]), part.sum(axis=1), (False, kind)))
                 rows.append((2 * (len(ranks) + nodes[group == h]) + 1, part.sum(axis=0), (True, kind)))
-                most[kind] = float(part.max())
+                largest[kind] = float(part.max())
                 holders, owners = (group == h, group[node] == g) if gather else (group == g, group[node] == h)
-                there = count[holders].sum(axis=0) - np.where(holders[node[owners]][:, None], count[node[owners]], 0.0)
-                pairs[kind] = float(np.where(there > 0.5, flows.volume.T[owners], 0).max())
-    return _joined(rows, most, pairs)
+                holders_elsewhere = count[holders].sum(axis=0) - np.where(
+                    holders[node[owners]][:, None], count[node[owners]], 0.0
+                )
+                pairs[kind] = float(np.where(holders_elsewhere > 0.5, flows.volume.T[owners], 0).max())
+    return _joined(rows, largest, pairs)
 
 
 def _joined(

@@ -36,27 +36,27 @@ class DividedCost:
 
     def __init__(self, model: CostModel, buckets: Sequence[Bucket]) -> None:
         self.model = model
-        known: dict[object, PartSeconds] = {}
+        priced: dict[object, PartSeconds] = {}
         self._parts: dict[int, dict[Step, PartSeconds]] = defaultdict(lambda: defaultdict(PartSeconds))
         for bucket in buckets:
             assert bucket.segment is not None
             key = (bucket.layout_key, bucket.int8, bucket.trained)
-            if key not in known:
-                known[key] = self._price(bucket)
+            if key not in priced:
+                priced[key] = self._price(bucket)
             parts = self._parts[bucket.ranks[0]]
-            parts[bucket.segment] += known[key]
+            parts[bucket.segment] += priced[key]
 
     def _price(self, bucket: Bucket) -> PartSeconds:
         model, chips, item = self.model, self.model.cluster.ranks, 1 if bucket.int8 else self.model.item
         moves = {pair: n for pair, n in hop_elements(bucket.hops[0]).items() if pair[0] != pair[1]}
-        owned = dict(zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True))
+        owned_elements = dict(zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True))
         gives, takes = defaultdict[int, int](int), defaultdict[int, int](int)
         for (src, dst), count in moves.items():
             gives[src] += count
             takes[dst] += count
         rates = {rank: model.chip_rates(chips[rank].chip) for rank in bucket.ranks}
         packed = max(
-            (owned[r] * (1 if bucket.dense else len(bucket.ranks)) + (0 if bucket.dense else gives[r])) * item
+            (owned_elements[r] * (1 if bucket.dense else len(bucket.ranks)) + (0 if bucket.dense else gives[r])) * item
             * x.pack + x.exchange_seconds for r, x in rates.items()
         )  # fmt: skip
         added = max(
@@ -67,8 +67,8 @@ class DividedCost:
         gather = back.seconds + back.latency, packed
         if not bucket.trained:
             return PartSeconds(gather)
-        there = model.links.exchange((a, b, n * model.wide) for (a, b), n in moves.items())
-        return PartSeconds(gather, (there.seconds + there.latency, added))
+        reduced = model.links.exchange((a, b, n * model.wide) for (a, b), n in moves.items())
+        return PartSeconds(gather, (reduced.seconds + reduced.latency, added))
 
     def added(
         self, stage: Stage, number: int, found: ChunkSeconds, part: UnitSeconds, micro_batches: int
@@ -76,13 +76,13 @@ class DividedCost:
         """Seconds of a chunk with what it gathers and sums up; ``part``: of the stage."""
         if stage.weights is None:
             return found
-        parts = next((self._parts[rank] for rank in stage.ranks if rank in self._parts), {})
+        seconds_of_step = next((self._parts[rank] for rank in stage.ranks if rank in self._parts), {})
         a, b = stage.chunks[number]
         steps: list[tuple[Step, tuple[float, float]]] = [(i, part.layer) for i in range(a, b)]
         steps = [("embed", part.embed), *steps] if stage.embed and number == 0 else steps
         if stage.head and number + 1 == len(stage.chunks):
             steps.append(("head", part.head))
-        prices = [parts.get(step, PartSeconds()) for step, _ in steps]
+        prices = [seconds_of_step.get(step, PartSeconds()) for step, _ in steps]
         gather, overlaps = stage.weights.gather, stage.weights.gather == "layer"
         computing = [seconds[0] for _, seconds in steps]
         forward = _exposed([p.gather for p in prices], computing if overlaps else [0.0] * len(steps))
@@ -102,4 +102,4 @@ class DividedCost:
 def _exposed(prices: Sequence[tuple[float, float]], computing: Sequence[float]) -> float:
     """Seconds that a row of (links, host) adds to steps that compute so long, each under way during the one before."""
     hidden = [0.0, *computing][: len(prices)]
-    return sum(max(0.0, links - behind) + host for (links, host), behind in zip(prices, hidden, strict=True))
+    return sum(max(0.0, links - compute) + host for (links, host), compute in zip(prices, hidden, strict=True))

@@ -57,8 +57,8 @@ class GradSync:
 
     @cached_method
     def price(self, content: BucketFlows, item: float, gather: bool) -> PortPrice:
-        found = price(content.traffic(gather, self.structure.places), item, self.network)
-        return replace(found, latency=found.latency + self.network.host_seconds(content.ranks))
+        port_price = price(content.traffic(gather, self.structure.places), item, self.network)
+        return replace(port_price, latency=port_price.latency + self.network.host_seconds(content.ranks))
 
     def last_backwards(
         self, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds], chunks: Mapping[int, int]
@@ -83,15 +83,15 @@ class GradSync:
         present: dict[int, Ints] = {}
 
         def ready(bucket: Bucket) -> Floats:
-            at = structure.at(bucket)
-            if id(at) not in present:
-                present[id(at)] = np.flatnonzero(np.bincount(kind[at]))
+            places = structure.at(bucket)
+            if id(places) not in present:
+                present[id(places)] = np.flatnonzero(np.bincount(kind[places]))
             layers = [self.layer_of[name] for name in bucket.names]
             into = np.zeros(len(rows))
-            for k in present[id(at)].tolist():
+            for k in present[id(places)].tolist():
                 stage, part, chunk = rows[k]
                 into[k] = self._into_backward(stage, part, chunk, layers)
-            return np.asarray(start[at] + into[kind[at]])
+            return np.asarray(start[places] + into[kind[places]])
 
         return ready
 
@@ -101,12 +101,14 @@ class GradSync:
         head = part.head[1] if stage.head and chunk == len(stage.chunks) - 1 else 0.0
         decoder = [i for i in layers if isinstance(i, int)]
         # Recomputed layers run again just before their backward, so they are spread evenly over it.
-        each = part.layer[1] + (stage.recomputed * part.layer[0] / stage.num_layers if stage.num_layers else 0.0)
+        layer_seconds = part.layer[1] + (
+            stage.recomputed * part.layer[0] / stage.num_layers if stage.num_layers else 0.0
+        )
         a, b = stage.chunks[chunk]
         if "embed" in layers and stage.embed and chunk == 0:
-            return part.action + head + (b - a) * each + part.embed[1]
+            return part.action + head + (b - a) * layer_seconds + part.embed[1]
         first = min((i for i in decoder if a <= i < b), default=b)  # what other chunks have is there before it
-        return part.action + head + (b - first) * each
+        return part.action + head + (b - first) * layer_seconds
 
     @cached_method
     def host_seconds(self, content: BucketFlows, dense: bool, item: float, gather: bool) -> tuple[Floats, Floats]:
@@ -140,28 +142,28 @@ class GradSync:
         def launch(number: int) -> None:
             action = order.actions[number]
             pack = self.host_seconds(action.content, action.bucket.dense, item, gather)[0] if sharded else 0.0
-            there = ready(action.bucket)[action.content.inside]
+            complete = ready(action.bucket)[action.content.inside]
             limited = gather or action.hop == 0
-            sent = hosts.start(action.content.at, action.bucket.index, there, pack, limited)
+            sent = hosts.start(action.content.at, action.bucket.index, complete, pack, limited)
             heapq.heappush(heap, (float(sent.max()), number))
 
         for number, count in enumerate(order.missing):
             if not count:
                 launch(number)
         while heap:
-            at, number = heapq.heappop(heap)
+            sent_at, number = heapq.heappop(heap)
             action = order.actions[number]
             cost = self.price(action.content, item, gather)
-            start = max(at, float(free[cost.ports].max())) if len(cost.ports) else at
+            start = max(sent_at, float(free[cost.ports].max())) if len(cost.ports) else sent_at
             free[cost.ports] = start + cost.busy
             end = start + cost.seconds + cost.latency
             spans.append(BucketSpan(action.bucket.index, start, end, action.hop))
-            after = self.host_seconds(action.content, action.bucket.dense, item, gather)[1] if sharded else 0.0
-            hosts.travel(action.content.at, action.bucket.index, end, after)
+            sum_seconds = self.host_seconds(action.content, action.bucket.dense, item, gather)[1] if sharded else 0.0
+            hosts.travel(action.content.at, action.bucket.index, end, sum_seconds)
             for following, count in order.following.get(number, ()):
                 missing[following] -= count
                 if not missing[following]:
                     launch(following)
         ranks = places.ranks.tolist()
-        done = hosts.finish(np.array([idle[r] for r in ranks]))
-        return dict(zip(ranks, done.tolist(), strict=True)), spans
+        ends_of_ranks = hosts.finish(np.array([idle[r] for r in ranks]))
+        return dict(zip(ranks, ends_of_ranks.tolist(), strict=True)), spans

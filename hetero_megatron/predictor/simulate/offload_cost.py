@@ -22,22 +22,24 @@ class OffloadCost:
         model = self.model
         rates = {rank: model.host_rate(model.cluster.ranks[rank].chip) for rank in stage.ranks}
         options = model.options
-        found = host_layers(stage, model.model, self.seq_length, model.item, options.routing, options.fp8)
+        bytes_of = host_layers(stage, model.model, self.seq_length, model.item, options.routing, options.fp8)
         return [
-            {rank: [size / rates[rank] for size in chunks[c]] for rank, chunks in found.items()}
+            {rank: [size / rates[rank] for size in chunks[c]] for rank, chunks in bytes_of.items()}
             for c in range(len(stage.chunks))
         ]
 
     def added(self, stage: Stage, found: Sequence[ChunkSeconds], part: UnitSeconds) -> list[ChunkSeconds]:
         """Seconds of the stage's chunks with the copies of its slowest rank; ``part``: of the stage."""
-        offload, out, again = stage.activations, list(found), stage.recomputed
+        offload, out, recomputed = stage.activations, list(found), stage.recomputed
         if offload is None:
             return out
         for c, (copies, (a, b)) in enumerate(zip(self._copies(stage), stage.chunks, strict=True)):
             head = part.head[1] if stage.head and c + 1 == len(stage.chunks) else 0.0
-            backward = [part.layer[1] + (part.layer[0] if i < again else 0.0) for i in range(b - a)]
-            again = max(again - (b - a), 0)
-            there = max((leaving(row, part.layer[0], offload.ahead) for row in copies.values()), default=0.0)
-            back = max((coming(row, backward, offload.ahead, head) for row in copies.values()), default=0.0)
-            out[c] = out[c]._replace(forward=out[c].forward + there, backward=out[c].backward + back)
+            backward = [part.layer[1] + (part.layer[0] if i < recomputed else 0.0) for i in range(b - a)]
+            recomputed = max(recomputed - (b - a), 0)
+            leaving_seconds = max((leaving(row, part.layer[0], offload.ahead) for row in copies.values()), default=0.0)
+            coming_seconds = max((coming(row, backward, offload.ahead, head) for row in copies.values()), default=0.0)
+            out[c] = out[c]._replace(
+                forward=out[c].forward + leaving_seconds, backward=out[c].backward + coming_seconds
+            )
         return out

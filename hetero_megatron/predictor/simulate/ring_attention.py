@@ -56,10 +56,10 @@ class ContextSeconds:
         )
         layer, experts, with_head = self.layer(stage), (0.0, 0.0), exchanges_of_head(model.model)
         if load is not None:
-            more = operators.beyond_plain(columns, rows, unit.num_tokens, load)
-            moe, alone = load.layers, operators.experts(load)
-            layer = layer[0] + more[0] + moe * routed[0], layer[1] + more[1] + moe * routed[1]
-            experts = moe * alone[0], moe * alone[1]
+            beyond_plain = operators.beyond_plain(columns, rows, unit.num_tokens, load)
+            moe, experts_alone = load.layers, operators.experts(load)
+            layer = layer[0] + beyond_plain[0] + moe * routed[0], layer[1] + beyond_plain[1] + moe * routed[1]
+            experts = moe * experts_alone[0], moe * experts_alone[1]
         return UnitSeconds(
             layer=layer,
             experts=experts,
@@ -71,14 +71,14 @@ class ContextSeconds:
     @cached_method
     def layer(self, stage: Stage) -> Pair:
         """(forward, backward) seconds of one layer; backward includes recompute of a part of it."""
-        found = []
+        layer_seconds = []
         for traffic, rows in zip(self.traffic(stage), stage.replicas, strict=True):
             units = [u for u in stage.units if u.sequences == rows]
             fp8 = self.model.computes_in_fp8(stage)
             kind = stage.recompute.kind
             layer = _Layer(self, traffic, units, rows[1] - rows[0], fp8, kind == "elementwise")
-            found.append(layer.seconds(kind))
-        return max(f for f, _ in found), max(b for _, b in found)
+            layer_seconds.append(layer.seconds(kind))
+        return max(f for f, _ in layer_seconds), max(b for _, b in layer_seconds)
 
     def _chip(self, rank: int) -> str:
         return self.network.ranks[rank].chip
@@ -108,7 +108,7 @@ class _Layer:
         self.linear: dict[int, Pair] = {}  # by rank: without attention, TP collectives included
         self.per_pair: dict[int, Pair] = {}  # by group: of the slowest member's heads
         self.floor: Pair = (0.0, 0.0)
-        whole = mean_attention_pairs(model.model, self.context.seq_length)
+        mean_pairs = mean_attention_pairs(model.model, self.context.seq_length)
         for unit in units:
             collective, host_seconds = prices._tp_collective(unit, rows)
             for t, rank in enumerate(unit.ranks):
@@ -116,10 +116,10 @@ class _Layer:
                 rates = operators.rates
                 columns = heads_and_columns(model.model, unit.tp_split, t)[1]
                 linear, ratio = operators.split(columns, rows, unit.num_tokens)
-                there, back = operators.exchange(columns, rows, unit.num_tokens, collective)
-                again = operators.elementwise(columns, rows, unit.num_tokens) + TP_COLLECTIVES / 2 * there
+                onward, back = operators.exchange(columns, rows, unit.num_tokens, collective)
+                recomputed = operators.elementwise(columns, rows, unit.num_tokens) + TP_COLLECTIVES / 2 * onward
                 self.linear[rank] = (
-                    linear[0] + TP_COLLECTIVES * there, linear[1] + TP_COLLECTIVES * back + elementwise * again
+                    linear[0] + TP_COLLECTIVES * onward, linear[1] + TP_COLLECTIVES * back + elementwise * recomputed
                 )  # fmt: skip
                 self.floor = (
                     max(self.floor[0], rates.layer_seconds + TP_COLLECTIVES * host_seconds),
@@ -129,8 +129,8 @@ class _Layer:
                 share = (heads[1] - heads[0]) / model.model.num_heads
                 core = operators.attention(share, rows, self.context.seq_length) if share else (0.0, 0.0)
                 slowest = self.per_pair.get(unit.group, (0.0, 0.0))
-                mine = (core[0] * ratio[0] / whole, core[1] * ratio[1] / whole)
-                self.per_pair[unit.group] = (max(slowest[0], mine[0]), max(slowest[1], mine[1]))
+                pair_seconds = (core[0] * ratio[0] / mean_pairs, core[1] * ratio[1] / mean_pairs)
+                self.per_pair[unit.group] = (max(slowest[0], pair_seconds[0]), max(slowest[1], pair_seconds[1]))
 
     def seconds(self, recompute: str) -> Pair:
         item = self.prices.model.item
@@ -152,16 +152,16 @@ class _Layer:
 
     def _exchanges(self, flows: Sequence[Volumes], item: int, back: bool) -> ByGroup:
         """Seconds of the head exchange of each group; exchanges of different groups share network cards."""
-        found: list[tuple[ExchangePrice, float]] = []
+        prices: list[tuple[ExchangePrice, float]] = []
         ports: dict[Port, float] = defaultdict(float)
         for volumes in flows:
             price = self._price(volumes, item, "all_to_all", back)
             for port, seconds in price.ports.items():
                 ports[port] += seconds
-            found.append((price, price.latency + self._host_seconds(volumes)))
+            prices.append((price, price.latency + self._host_seconds(volumes)))
         out = {}
         for group, place in self.traffic.exchange_of.items():
-            price, latency = found[place]
+            price, latency = prices[place]
             out[group] = max([price.link, *(ports[p] for p in price.ports), 0.0]) + latency
         return out
 
@@ -229,8 +229,8 @@ class _Ring:
         return now
 
     def _wait(self, ready: ByGroup) -> None:
-        for g, at in ready.items():
-            self.now[g] = max(self.now[g], at)
+        for g, ready_at in ready.items():
+            self.now[g] = max(self.now[g], ready_at)
 
     def _send(self, passages: Iterable[Passage]) -> ByGroup:
         """Post messages; returns, by group, the seconds at which both sides have completed them."""
@@ -245,7 +245,7 @@ class _Ring:
             begin = max([*ends, *(self.free[port] for port in price.ports)])
             for port, seconds in price.ports.items():
                 self.free[port] = begin + seconds
-            done = begin + price.seconds + price.latency
+            arrival = begin + price.seconds + price.latency
             for g in (passage.source, passage.to):
-                ready[g] = max(ready.get(g, 0.0), done)
+                ready[g] = max(ready.get(g, 0.0), arrival)
         return ready

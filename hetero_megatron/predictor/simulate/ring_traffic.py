@@ -52,8 +52,8 @@ class LayerTraffic:
         self.context, self.window = context, window
         self.groups = {g.index: g for g in context.groups}
         self.ring = context.transport != "gather" and len(context.groups) > 1
-        one = context.transport == "gather" or len(context.groups) == 1
-        exchanged = context.groups[:1] if one else context.groups
+        one_exchange = context.transport == "gather" or len(context.groups) == 1
+        exchanged = context.groups[:1] if one_exchange else context.groups
         self.ranks, self.enter, self.leave = [], [], []
         self.exchange_of: dict[int, int] = {}  # by group: place in these lists
         for group in exchanged:
@@ -62,7 +62,7 @@ class LayerTraffic:
             self.enter.append(_volumes([(queries.pieces, 1), (keys.pieces, 2)]))
             self.leave.append(_volumes([(queries.pieces.adjoint(), 1)]))
         for place, group in enumerate(context.groups):
-            self.exchange_of[group.index] = 0 if one else place
+            self.exchange_of[group.index] = 0 if one_exchange else place
         self.blocks: tuple[Block, ...] = ()
         self.schedule: RingSchedule | None = None
         if self.ring:
@@ -74,13 +74,13 @@ class LayerTraffic:
         return visible(group.tokens, block.tokens, (0,), self.window)
 
     def _pairs(self) -> dict[int, list[int]]:
-        found = {}
+        areas = {}
         for g, group in self.groups.items():
             keys = [block.tokens for block in self.blocks]
             if not self.ring:
                 keys = [seen_tokens(group.tokens) if self.context.transport == "gather" else group.tokens]
-            found[g] = [sum(t.area for t in tiles(group.tokens, k, (0,), self.window)) for k in keys]
-        return found
+            areas[g] = [sum(t.area for t in tiles(group.tokens, k, (0,), self.window)) for k in keys]
+        return areas
 
     def volumes(self, passage: Passage) -> dict[tuple[int, int], int]:
         """Units by pair of ranks: keys and values together (or both gradients)."""

@@ -55,13 +55,13 @@ class SyncStructure:
         self._at = [self._places_of(b.ranks) for b in self.buckets]
         contents: dict[object, tuple[Ints, Ints, list[list[BucketFlows]]]] = {}
         self._contents: list[list[list[BucketFlows]]] = []  # by bucket and hop; empty for a single rank
-        for bucket, at in zip(self.buckets, self._at, strict=True):
+        for bucket, places in zip(self.buckets, self._at, strict=True):
             key = bucket.layout_key  # the same transfers between the same ranks
             if key not in contents:
-                contents[key] = *bucket.counts(), self._hops(bucket, at)
-            held, owned, rows = contents[key]
-            self.held[at] += held
-            self.owned[at] += owned
+                contents[key] = *bucket.counts(), self._hops(bucket, places)
+            held_elements, owned_elements, rows = contents[key]
+            self.held[places] += held_elements
+            self.owned[places] += owned_elements
             self._contents.append(rows)
         self.hops = max((len(b.hops) for b in self.buckets), default=1)
 
@@ -83,17 +83,17 @@ class SyncStructure:
     @cached_method
     def _order(self, gather: bool) -> ActionOrder:
         at_the_end = (b for b in self.buckets if b.weights is None)  # others travel inside forward and backward
-        found = [m for b in at_the_end for row in self.actions(b, gather) for m in row]
+        actions = [m for b in at_the_end for row in self.actions(b, gather) for m in row]
         latest = np.full(len(self.places.ranks), -1)  # number of a rank's last action
         missing: list[int] = []
         following: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for number, action in enumerate(found):
+        for number, action in enumerate(actions):
             counts = Counter(latest[action.content.at].tolist())
             missing.append(len(action.content.ranks) - counts.pop(-1, 0))
             for earlier, count in counts.items():
                 following[earlier].append((number, count))
             latest[action.content.at] = number
-        return ActionOrder(found, missing, following)
+        return ActionOrder(actions, missing, following)
 
     @cached_method
     def _places_of(self, ranks: tuple[int, ...]) -> Ints:

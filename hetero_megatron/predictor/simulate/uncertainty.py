@@ -61,8 +61,11 @@ def seconds_range(
     last = max(end for end, _ in ends)
     moved = (parts["gradients"] + parts["parameters"]) * max(links, _worst(rates, chips, "exchange"))
     moved += parts["optimizer"] * _worst(rates, chips, "optimizer")
-    least, most = last - max(end - by for end, by in ends), max(end + by for end, by in ends) - last
-    low, high = (hypot(NINE_IN_TEN * (by + moved), MODEL_ERROR * step) for by in (least, most))
+    spread_down, spread_up = (
+        last - max(end - spread_of for end, spread_of in ends),
+        max(end + spread_of for end, spread_of in ends) - last,
+    )
+    low, high = (hypot(NINE_IN_TEN * (spread + moved), MODEL_ERROR * step) for spread in (spread_down, spread_up))
     return max(0.0, step - low), step + high
 
 
@@ -90,12 +93,12 @@ def late_seconds(plan: Plan, stages: StageCosts, timelines: Sequence[Timeline]) 
     pipeline without jitter; equal ones may be the same object, which is cheaper."""
     if not any(stages.jitter(rank) for rank in plan.ranks):
         return 0.0
-    known: dict[int, list[tuple[float, float]]] = {}
+    ends_of: dict[int, list[tuple[float, float]]] = {}
     ends: list[tuple[float, float]] = []
     for pipeline, timeline in zip(plan.pipelines, timelines, strict=True):
-        if id(timeline) not in known:
-            known[id(timeline)] = _ends(pipeline, stages, timeline)
-        ends += known[id(timeline)]
+        if id(timeline) not in ends_of:
+            ends_of[id(timeline)] = _ends(pipeline, stages, timeline)
+        ends += ends_of[id(timeline)]
     last = max(end for end, _ in ends)
     return last + expected_delay(ends) - max(timeline.step_seconds for timeline in timelines)
 
@@ -115,7 +118,10 @@ def _units(stage: Stage, stages: StageCosts) -> list[tuple[float, float]]:
     of the measured exchange times."""
     seconds = [max(stages.computing(stage, unit, t) for t in range(unit.tp)) for unit in stage.units]
     slowest = max(seconds) or 1.0
-    return [(own / slowest, max(stages.jitter(rank) for rank in unit.ranks)) for own, unit in zip(seconds, stage.units)]
+    return [
+        (unit_seconds / slowest, max(stages.jitter(rank) for rank in unit.ranks))
+        for unit_seconds, unit in zip(seconds, stage.units)
+    ]
 
 
 def expected_delay(ends: Iterable[tuple[float, float]]) -> float:
@@ -132,11 +138,11 @@ def expected_delay(ends: Iterable[tuple[float, float]]) -> float:
     if widest == 0.0:
         return 0.0
     cell = 2 * REACH * widest / CELLS
-    at = (np.arange(CELLS) - CELLS // 2 + 0.5) * cell  # centres of the cells, relative to ``last``
-    done = np.ones(CELLS)  # probability that all have ended
+    centres = (np.arange(CELLS) - CELLS // 2 + 0.5) * cell  # centres of the cells, relative to ``last``
+    all_ended = np.ones(CELLS)  # probability that all have ended
     for (end, deviation), count in counts.items():
-        done *= _done(last + at - end, deviation) ** count
-    return float(cell * np.sum(np.where(at < 0, -done, 1 - done)))
+        all_ended *= _done(last + centres - end, deviation) ** count
+    return float(cell * np.sum(np.where(centres < 0, -all_ended, 1 - all_ended)))
 
 
 def drawn_steps(
@@ -157,8 +163,8 @@ def _vary(units: Sequence[tuple[float, float]], seed: int) -> Callable[[float], 
     def vary(seconds: float) -> Floats:
         planned = shares * seconds
         square = np.log1p(jitters**2 / np.maximum(planned, 1e-12))
-        found = planned * np.exp(square**0.5 * drawn.standard_normal((len(units), STEPS)) - square / 2)
-        return np.asarray(found.max(axis=0))
+        varied = planned * np.exp(square**0.5 * drawn.standard_normal((len(units), STEPS)) - square / 2)
+        return np.asarray(varied.max(axis=0))
 
     return vary
 
