@@ -135,7 +135,7 @@ def to_gguf(
         checkpoint, spec = _opened(source, step)
         spec = replace(spec, mtp_layers=0)  # llama.cpp reads no modules that predict further tokens
         along, alone, number = checkpoint.model_files(), _alone(), checkpoint.step
-        dtypes, said = weight_dtypes(checkpoint, spec), along.notices
+        dtypes, notices = weight_dtypes(checkpoint, spec), along.notices
 
         def read(tensor: LogicalTensor) -> torch.Tensor:
             values = torch.empty(tensor.shape, dtype=dtypes[tensor.name])
@@ -145,20 +145,20 @@ def to_gguf(
 
     else:
         weights, along = HFWeights(source, load_model(source, "SOURCE"), "SOURCE"), from_directory(source)
-        spec, dtypes, said, number = weights.spec, weights.dtypes(), (*weights.notices, *along.notices), 0
+        spec, dtypes, notices, number = weights.spec, weights.dtypes(), (*weights.notices, *along.notices), 0
 
         def read(tensor: LogicalTensor) -> torch.Tensor:
             return weights.read(tensor, Box.whole(tensor.shape))
 
     chosen = DTYPES[dtype] if dtype else Counter(dtypes.values()).most_common(1)[0][0]
     if chosen not in gguf_file.DTYPES:
-        accepted = ", ".join(_NAMES[known] for known in gguf_file.DTYPES)
+        accepted = ", ".join(_NAMES[known_dtype] for known_dtype in gguf_file.DTYPES)
         raise UserError("GGUF has no such dtype", field="--dtype", value=_NAMES[chosen], accepted=accepted)
     nonfinite = dict[str, None]()
-    told = gguf_file.write_gguf(target, spec, read, chosen, along.files, None if check_finite else nonfinite)
+    file_notices = gguf_file.write_gguf(target, spec, read, chosen, along.files, None if check_finite else nonfinite)
     done = {"direction": f"{'native' if native else 'hf'} to gguf", "step": number}
     done |= {"model": spec.name, "dtype": _NAMES[chosen], "nonfinite": list(nonfinite)}
-    return done | {"notices": (*said, *told), "target": target}
+    return done | {"notices": (*notices, *file_notices), "target": target}
 
 
 def _alone() -> Group:
@@ -203,7 +203,7 @@ def import_weights(
     dtypes = dict.fromkeys((t.name for t in tensors), DTYPES[dtype]) if dtype else weights.dtypes()
     state = _state(spec, _NAMES[Counter(dtypes.values()).most_common(1)[0][0]])
     nonfinite = dict[str, None]()
-    made = [path for path in (directory.path, *directory.path.parents) if not path.exists()]
+    new_folders = [path for path in (directory.path, *directory.path.parents) if not path.exists()]
     try:
         _write(directory, weights, dtypes, state, along.native(), nonfinite)
         if nonfinite and check_finite:
@@ -213,7 +213,7 @@ def import_weights(
     except BaseException as error:
         directory.abandon(0)
         with suppress(OSError):
-            for path in made:
+            for path in new_folders:
                 path.rmdir()
         if not isinstance(error, OSError):
             raise
@@ -251,11 +251,11 @@ def _write(
     """Write all files of the checkpoint without publishing it; names of tensors that are not finite are added to
     ``nonfinite``."""
     work, sums, places = directory.begin(0), {}, {}
-    known = {f"{MODEL}.{t.name}": t for t in logical_tensors(weights.spec)}
-    line = WorkLine("importing weights", sum(tensor.size for tensor in known.values()), bytes=False)
+    tensors = {f"{MODEL}.{t.name}": t for t in logical_tensors(weights.spec)}
+    line = WorkLine("importing weights", sum(tensor.size for tensor in tensors.values()), bytes=False)
 
     def get(key: str) -> torch.Tensor:
-        tensor = known[key]
+        tensor = tensors[key]
         line.add(tensor.size)
         values = weights.read(tensor, Box.whole(tensor.shape)).to(dtypes[tensor.name])
         if not is_finite(values):
@@ -263,13 +263,13 @@ def _write(
         return values
 
     with line:
-        for number, names in enumerate(_deal(known, dtypes)):
+        for number, names in enumerate(_deal(tensors, dtypes)):
             file = f"rank_{number:05d}.safetensors"
-            entries = {name: (dtypes[known[name].name], known[name].shape) for name in names}
+            entries = {name: (dtypes[tensors[name].name], tensors[name].shape) for name in names}
             sums[file], _ = write_file(work / file, entries, get)
-            whole = {n: MetadataIndex(n, torch.Size([0] * len(known[n].shape))) for n in names}
+            whole = {n: MetadataIndex(n, torch.Size([0] * len(tensors[n].shape))) for n in names}
             places.update({whole[n]: ChunkLocation(file, n) for n in names})
-    metadata = Metadata({n: _whole(t, dtypes[t.name]) for n, t in known.items()}, storage_data=places)
+    metadata = Metadata({n: _whole(t, dtypes[t.name]) for n, t in tensors.items()}, storage_data=places)
     for name, content in {METADATA: encode_metadata(metadata, state).encode(), **extra}.items():
         write_synced(work / name, content)
         sums[name] = sha256(work / name)

@@ -97,13 +97,13 @@ class CheckpointDirectory:
         """
         path, named = self.path / LATEST, self._named()
         if named is None:
-            held = self.held()
-            if len(held) > 1:
+            steps = self.held()
+            if len(steps) > 1:
                 raise Damaged(path, "is missing beside checkpoints")
-            if held:
+            if steps:
                 left = f"{LATEST} is missing, as after a save that was cut off; the only checkpoint"
-                self.log(notice_line(f"{self.path}: {left}, {self.place(held[0]).name}, is taken"))
-            return held[0] if held else None
+                self.log(notice_line(f"{self.path}: {left}, {self.place(steps[0]).name}, is taken"))
+            return steps[0] if steps else None
         step, digest = named
         place = self.place(step)
         if not place.is_dir():
@@ -186,10 +186,10 @@ class CheckpointDirectory:
                 if os.path.lexists(self.at(step)):
                     self._retire(self.at(step))
                 self._old(step).rename(self.at(step))
-        held = self.held()
-        if len(held) == 1 and not os.path.lexists(self.path / LATEST):
+        steps = self.held()
+        if len(steps) == 1 and not os.path.lexists(self.path / LATEST):
             with suppress(Damaged):
-                self._point(held[0])
+                self._point(steps[0])
 
     def _point(self, step: int) -> None:
         """Update ``latest`` without following links or writing through existing names."""
@@ -229,8 +229,8 @@ class CheckpointDirectory:
     def _say(self, path: Path, error: OSError) -> None:
         if error.strerror not in self._said:
             self._said.add(error.strerror)
-            where = error.filename or path
-            left = f"cannot be removed ({error.strerror}: {where}); it is left, and training goes on"
+            path_left = error.filename or path
+            left = f"cannot be removed ({error.strerror}: {path_left}); it is left, and training goes on"
             self.log(notice_line(f"{path} {left}"))
 
 

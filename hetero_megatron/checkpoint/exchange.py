@@ -156,8 +156,8 @@ def _run_together(group: Group, action: Callable[[], Any], kind: Any = NoneType)
         raise
     except Exception as error:
         trouble = RemoteError.of(error)
-    found = group.gather_objects((trouble, result), tuple[RemoteError | None, kind | None])
-    for rank, (failed, _) in zip(group.ranks, found, strict=True):
+    outcomes = group.gather_objects((trouble, result), tuple[RemoteError | None, kind | None])
+    for rank, (failed, _) in zip(group.ranks, outcomes, strict=True):
         if failed is not None:
             raise RankFailed(rank, failed.error())
-    return [done for _, done in found]
+    return [done for _, done in outcomes]

@@ -50,10 +50,10 @@ class DirectoryLock:
         if self._handle is None:
             return ""
         try:
-            here, held = os.stat(self._path), os.fstat(self._handle)
+            path, locked = os.stat(self._path), os.fstat(self._handle)
         except OSError as error:
             return error.strerror or "it cannot be read"
-        return "" if (here.st_dev, here.st_ino) == (held.st_dev, held.st_ino) else "another directory has its name"
+        return "" if (path.st_dev, path.st_ino) == (locked.st_dev, locked.st_ino) else "another directory has its name"
 
     def check(self) -> None:
         """Raises UserError where the directory is lost."""

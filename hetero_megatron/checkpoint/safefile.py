@@ -98,8 +98,8 @@ def check_file(path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, .
 
 def _offsets(entry: Any) -> tuple[int, ...]:
     """Sort key of a header entry; anything for malformed entries."""
-    found = entry.get("data_offsets") if isinstance(entry, dict) else None
-    return tuple(found) if isinstance(found, list) and all(isinstance(n, int) for n in found) else ()
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    return tuple(offsets) if isinstance(offsets, list) and all(isinstance(n, int) for n in offsets) else ()
 
 
 class Files:

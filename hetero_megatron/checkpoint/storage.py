@@ -90,16 +90,16 @@ class BoxWriter(StorageWriter):
 
     def _require_finite(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Nothing that is not finite gets into a file: whoever goes on from there could only compute NaN."""
-        found = []
+        nonfinite = []
         for item in plan.items:
             name = item.index.fqn
             used_as = self.dtype if name.startswith(WEIGHTS) else None
             if not is_finite(tensors[_key(item.index)], used_as):
-                found.append(name)
-        if found:
+                nonfinite.append(name)
+        if nonfinite:
             raise UserError(
-                f"the checkpoint of step {self.step} is not saved: NaN or Inf in {listed(found)} on rank {self.rank}; "
-                "older ones are untouched", field="--save", value=str(self.directory.path),
+                f"the checkpoint of step {self.step} is not saved: NaN or Inf in {listed(nonfinite)}"
+                f" on rank {self.rank}; older ones are untouched", field="--save", value=str(self.directory.path),
                 accepted="values that are finite: a smaller --lr or --weight-decay, from a checkpoint before; or other "
                 "hardware or --kernels for that rank",
             )  # fmt: skip

@@ -209,11 +209,11 @@ class Bridge:
         if not parts:
             return []
         if self._copies is None:
-            return [self._transfer(peer, sends, i)(part, tag) for i, mine in enumerate(stripes) for part in mine]
+            return [self._transfer(peer, sends, i)(part, tag) for i, stripe in enumerate(stripes) for part in stripe]
         ready, done = self._copies.now(), [Future[Any]() for _ in stripes]
-        for i, mine in enumerate(stripes):
-            ends = [None] * (len(mine) - 1) + [done[i]]
-            message = [_MessageChunk(part, tag, ready, end) for part, end in zip(mine, ends, strict=True)]
+        for i, stripe in enumerate(stripes):
+            ends = [None] * (len(stripe) - 1) + [done[i]]
+            message = [_MessageChunk(part, tag, ready, end) for part, end in zip(stripe, ends, strict=True)]
             self._channel(peer, sends, i).put(message)
         return [BridgeWork(done, self._copies, self._timeout)]
 

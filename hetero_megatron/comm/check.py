@@ -32,8 +32,8 @@ class Fault:
     group: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        where = f" in the group of ranks {list(self.group)}" if self.group else ""
-        return f"rank {self.source} to rank {self.target}{where}: {self.what}"
+        group_text = f" in the group of ranks {list(self.group)}" if self.group else ""
+        return f"rank {self.source} to rank {self.target}{group_text}: {self.what}"
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def check_groups(comm: Comm, groups: Sequence[tuple[int, ...]], size: int) -> li
         try:
             group.exchange(gives, takes).wait()
             flat = group.all_to_all(torch.cat(gives), [sizes[r] for r in ranks], [sizes[comm.rank]] * len(ranks)).wait()
-            told = group.gather_vectors(torch.tensor([comm.rank], device=comm.device)).flatten().tolist()
+            gathered = group.gather_vectors(torch.tensor([comm.rank], device=comm.device)).flatten().tolist()
         except CommError as error:
             return [*faults, Fault(error.peers[0] if error.peers else ranks[0], comm.rank, str(error), ranks)]
         assert flat is not None
@@ -109,8 +109,8 @@ def check_groups(comm: Comm, groups: Sequence[tuple[int, ...]], size: int) -> li
             if peer != comm.rank:
                 faults += _compare(takes[i], peer, comm.rank, ranks)
             faults += _compare(flat.split(sizes[comm.rank])[i], peer, comm.rank, ranks)
-            if told[i] != peer:
-                faults.append(Fault(peer, comm.rank, f"a gathered number is {told[i]}", ranks))
+            if gathered[i] != peer:
+                faults.append(Fault(peer, comm.rank, f"a gathered number is {gathered[i]}", ranks))
     return faults
 
 
@@ -165,5 +165,5 @@ def _compare(received: torch.Tensor, source: int, target: int, group: tuple[int,
     wrong = (received.cpu() != pattern(source, target, received.numel(), torch.device("cpu"))).nonzero().flatten()
     if not wrong.numel():
         return []
-    what = f"{wrong.numel():,} of {received.numel():,} bytes are wrong, the first is number {int(wrong[0]):,}"
-    return [Fault(source, target, what, group)]
+    problem = f"{wrong.numel():,} of {received.numel():,} bytes are wrong, the first is number {int(wrong[0]):,}"
+    return [Fault(source, target, problem, group)]

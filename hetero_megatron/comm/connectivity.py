@@ -91,16 +91,16 @@ def dial(address: Address, patience: float = PATIENCE) -> str | None:
         return GONE
     except OSError as error:
         return UNREACHABLE if error.errno in _NO_WAY else None
-    said = b""
+    answer = b""
     with peer:
         try:
-            while len(said) < len(expected) and (more := peer.recv(len(expected) - len(said))):
-                said += more
+            while len(answer) < len(expected) and (more := peer.recv(len(expected) - len(answer))):
+                answer += more
         except TimeoutError:
             return HANGS
         except OSError:  # it ended while we spoke
             return GONE
-    return ANSWERS if hmac.compare_digest(said, expected) else GONE  # another program has its port now
+    return ANSWERS if hmac.compare_digest(answer, expected) else GONE  # another program has its port now
 
 
 class Connectivity:
@@ -134,16 +134,16 @@ class Connectivity:
         every turn (0, 1, 2, …) and on every rank."""
         start = (self.rank + turn * AT_MOST) % len(peers)
         chosen = [*peers[start:], *peers[:start]][:AT_MOST]
-        found = self._dial([p for p in chosen if p in self._known], PATIENCE)
-        return [peer for peer, word in found.items() if word == GONE]
+        answers = self._dial([p for p in chosen if p in self._known], PATIENCE)
+        return [peer for peer, word in answers.items() if word == GONE]
 
     def _dial(self, ranks: Sequence[int], patience: float) -> dict[int, str]:
         """State of ranks with known addresses, as far as it can be found out."""
         if not ranks:
             return {}
         with ThreadPoolExecutor(len(ranks)) as pool:
-            said = pool.map(lambda r: dial(self._known[r], patience), ranks)
-            return {rank: word for rank, word in zip(ranks, said, strict=True) if word is not None}
+            states = pool.map(lambda r: dial(self._known[r], patience), ranks)
+            return {rank: word for rank, word in zip(ranks, states, strict=True) if word is not None}
 
     @staticmethod
     def _choose(peers: list[int], known: dict[int, Address]) -> list[int]:
@@ -208,10 +208,10 @@ def _shut(number: int) -> None:
 
 
 def _open_sockets() -> dict[int, str]:
-    found = {}
+    sockets = {}
     for entry in os.listdir(DESCRIPTORS):
         with suppress(OSError):  # closed meanwhile
             name = os.readlink(DESCRIPTORS / entry)
             if name.startswith("socket:"):
-                found[int(entry)] = name
-    return found
+                sockets[int(entry)] = name
+    return sockets

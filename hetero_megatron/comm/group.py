@@ -282,12 +282,12 @@ class Group:
         """[n] from every member -> [members, n], equal on all; for a few numbers per step."""
         if self._handle is None:
             return vector[None]
-        mine = vector if self._bridge is None else vector.cpu()
-        out = [torch.empty_like(mine) for _ in self.ranks]
+        own_vector = vector if self._bridge is None else vector.cpu()
+        out = [torch.empty_like(own_vector) for _ in self.ranks]
         sizes = dict.fromkeys(self._others(), vector.numel() * vector.element_size())
         work = self.comm.start(
             self._others(),
-            lambda: dist.all_gather(self._ascending(out), mine, group=self._handle, async_op=True),
+            lambda: dist.all_gather(self._ascending(out), own_vector, group=self._handle, async_op=True),
             sizes,
             tuple(sorted(self.ranks)),
         )

@@ -129,13 +129,13 @@ class Rendezvous:
     def _claim(self, records: Records, me: RankRecord) -> None:
         """Refuse the second process with the same rank; otherwise both would wait forever."""
         key = _key(me.rank)
-        found = records.open(key, records.store.compare_set(key, "", records.seal(key, me)), RankRecord)
-        if found.token == me.token:
+        claimed = records.open(key, records.store.compare_set(key, "", records.seal(key, me)), RankRecord)
+        if claimed.token == me.token:
             return
-        text = f"{found} and {me} are both rank {me.rank}"
-        renumbered = (found.launched_as, me.launched_as) != (me.rank, me.rank)
+        text = f"{claimed} and {me} are both rank {me.rank}"
+        renumbered = (claimed.launched_as, me.launched_as) != (me.rank, me.rank)
         if renumbered:
-            text += f" of the cluster file (torchrun's ranks {found.launched_as} and {me.launched_as})"
+            text += f" of the cluster file (torchrun's ranks {claimed.launched_as} and {me.launched_as})"
         records.set(REFUSED, text)
         if renumbered:
             node = self.launcher.node or "not set"
@@ -178,12 +178,12 @@ class Rendezvous:
 
     def _failed(self, error: Exception) -> CommError:
         """The error for a failed join: ranks that did not join, or that cannot be reached."""
-        seconds, others = time.monotonic() - self.started, self.others
+        seconds, other_ranks = time.monotonic() - self.started, self.others
         records = self._records
         came = within(PATIENCE, lambda: self._joined_ranks(records)) if records is not None else None
-        states = Connectivity(self.rank, [(came or {}).get(r) for r in range(len(others) + 1)]).look(came or ())
-        absent = [r for r in others if came is not None and r not in came]
-        peers = [r for r in others if states.get(r) == UNREACHABLE] or absent or others
+        states = Connectivity(self.rank, [(came or {}).get(r) for r in range(len(other_ranks) + 1)]).look(came or ())
+        absent = [r for r in other_ranks if came is not None and r not in came]
+        peers = [r for r in other_ranks if states.get(r) == UNREACHABLE] or absent or other_ranks
         if came is None:
             why = f"the rendezvous store at {self.where} does not answer, or not all came to it"
         elif absent and UNREACHABLE not in states.values():
@@ -191,7 +191,7 @@ class Rendezvous:
         else:
             why = explain(peers, states)
         return CommError(
-            f"rank {self.rank}, joining the job, waited {seconds:.1f} s for {plural(len(others), 'other rank')}: "
+            f"rank {self.rank}, joining the job, waited {seconds:.1f} s for {plural(len(other_ranks), 'other rank')}: "
             f"{why} [{first_line(error)}]",
             self.rank, peers, seconds, "joining the job", states,
         )  # fmt: skip
@@ -267,9 +267,9 @@ def start_comm(
     if total > 1:
         if copies is not None and lost is not None:
             comm.watch_devices(copies.aside, lost)
-        everyone = Group(comm, tuple(range(total)), dist.group.WORLD)
-        mine = Endpoint.of(platform, torch.__version__, transport)
-        islands = Islands(everyone.gather_objects(mine, Endpoint))
+        all_ranks = Group(comm, tuple(range(total)), dist.group.WORLD)
+        endpoint = Endpoint.of(platform, torch.__version__, transport)
+        islands = Islands(all_ranks.gather_objects(endpoint, Endpoint))
         comm.create_message_groups(islands, copies)
     return comm
 

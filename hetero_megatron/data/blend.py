@@ -69,8 +69,8 @@ class BlendedDataset:
         self._choice = blend_period(self.weights)
         self._rank = np.zeros(len(self._choice), np.int32)  # how many samples of the same dataset came before
         for d in range(len(datasets)):
-            own = self._choice == d
-            self._rank[own] = np.arange(int(own.sum()))
+            own_choices = self._choice == d
+            self._rank[own_choices] = np.arange(int(own_choices.sum()))
 
     def locate(self, index: int) -> tuple[int, int]:
         """(dataset, sample in it) of a global sample index."""

@@ -178,11 +178,11 @@ def build_datasets(
     train, valid, test = (make(i) if n else None for i, n in enumerate(num_samples))
     for name, dataset, n in zip(SPLITS, (train, valid, test), num_samples):
         if isinstance(dataset, StoredDataset):
-            what = ""
+            counts = ""
             if isinstance(dataset, PackedDataset):
                 documents = plural(dataset.documents[1] - dataset.documents[0], "document")
-                what = f" of {documents}, {plural(dataset.num_tokens, 'token')}"
-            log(f"data: {name}: {plural(n, 'sample')} = {plural(dataset.num_epochs(n), 'epoch')}{what}")
+                counts = f" of {documents}, {plural(dataset.num_tokens, 'token')}"
+            log(f"data: {name}: {plural(n, 'sample')} = {plural(dataset.num_epochs(n), 'epoch')}{counts}")
     streams = (train,) if isinstance(train, Stream) else ()
     return Datasets(train, valid, test, tokenizer, builder.eod, streams, config.reads_stream)
 
@@ -222,8 +222,8 @@ def _limit(tokenizer: Tokenizer, model_vocab_size: int | None) -> int:
     """Upper bound on token ids: the model's embedding rows, and for a NullTokenizer also its given vocabulary."""
     if model_vocab_size is None:
         return tokenizer.vocab_size
-    told = isinstance(tokenizer, NullTokenizer)
-    return min(model_vocab_size, tokenizer.vocab_size) if told else model_vocab_size
+    is_null = isinstance(tokenizer, NullTokenizer)
+    return min(model_vocab_size, tokenizer.vocab_size) if is_null else model_vocab_size
 
 
 def _tokenizer_line(config: DataConfig, tokenizer: Tokenizer, rows: int) -> str:

@@ -101,13 +101,13 @@ class Corpus:
 def is_indexed(path: str) -> bool:
     """Whether a path names a .bin/.idx pair. UserError if only one of the two exists."""
     prefix = indexed_prefix(path)
-    found = [os.path.isfile(prefix + end) for end in (".idx", ".bin")]
-    if any(found) and not all(found) and not os.path.exists(prefix):
-        have, lack = (".idx", ".bin") if found[0] else (".bin", ".idx")
+    has_files = [os.path.isfile(prefix + end) for end in (".idx", ".bin")]
+    if any(has_files) and not all(has_files) and not os.path.exists(prefix):
+        have, lack = (".idx", ".bin") if has_files[0] else (".bin", ".idx")
         raise UserError(
             f"there is {prefix}{have} but no {prefix}{lack}", field="--data-path", value=path, accepted="both files"
         )
-    return all(found)
+    return all(has_files)
 
 
 def may_have_keys(path: str) -> bool:

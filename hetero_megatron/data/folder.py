@@ -77,8 +77,8 @@ def folder_files(folder: Path, field: str, accepted: str) -> tuple[list[Path], l
     side_files = _side_files(files)
     data = [f for f in files if f not in side_files]
     if not data:
-        held = f" but {', '.join(sorted(f.name for f in side_files)[:3])}" if side_files else ""
-        raise UserError(f"the folder holds no files{held}", field=field, value=str(folder), accepted=accepted)
+        side_names = f" but {', '.join(sorted(f.name for f in side_files)[:3])}" if side_files else ""
+        raise UserError(f"the folder holds no files{side_names}", field=field, value=str(folder), accepted=accepted)
     if pairs := [f.with_suffix("") for f in data if f.suffix == ".idx" and f.with_suffix(".bin") in data]:
         shown = ", ".join(str(prefix) for prefix in pairs[:4]) + (" …" if len(pairs) > 4 else "")
         accepted = f"the prefix of a pair, or several, as a blend: {shown}"
@@ -99,12 +99,12 @@ def one_kind(files: Sequence[Path], path: str, field: str) -> str:
         return "text"
     if len(kinds) == 1:
         return next(iter(kinds))
-    shown = "; ".join(f"{kind}: {_some(found)}" for kind, found in sorted(kinds.items()))
-    first = next(found[0] for kind, found in sorted(kinds.items()) if kind in KEYED.values())
-    where = Path(path) if os.path.isdir(path) else first.parent
+    shown = "; ".join(f"{kind}: {_some(files_of_kind)}" for kind, files_of_kind in sorted(kinds.items()))
+    first = next(files_of_kind[0] for kind, files_of_kind in sorted(kinds.items()) if kind in KEYED.values())
+    parent = Path(path) if os.path.isdir(path) else first.parent
     raise UserError(
         f"holds files of several kinds ({shown})", field=field, value=path,
-        accepted=f"a glob that selects one kind, e.g. '{where}/**/*{''.join(first.suffixes[-2:])}'",
+        accepted=f"a glob that selects one kind, e.g. '{parent}/**/*{''.join(first.suffixes[-2:])}'",
     )  # fmt: skip
 
 
@@ -114,14 +114,14 @@ def _hidden(path: Path) -> bool:
 
 def _side_files(files: Iterable[Path]) -> set[Path]:
     suffixes = {f: uncompressed_name(f).suffix.lower() for f in files}
-    found = {f for f in suffixes if f.name in _INFOS}
+    side_files = {f for f in suffixes if f.name in _INFOS}
     if ".arrow" in suffixes.values():
-        found |= {f for f in suffixes if f.name in _SAVED}
-        found |= _cached([f for f, suffix in suffixes.items() if suffix == ".arrow"])
-    if any(suffix in KEYED for f, suffix in suffixes.items() if f not in found):
-        found |= {f for f, suffix in suffixes.items() if suffix not in KEYED and _TEXTS.fullmatch(f.name)}
-        found |= {f for f, suffix in suffixes.items() if suffix in _PICTURES}
-    return found
+        side_files |= {f for f in suffixes if f.name in _SAVED}
+        side_files |= _cached([f for f, suffix in suffixes.items() if suffix == ".arrow"])
+    if any(suffix in KEYED for f, suffix in suffixes.items() if f not in side_files):
+        side_files |= {f for f, suffix in suffixes.items() if suffix not in KEYED and _TEXTS.fullmatch(f.name)}
+        side_files |= {f for f, suffix in suffixes.items() if suffix in _PICTURES}
+    return side_files
 
 
 def _cached(files: Iterable[Path]) -> set[Path]:
@@ -129,13 +129,13 @@ def _cached(files: Iterable[Path]) -> set[Path]:
     folders: dict[Path, list[Path]] = {}
     for file in files:
         folders.setdefault(file.parent, []).append(file)
-    found: set[Path] = set()
+    cached: set[Path] = set()
     for folder, beside in folders.items():
         saved = _saved_names(folder / "state.json")
         if not any(f.name in saved for f in beside):  # no save_to_disk, or one that cannot be read
             saved = {f.name for f in beside if not f.name.startswith("cache-")}
-        found |= {f for f in beside if f.name not in saved}
-    return found
+        cached |= {f for f in beside if f.name not in saved}
+    return cached
 
 
 def _saved_names(state: Path) -> set[str]:
@@ -158,8 +158,8 @@ def _refuse_splits(folder: Path, files: Sequence[Path], field: str) -> None:
             rest += 1  # texts may have any name: they are splits only if all of them are
     if len(splits) < 2 or rest:
         return
-    shown = "; ".join(f"{name}: {_some(found)}" for (_, name), found in splits.items())
-    paths = {split: _path_of(found, files, folder) for split, found in splits.items()}
+    shown = "; ".join(f"{name}: {_some(split_files)}" for (_, name), split_files in splits.items())
+    paths = {split: _path_of(split_files, files, folder) for split, split_files in splits.items()}
     uses = [uses for uses, _ in splits]
     if field == "--data-path" and len(set(uses)) == len(uses):
         accepted = " ".join(f"--{use}-data-path {path}" for (use, _), path in sorted(paths.items(), key=_order))

@@ -190,17 +190,17 @@ class Guard(Generic[Item, Result]):
         return self._refuse(batch[min(number, len(batch) - 1)], _CALLS[call], why)
 
     def _start(self) -> None:
-        self._pipe, theirs = Pipe()
+        self._pipe, child_pipe = Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: see the module's text
             pid = os.fork()
         if pid == 0:
             try:
-                _Child(theirs, self._state, self._work, self._seconds, self._memory).serve()
+                _Child(child_pipe, self._state, self._work, self._seconds, self._memory).serve()
             finally:
                 os._exit(1)
         self._pid = pid
-        theirs.close()
+        child_pipe.close()
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):
@@ -269,9 +269,9 @@ class _Child:
         nothing = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):  # libraries write there when they fail
             os.dup2(nothing, number)
-        kept = {0, 1, 2, self._pipe.fileno()}
+        kept_numbers = {0, 1, 2, self._pipe.fileno()}
         for number in map(int, os.listdir("/proc/self/fd")):
-            if number not in kept:
+            if number not in kept_numbers:
                 with suppress(OSError):
                     os.close(number)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -187,8 +187,8 @@ def _packed(sample: Sample) -> bytes:
 
 def _unpacked(answer: bytes) -> Sample:
     count, documents, masked = _SAMPLE.unpack_from(answer, 1)
-    at = 1 + _SAMPLE.size
-    tokens = np.frombuffer(answer, "<i8", count, at)
-    starts = np.frombuffer(answer, "<i4", documents, at + tokens.nbytes)
-    mask = np.frombuffer(answer, bool, count - 1, at + tokens.nbytes + starts.nbytes) if masked else None
+    offset = 1 + _SAMPLE.size
+    tokens = np.frombuffer(answer, "<i8", count, offset)
+    starts = np.frombuffer(answer, "<i4", documents, offset + tokens.nbytes)
+    mask = np.frombuffer(answer, bool, count - 1, offset + tokens.nbytes + starts.nbytes) if masked else None
     return Sample(tokens, starts, mask)

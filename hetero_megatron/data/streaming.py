@@ -126,8 +126,8 @@ class StreamingDataset:
         If this rank has not read that far, the state is of an earlier sample, which is correct but slower.
         """
         with self._lock:
-            known = [i for i in self._recent if i <= sample]
-            start, (_, cursor, skip) = (max(known), self._recent[max(known)]) if known else (0, (None, START, 0))
+            earlier = [i for i in self._recent if i <= sample]
+            start, (_, cursor, skip) = (max(earlier), self._recent[max(earlier)]) if earlier else (0, (None, START, 0))
             return {"sample": start, "cursor": list(cursor), "skip": skip, "corpus": self._size()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,11 +153,11 @@ class StreamingDataset:
             raise self._broken
         number = self._reader.sample
         try:
-            found = self._reader.next()
+            block = self._reader.next()
         except UserError as error:  # the reader ends there, and others may ask for samples beyond it
             self._broken = error
             raise
-        self._recent[number] = found
+        self._recent[number] = block
         self._recent.pop(number - self._window, None)
 
 

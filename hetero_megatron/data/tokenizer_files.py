@@ -54,9 +54,9 @@ def check_directory(model: str) -> str:
         if any(fnmatch(name, pattern) for pattern in _FILES) and not os.path.isdir(path / name):
             require_regular(path / name, _FIELD)
             if name.endswith(".json"):
-                found = read_json_object(path / name, _FIELD, LIMIT)
+                directory_content = read_json_object(path / name, _FIELD, LIMIT)
                 if name == "tokenizer.json":
-                    _require_end(found, path / name)
+                    _require_end(directory_content, path / name)
     return str(path)
 
 

@@ -99,8 +99,8 @@ def _loads(steps: Sequence[Mapping[str, Any]], start: Mapping[str, Any] | None) 
 def render(view: LiveView, name: str) -> Group:
     """For a terminal, by rich."""
     head = Text()
-    of = f"/{view.steps:,}" if view.steps is not None else ""
-    head.append(f"step {view.step:,}{of}", style="bold")
+    of_steps = f"/{view.steps:,}" if view.steps is not None else ""
+    head.append(f"step {view.step:,}{of_steps}", style="bold")
     head.append(f"   loss {view.loss:.4f}" if view.loss is not None else "   loss not finite")
     head.append(f"   {format_seconds(view.seconds)} per step   {view.tokens_per_second:,.0f} tokens/s")
     if view.ended:

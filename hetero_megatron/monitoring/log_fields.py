@@ -121,7 +121,7 @@ def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = N
 def require(value: Any, check: Check, what: str, where: str) -> None:
     """UserError that names field, value and place where ``value`` is not ``what`` it should be."""
     if wrong := check(value):
-        field, found, accepted = wrong
-        if found is MISSING:
+        field, wrong_value, accepted = wrong
+        if wrong_value is MISSING:
             raise UserError(f"is missing: this is not {what}", field=field.lstrip("."), where=where)
-        raise UserError(f"is not {what}", field=field.lstrip("."), value=found, accepted=accepted, where=where)
+        raise UserError(f"is not {what}", field=field.lstrip("."), value=wrong_value, accepted=accepted, where=where)

@@ -46,15 +46,15 @@ class LineFile:
             self._say(f"{error.problem}: lines are missing in it, and training goes on")
 
     def _follow(self) -> None:
-        held = os.fstat(self._file.fileno())
+        opened = os.fstat(self._file.fileno())
         try:
-            there = os.stat(self.path, follow_symlinks=False)
+            at_path = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
-            there = None
+            at_path = None
             if not self.path.parent.is_dir():  # perhaps moved as a whole, and the file with it
                 self._say("is no longer there, nor is its folder: lines go on in the file that was")
                 return
-        if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
+        if at_path is None or (at_path.st_dev, at_path.st_ino) != (opened.st_dev, opened.st_ino):
             fresh = open_append(self.path)
             self._file.close()
             self._file = fresh

@@ -61,10 +61,10 @@ def _rewrite(path: Path, keep: list[bool]) -> None:
     part = path.with_name(f".{path.name}.incomplete")
     try:
         part.unlink(missing_ok=True)
-        with open_append(path.with_name(REPLACED), "--save") as removed, open_append(part, "--save") as kept:
+        with open_append(path.with_name(REPLACED), "--save") as removed, open_append(part, "--save") as kept_lines:
             for (_, line), stays in zip(text_lines(path, "--save"), keep, strict=True):
-                (kept if stays else removed).write(line if line.endswith(b"\n") else line + b"\n")
-            for file in (removed, kept):
+                (kept_lines if stays else removed).write(line if line.endswith(b"\n") else line + b"\n")
+            for file in (removed, kept_lines):
                 os.fsync(file.fileno())
         part.replace(path)
     except OSError as error:

@@ -55,8 +55,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: An
         kernel = _tile(chosen.softcap)
         for rows, tokens in _parts(chosen.documents, q.shape[1]):
             part = [x[rows, tokens] for x in (q, k, v)]
-            here = _dropout(chosen.dropout, rows, tokens)
-            out[rows, tokens], lse[rows, :, tokens] = kernel.forward(part[0], part[1], part[2], 0, chosen.window, here)
+            drops = _dropout(chosen.dropout, rows, tokens)
+            out[rows, tokens], lse[rows, :, tokens] = kernel.forward(part[0], part[1], part[2], 0, chosen.window, drops)
     return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
 
@@ -71,9 +71,9 @@ def _backward(
         kernel = _tile(chosen.softcap)
         for rows, tokens in _parts(chosen.documents, q.shape[1]):
             g, a, b, c, o = (x[rows, tokens] for x in (dout, q, k, v, out))
-            here = _dropout(chosen.dropout, rows, tokens)
-            found = kernel.backward(g, a, b, c, o, lse[rows, :, tokens], 0, chosen.window, None, here)
-            for total, part in zip(grads, found, strict=True):
+            part_dropout = _dropout(chosen.dropout, rows, tokens)
+            part_grads = kernel.backward(g, a, b, c, o, lse[rows, :, tokens], 0, chosen.window, None, part_dropout)
+            for total, part in zip(grads, part_grads, strict=True):
                 total[rows, tokens] = part.to(total.dtype)
     return *grads, None if sinks is None else sink_gradient(attn_delta(dout, out)[0], lse, sinks)
 

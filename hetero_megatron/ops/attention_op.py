@@ -157,8 +157,8 @@ def _cases() -> Iterable[Case]:
     yield Case("nothing is seen", _inputs(_qkv(1, 4, 6, 2, 1, 16), k_start=10))
     yield Case("no tokens", _inputs(_qkv(2, 0, 0, 2, 2, 16)))
     yield Case("no heads", _inputs(_qkv(2, 5, 5, 0, 0, 16)))
-    apart = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in _qkv(1, 12, 12, 2, 2, 16))
-    yield Case("transposed", _inputs(apart))
+    strided = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in _qkv(1, 12, 12, 2, 2, 16))
+    yield Case("transposed", _inputs(strided))
     q, k, v = _qkv(1, 12, 12, 2, 2, 16)
     yield Case("large scores", _inputs((5 * q, k, v)))
     sinks = normal(6, seed=4)
@@ -212,9 +212,9 @@ def _upgrade(kernel: Kernel) -> Kernel | None:
 
     def without(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            *known, dropout = args
+            *inputs, dropout = args
             assert dropout is None, f"{kernel} knows no dropout, and does not say that it does"
-            return function(*known)
+            return function(*inputs)
 
         return call
 

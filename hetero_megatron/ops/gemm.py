@@ -306,15 +306,15 @@ def bind_joint_gemm(kernel: Kernel, gradients: WeightGradients, gemm: Callable[.
         @staticmethod
         def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
             x, weight = ctx.saved_tensors
-            x_wanted, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+            x_wanted, weights_wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
             dy, count = joint_columns(dys), len(ctx.rows)
             dx = for_input(dy, weight) if x_wanted else None
             dws: Sequence[torch.Tensor | None] = (None,) * count
-            if wanted[0]:
+            if weights_wanted[0]:
                 dw = gradients.gradient(ctx.leaves, dy, x, for_weight)  # type: ignore[arg-type]
                 dws = dws if dw is None else dw.split(ctx.rows)
-            dbs: Sequence[torch.Tensor | None] = (None,) * (len(wanted) - count)
-            if any(wanted[count:]):
+            dbs: Sequence[torch.Tensor | None] = (None,) * (len(weights_wanted) - count)
+            if any(weights_wanted[count:]):
                 dbs = dy.flatten(0, -2).sum(0).split(ctx.rows)
             return dx, None, None, None, *dws, *dbs
 
@@ -345,13 +345,13 @@ def _where_together(joint: Callable[..., tuple[torch.Tensor, ...]], gemm: Callab
     def products(
         x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
-        given = [bias for bias in biases if bias is not None]
+        biases_there = [bias for bias in biases if bias is not None]
         with torch.no_grad():
-            weight, bias = joint_rows(weights), joint_rows(given) if given else None
-        alike = len({part.requires_grad for part in weights}) == 1 and len(given) in (0, len(weights))
-        if len(weights) == 1 or weight is None or not alike or (given and bias is None):
+            weight, bias = joint_rows(weights), joint_rows(biases_there) if biases_there else None
+        alike = len({part.requires_grad for part in weights}) == 1 and len(biases_there) in (0, len(weights))
+        if len(weights) == 1 or weight is None or not alike or (biases_there and bias is None):
             return each(x, weights, biases)
-        return joint(x, weight, bias, len(weights), *weights, *given)
+        return joint(x, weight, bias, len(weights), *weights, *biases_there)
 
     return products
 

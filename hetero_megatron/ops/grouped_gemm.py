@@ -32,11 +32,11 @@ _NAME = "hetero_host_values"
 
 def on_host(values: torch.Tensor) -> list[int]:
     """The elements of [n] integers, which nobody changes; waits for the device the first time only."""
-    known: list[int] | None = getattr(values, _NAME, None)
-    if known is None:
-        known = values.tolist()
-        setattr(values, _NAME, known)
-    return known
+    elements: list[int] | None = getattr(values, _NAME, None)
+    if elements is None:
+        elements = values.tolist()
+        setattr(values, _NAME, elements)
+    return elements
 
 
 def groups(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:

@@ -221,10 +221,10 @@ def _first(registry: Registry, signature: Signature, field: str) -> KernelChoice
             able.append(kernel)
     if not able:
         why = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected)
-        asked = [k.provider for k in registry.kernels(signature.op) if not _reasons(k, signature)]
+        by_request = [k.provider for k in registry.kernels(signature.op) if not _reasons(k, signature)]
         raise UserError(
             f"no provider serves {signature} unasked: {why or 'none registered'}", field=field,
-            accepted=f"by request (--kernels {signature.op}=PROVIDER): {', '.join(asked)}" if asked else "",
+            accepted=f"by request (--kernels {signature.op}=PROVIDER): {', '.join(by_request)}" if by_request else "",
         )  # fmt: skip
     if len(able) > 1:
         names = " and ".join(k.provider for k in able)

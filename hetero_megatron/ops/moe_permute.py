@@ -51,13 +51,13 @@ def gather_sum(y: torch.Tensor, weights: torch.Tensor | None, slots: torch.Tenso
     w = wide(y.dtype)
     if not y.shape[0] or not tokens:
         return y.new_zeros(tokens, y.shape[1])
-    live, at = slots >= 0, slots.clamp_min(0)
+    live, indices = slots >= 0, slots.clamp_min(0)
     factors = live.to(w) if weights is None else weights.to(w) * live
     if y.dtype == w and y.device.type == "cpu":  # in one pass over the rows
-        return F.embedding_bag(at, y, mode="sum", per_sample_weights=factors)
-    out = y.index_select(0, at[:, 0]).to(w).mul_(factors[:, :1])
+        return F.embedding_bag(indices, y, mode="sum", per_sample_weights=factors)
+    out = y.index_select(0, indices[:, 0]).to(w).mul_(factors[:, :1])
     for j in range(1, k):
-        out.addcmul_(y.index_select(0, at[:, j]).to(w), factors[:, j : j + 1])
+        out.addcmul_(y.index_select(0, indices[:, j]).to(w), factors[:, j : j + 1])
     return out.to(y.dtype)
 
 
@@ -79,12 +79,12 @@ def unpermute_backward(
     dout: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     w, n = wide(y.dtype), y.shape[0]
-    at = torch.where(slots >= 0, slots, n).flatten()  # choices that are elsewhere share a further row
-    factors = y.new_zeros(n + 1, dtype=w).scatter_(0, at, weights.to(w).flatten())[:n]
+    indices = torch.where(slots >= 0, slots, n).flatten()  # choices that are elsewhere share a further row
+    factors = y.new_zeros(n + 1, dtype=w).scatter_(0, indices, weights.to(w).flatten())[:n]
     gathered = dout.index_select(0, rows).to(w)  # [n, h]
     products = y.new_zeros(n + 1, 1, 1, dtype=w)
     torch.bmm(gathered[:, None], y.to(w)[:, :, None], out=products[:n])  # vecdot would write [n, h] first
-    dweights = products.flatten().index_select(0, at).view(weights.shape).to(weights.dtype)
+    dweights = products.flatten().index_select(0, indices).view(weights.shape).to(weights.dtype)
     return gathered.mul_(factors[:, None]).to(y.dtype), dweights
 
 
@@ -104,8 +104,8 @@ def routed_rows(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
     expert = torch.where(live, flat, experts)
     order = expert.sort(stable=True).indices
     ends = flat.new_zeros(experts + 1).index_add_(0, expert, torch.ones_like(expert))[:experts].cumsum(0)
-    known = on_host(ends)  # the only wait for the device: products that need the ends on the host find them there
-    order = order[: known[-1] if known else 0]
+    host_ends = on_host(ends)  # the only wait for the device: products that need the ends on the host find them there
+    order = order[: host_ends[-1] if host_ends else 0]
     slots = torch.full_like(flat, -1)
     slots[order] = torch.arange(order.shape[0], device=flat.device)
     return order // max(indices.shape[1], 1), slots.view(indices.shape), ends

@@ -54,8 +54,8 @@ class Bounds:
 
     def of(self, dtype: torch.dtype) -> tuple[float, float]:
         """Those of one dtype."""
-        known = {torch.float64: (1e-13, 1e-12), torch.float16: self.fp16, torch.bfloat16: self.bf16}
-        return known.get(dtype, self.fp32)
+        tolerances = {torch.float64: (1e-13, 1e-12), torch.float16: self.fp16, torch.bfloat16: self.bf16}
+        return tolerances.get(dtype, self.fp32)
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class OpSpec:
 
     def backward_cost(self, *args: Any) -> Cost:
         """Saved state and incoming gradients are read once, gradients written once."""
-        made = self.fake(*args)
-        saved = [(*args, *made)[self.index(name)] for name in self.saves]
-        incoming = made[: len(self.results)]
+        outputs = self.fake(*args)
+        saved = [(*args, *outputs)[self.index(name)] for name in self.saves]
+        incoming = outputs[: len(self.results)]
         outgoing = [args[self.args.index(name)] for name in self.gradients]
         return Cost(round(self.backward_flops * self.flops(*args)), count_bytes((saved, incoming, outgoing)))
 

@@ -49,12 +49,12 @@ class StageAttention:
         self.group = next(g for g in context.groups if g.index == self.member.group)
         ranks, queries, keys = head_moves(context, self.group)
         held, computed = self.member.held, self.member.computed
-        own = sum(b - a for a, b in self.member.tokens)
+        own_tokens = sum(b - a for a, b in self.member.tokens)
         self.gather = context.transport == "gather" or len(context.groups) == 1
         self.key_tokens = seen_tokens(self.group.tokens) if context.transport == "gather" else self.group.tokens
         seen = sum(b - a for a, b in self.key_tokens)
-        q_shapes = ((own, _size(held.q_heads)), (self.group.num_tokens, _size(computed.q_heads)))
-        k_shapes = ((own, _size(held.kv_heads)), (seen, _size(computed.kv_heads)))
+        q_shapes = ((own_tokens, _size(held.q_heads)), (self.group.num_tokens, _size(computed.q_heads)))
+        k_shapes = ((own_tokens, _size(held.kv_heads)), (seen, _size(computed.kv_heads)))
         for move, shapes in ((queries, q_shapes), (keys, k_shapes)):
             for layout, shape in zip((move.before, move.after), shapes, strict=True):
                 assert local_size(layout, comm.rank) in (shape, (0, 0)), (layout, shape)
@@ -77,8 +77,8 @@ class StageAttention:
             first = self.member.held.q_heads[0]
             a, b = self.member.computed.q_heads
             return held[a - first : b - first] if b > a else held[:0]
-        (found,) = self.enter_sinks(held[None, None, :, None].expand(*q.shape[:3], 1).contiguous())
-        return found[:1, :1].sum((0, 1, 3))  # equal for all tokens; of a group without tokens: nothing
+        (entered,) = self.enter_sinks(held[None, None, :, None].expand(*q.shape[:3], 1).contiguous())
+        return entered[:1, :1].sum((0, 1, 3))  # equal for all tokens; of a group without tokens: nothing
 
     def _blocks(self) -> tuple[Block, ...]:
         """Keys and values come in blocks with the ring; else they are one block that is here already."""

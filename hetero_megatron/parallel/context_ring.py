@@ -42,9 +42,9 @@ class HeadHops:
             heads = self.context.spec.num_kv_heads
             self._cache[source, to] = head_hop(self._groups[source], self._groups[to], heads)
         pieces = self._cache[source, to][gradients]
-        mine = pieces.sends(self.rank) if sending else pieces.receives(self.rank)
+        routed = pieces.sends(self.rank) if sending else pieces.receives(self.rank)
         return [
-            (p.dst if sending else p.src, slice(p.box.lo[0] - self._first, p.box.hi[0] - self._first)) for p in mine
+            (p.dst if sending else p.src, slice(p.box.lo[0] - self._first, p.box.hi[0] - self._first)) for p in routed
         ]
 
 
@@ -98,26 +98,26 @@ class Messages:
         for pair, source, to in sends:
             for peer, heads in hops.peers(source, to, self.gradients, sending=True):
                 out.append((peer, torch.stack([x[:, :, heads] for x in pair])))
-        wanted: list[list[tuple[int, slice, torch.Tensor]]] = []
+        expected: list[list[tuple[int, slice, torch.Tensor]]] = []
         for block, source, to in receives:
             peers = hops.peers(source, to, self.gradients, sending=False)
-            wanted.append([(peer, heads, self._buffer(block, heads)) for peer, heads in peers])
+            expected.append([(peer, heads, self._buffer(block, heads)) for peer, heads in peers])
         handles: list[Work] = []
         arrived: dict[int, Work] = {}  # by the buffer's id
-        for peer in sorted({p for p, _ in out} | {p for part in wanted for p, _, _ in part}):
+        for peer in sorted({p for p, _ in out} | {p for part in expected for p, _, _ in part}):
             away = [buffer for p, buffer in out if p == peer]
-            here = [buffer for part in wanted for p, _, buffer in part if p == peer]
-            assert len(away) <= PIECES and len(here) <= PIECES, f"too many messages with rank {peer} at once"
+            incoming = [buffer for part in expected for p, _, buffer in part if p == peer]
+            assert len(away) <= PIECES and len(incoming) <= PIECES, f"too many messages with rank {peer} at once"
             for step in ("send", "receive") if comm.rank < peer else ("receive", "send"):
                 if step == "send":
                     handles += [comm.isend(x, peer, self._tag(t, k)) for k, x in enumerate(away)]
                 else:
-                    arrived |= {id(x): comm.irecv(x, peer, self._tag(t, k)) for k, x in enumerate(here)}
+                    arrived |= {id(x): comm.irecv(x, peer, self._tag(t, k)) for k, x in enumerate(incoming)}
         arrivals = [
             Arrival(
                 [(heads, arrived[id(buffer)]) for _, heads, buffer in part], self._shape(block), self.dtype, self.like
             )
-            for part, (block, _, _) in zip(wanted, receives, strict=True)
+            for part, (block, _, _) in zip(expected, receives, strict=True)
         ]
         return handles, arrivals
 
@@ -216,8 +216,8 @@ class KeyValueRing:
         sends: list[tuple[Pair, int, int]] = []
         for hop in hops:
             if hop.source == program.group:
-                own = program.schedule.blocks[hop.block].group == program.group
-                pair = self._own(hop.block) if own else held
+                is_own = program.schedule.blocks[hop.block].group == program.group
+                pair = self._own(hop.block) if is_own else held
                 assert pair is not None, f"{hop} before its block is here"
                 sends.append((pair, hop.source, hop.to))
         receives = [(hop.block, hop.source, hop.to) for hop in hops if hop.to == program.group]
@@ -249,9 +249,9 @@ class GradientRing:
 
     def computed(self, visit: RingBlock, pair: Pair) -> None:
         """The gradient of a visiting block is complete in ``pair``, which :meth:`target` gave."""
-        at = self.program.schedule.blocks[visit.block].at
-        if visit.hop is None and len(at) > 1:
-            self._add_own(at, pair)
+        block_index = self.program.schedule.blocks[visit.block].at
+        if visit.hop is None and len(block_index) > 1:
+            self._add_own(block_index, pair)
 
     def _add_own(self, at: Sequence[Interval], pair: Pair) -> None:
         start = 0

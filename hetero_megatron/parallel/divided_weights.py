@@ -50,8 +50,8 @@ class GatheredPart:
     ) -> None:  # fmt: skip
         self._exchanges, self._resized = exchanges, resized
         self.buckets, self.trained = [e.bucket.index for e in exchanges], exchanges[0].bucket.trained
-        held = [params[name] for e in exchanges for name in e.bucket.names]
-        self._whole = all(param.untyped_storage().nbytes() or not param.numel() for param in held)
+        bucket_params = [params[name] for e in exchanges for name in e.bucket.names]
+        self._whole = all(param.untyped_storage().nbytes() or not param.numel() for param in bucket_params)
         self._flat: dict[int, FlatTensors] = {}
         self.memories: list[torch.Tensor] = []
         for dtype in dict.fromkeys(params[e.bucket.names[0]].dtype for e in exchanges):

@@ -300,8 +300,8 @@ class OffloadedActivations:
             return run(x, context, *more)
         row = self._row
         if offloaded:
-            given = row or (self._model.has_embed and layer is next(iter(self._model.layers())))
-            stays = {t.untyped_storage()._cdata for t in self._shared(layer, context, () if given else (x,))}
+            first_layer = row or (self._model.has_embed and layer is next(iter(self._model.layers())))
+            stays = {t.untyped_storage()._cdata for t in self._shared(layer, context, () if first_layer else (x,))}
             group = self._open = LayerActivations(self, FEW_BYTES * x[..., 0].numel(), stays)
             try:
                 with saved_tensors_hooks(group.keep, take):

@@ -56,8 +56,8 @@ class ScalingOptimizer:
             self.step_group(group, grad_scale)
 
     def step_group(self, group: dict[str, Any], grad_scale: float) -> None:
-        at = [i for i, p in enumerate(group["params"]) if p.grad is not None]
-        params, copies = ([group[key][i] for i in at] if key in group else [] for key in ("params", "copies"))
+        indices = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+        params, copies = ([group[key][i] for i in indices] if key in group else [] for key in ("params", "copies"))
         if params:
             states = [self.state[p] if p in self.state else self.state.setdefault(p, {}) for p in params]
             rates = group["lr"], group["weight_decay"], grad_scale
@@ -307,8 +307,8 @@ def scales_and_norms(
         tokens, square = rows[:, 1:3].sum(0).tolist()
         if tokens == 0:
             samples = f"{first_sample}..{first_sample + batch_size - 1}"
-            where = f" on island {len(scales)}" if len(groups) > 1 else ""
-            raise UserError(f"no token of samples {samples} counts in the loss{where}")
+            island_text = f" on island {len(scales)}" if len(groups) > 1 else ""
+            raise UserError(f"no token of samples {samples} counts in the loss{island_text}")
         scale = nominal / tokens
         scales.append((scale, math.sqrt(square) * scale if math.isfinite(square) else math.inf))
     return scales

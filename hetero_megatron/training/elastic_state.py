@@ -114,10 +114,10 @@ class ElasticState:
         """Whether some leave or join, or all stop."""
         runtime = training.runtime
         runtime.comm.activity = "handing over"
-        said = runtime.world.gather_objects((self.node, self._wish(training)), tuple[str, str])
-        wishes = {wish for _, wish in said}
-        away = {node for node, wish in said if wish == LEAVE}  # the next plan is without the whole node
-        self.all_leave = STOP not in wishes and away == {node for node, _ in said}
+        wishes_of_ranks = runtime.world.gather_objects((self.node, self._wish(training)), tuple[str, str])
+        wishes = {wish for _, wish in wishes_of_ranks}
+        away = {node for node, wish in wishes_of_ranks if wish == LEAVE}  # the next plan is without the whole node
+        self.all_leave = STOP not in wishes and away == {node for node, _ in wishes_of_ranks}
         if STOP in wishes or not wishes & {LEAVE, PAUSE} or self.all_leave:
             return
         training.checkpoints.wait()

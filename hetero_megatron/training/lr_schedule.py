@@ -283,12 +283,12 @@ class LossScale:
         most = self.hysteresis if self.dynamic else MOST_SKIPPED
         if not self.stuck or (self.stuck < most and not finished):
             return
-        held = "at its minimum" if self.dynamic else "constant"
+        scale_limit = "at its minimum" if self.dynamic else "constant"
         field, value = ("--min-loss-scale", self.minimum) if self.dynamic else ("--loss-scale", self.scale)
         steps = f"the last {self.stuck} steps were" if self.stuck > 1 else "the last step was"
         raise UserError(
-            f"{steps} skipped because gradients overflow with the loss scale, which is {held}: step {step} and those "
-            "after it would train nothing", field=field, value=value,
+            f"{steps} skipped because gradients overflow with the loss scale, which is {scale_limit}: step {step} "
+            "and those after it would train nothing", field=field, value=value,
             accepted="a smaller one, a smaller --lr, other data, or --bf16; from an earlier checkpoint if there is one",
         )  # fmt: skip
 

@@ -48,8 +48,8 @@ def run_model_files(
         along = _tokenizer(config, data).over(along)
     if config.load_hf is None and CONFIG not in carried.files:
         replaced = along.tokenizer().files != before
-        own = bool(before) and not replaced  # the source's config.json says what its tokens mean
-        along = _from_scratch(along, config.spec, {} if own else special_ids(config, data), replaced)
+        keeps_config = bool(before) and not replaced  # the source's config.json says what its tokens mean
+        along = _from_scratch(along, config.spec, {} if keeps_config else special_ids(config, data), replaced)
     for notice in dict.fromkeys(along.notices):
         log(notice_line(notice))
     return along
@@ -100,8 +100,8 @@ def _tokenizer(config: RunConfig, data: Datasets) -> ModelFiles:
     if not isinstance(data.tokenizer, HuggingFaceTokenizer) or flags.tokenizer_model is None:
         return ModelFiles()
     directory = Path(flags.tokenizer_model).expanduser()
-    if directory.is_dir() and (found := from_directory(directory).tokenizer()).files:
-        return found
+    if directory.is_dir() and (tokenizer := from_directory(directory).tokenizer()).files:
+        return tokenizer
     with tempfile.TemporaryDirectory() as folder:  # by its name on the hub, or of other files: as transformers has it
         data.tokenizer.save(folder)
         return from_directory(folder).tokenizer()

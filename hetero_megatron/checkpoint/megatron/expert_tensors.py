@@ -34,17 +34,17 @@ def stacked(found: Mapping[str, Sequence[Part]], experts: int, origin: object) -
         UserError: an expert is missing, or experts differ in shape.
     """
     whole: dict[str, list[Part]] = {}
-    each: dict[str, dict[int, Sequence[Part]]] = {}
+    by_number: dict[str, dict[int, Sequence[Part]]] = {}
     for name, parts in found.items():
         one = next((match for form in _EACH if (match := form.fullmatch(name))), None)
         if one is not None:
-            each.setdefault(f"{one['mlp']}.experts.experts.{one['rest']}", {})[int(one["expert"])] = parts
+            by_number.setdefault(f"{one['mlp']}.experts.experts.{one['rest']}", {})[int(one["expert"])] = parts
         elif (joint := _TRANSPOSED.fullmatch(name)) is not None:
             into = f"{joint['mlp']}.experts.experts.linear_fc{joint['which']}.weight"
             whole[into] = [_turned(name, part, experts, joint["which"] == "1", origin) for part in parts]
         else:
             whole[name] = list(parts)
-    for name, numbered in each.items():
+    for name, numbered in by_number.items():
         if set(numbered) != set(range(len(numbered))):
             missing = next(i for i in range(len(numbered)) if i not in numbered)
             raise damaged(f"expert {missing} of {name} is missing", origin)
@@ -64,8 +64,8 @@ def joined(ranks: Sequence[Mapping[str, list[Part]]], origin: object) -> dict[st
     whole: dict[str, list[Part]] = {}
     for name, parts in ranks[0].items():
         if STACKED in name:
-            each = zip(*(rank[name] for rank in ranks), strict=True)
-            whole[name] = [_along(name, mine, torch.cat, origin) for mine in each]
+            parts_of_ranks = zip(*(rank[name] for rank in ranks), strict=True)
+            whole[name] = [_along(name, parts, torch.cat, origin) for parts in parts_of_ranks]
             continue
         if not all(same_values(parts, other[name]) for other in ranks[1:]):
             raise damaged(f"expert-parallel ranks have different values of {name}", origin)

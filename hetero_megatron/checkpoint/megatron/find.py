@@ -37,7 +37,7 @@ def _iteration(root: Path, step: int | None) -> Path:
         if step is not None:
             raise UserError("SOURCE is one iteration", field="--ckpt-step", value=step, accepted="leave the flag out")
         return root
-    steps = {int(found[1]): p for p in sorted(root.iterdir()) if p.is_dir() and (found := _STEP.fullmatch(p.name))}
+    steps = {int(match[1]): p for p in sorted(root.iterdir()) if p.is_dir() and (match := _STEP.fullmatch(p.name))}
     if step is not None:
         if step not in steps:
             have = ", ".join(map(str, sorted(steps)[-8:])) or "no iterations"

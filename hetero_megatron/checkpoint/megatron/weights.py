@@ -42,25 +42,25 @@ class MegatronWeights:
                 problems.append(f"missing {wanted.names[0]}")
                 continue
             used.add(name)
-            got, expected = self._shape(name), wanted.shape
+            shape, expected = self._shape(name), wanted.shape
             alone = name.endswith(("_w", "_v"))
-            if got != (tensor.shape if alone else expected) and not self._is_padded(name, got, expected):
-                problems.append(f"{name} is {list(got)}, not {list(expected)}")
+            if shape != (tensor.shape if alone else expected) and not self._is_padded(name, shape, expected):
+                problems.append(f"{name} is {list(shape)}, not {list(expected)}")
             if (dtype := self._tensors.parts[name][0].dtype) not in DTYPES:
                 problems.append(f"{name} has dtype {str(dtype).removeprefix('torch.')}")
         tied = {HEAD} if self.spec.tied else set()
         problems += [f"unexpected {name}" for name in sorted(self._tensors.parts.keys() - used - tied)]
         if problems:
-            found = list(dict.fromkeys(problems))
-            more = f"; and {len(found) - 12} more" if len(found) > 12 else ""
-            raise self._refuse(f"does not fit the model {self.spec.name}: {'; '.join(found[:12])}{more}")
+            problems_once = list(dict.fromkeys(problems))
+            more = f"; and {len(problems_once) - 12} more" if len(problems_once) > 12 else ""
+            raise self._refuse(f"does not fit the model {self.spec.name}: {'; '.join(problems_once[:12])}{more}")
 
     def _is_padded(self, name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Megatron pads the vocabulary to a multiple of tensor-parallel ranks."""
         if name not in (EMBEDDING, HEAD) or got[0] <= expected[0] or got[1:] != expected[1:]:
             return False
-        told = f"{name} has {got[0]} rows, the model {expected[0]} ids: the rest is padding, and left out"
-        self.notices.append(told)
+        notice = f"{name} has {got[0]} rows, the model {expected[0]} ids: the rest is padding, and left out"
+        self.notices.append(notice)
         return True
 
     def _check_copies(self) -> None:

@@ -65,8 +65,8 @@ def check_end(path: Path, key: str) -> None:
                 break
     last = tail.rstrip(_BLANK).rpartition(b"\n")[2].removeprefix(MARK)
     if last:
-        where = f"{path}: last line"
-        text_of(_parse(last, where), key, where)
+        line_name = f"{path}: last line"
+        text_of(_parse(last, line_name), key, line_name)
 
 
 def text_of(record: dict[str, Any], key: str, where: str) -> str:
@@ -97,8 +97,8 @@ def _keys_of_text(record: dict[str, Any]) -> str:
     lists = (value for value in record.values() if isinstance(value, list) and value)
     if any(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn, *_ in lists):
         return "objects with text; conversations are for hetero-megatron finetune"
-    has = shown_names(record)
-    return f"objects with a key that holds text{f' (it has {has})' if has else ''}"
+    key_names = shown_names(record)
+    return f"objects with a key that holds text{f' (it has {key_names})' if key_names else ''}"
 
 
 def _parse(line: bytes, where: str, exact: bool = False) -> dict[str, Any]:
@@ -130,9 +130,9 @@ def _integer(digits: str) -> int:
 
 def shown_names(names: Iterable[str], most: int = 12) -> str:
     """Keys or columns for a message: the first ones, printable."""
-    known = sorted(names)
-    shown = [name.encode("utf-8", "backslashreplace").decode()[:40] for name in known[:most]]
-    return ", ".join(shown) + (f" and {len(known) - most} more" if len(known) > most else "")
+    sorted_names = sorted(names)
+    shown = [name.encode("utf-8", "backslashreplace").decode()[:40] for name in sorted_names[:most]]
+    return ", ".join(shown) + (f" and {len(sorted_names) - most} more" if len(sorted_names) > most else "")
 
 
 def _bad(line: bytes, problem: str, where: str) -> UserError:

@@ -61,10 +61,10 @@ def oracle(spec: OpSpec, args: Sequence[Any], grads: Sequence[torch.Tensor] | No
         values[i] = values[i].requires_grad_() if values[i] is not None else None
     results = spec.definition(*values)
     live = results[: len(spec.results) - len(spec.fixed)]
-    wanted = [values[i] for i in places if values[i] is not None]
+    inputs = [values[i] for i in places if values[i] is not None]
     start = seeded(live, [g.detach().cpu().double() for g in grads])
-    found = torch.autograd.grad(start, wanted, allow_unused=True)
-    filled = [torch.zeros_like(x) if g is None else g for g, x in zip(found, wanted, strict=True)]
+    gradients = torch.autograd.grad(start, inputs, allow_unused=True)
+    filled = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs, strict=True)]
     return [x.detach() for x in flatten(results)], filled
 
 
@@ -129,10 +129,10 @@ def mismatch(got: torch.Tensor, want: torch.Tensor, eager: torch.Tensor | None, 
 def _guess(got: torch.Tensor, want: torch.Tensor) -> str:
     """A known mistake that explains the error."""
     got, want = got.detach().cpu().double(), want.detach().cpu().double()
-    for factor, what in ((1 / math.log(2), "it is in base 2, not natural logarithms"), (-1.0, "its sign is wrong"),
+    for factor, mistake in ((1 / math.log(2), "it is in base 2, not natural logarithms"), (-1.0, "its sign is wrong"),
                          (math.log(2), "it is scaled by ln 2")):  # fmt: skip
         if distance(got, want * factor)[0] < 1e-3:
-            return f" ({what})"
+            return f" ({mistake})"
     return ""
 
 

@@ -37,8 +37,8 @@ def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: tor
         start = 16 * (typical or 1.0) * normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
         box = Sandbox()
         into = box.place(start.to(wide(subject.dtype)).to(subject.device), may_change=True)
-        others = (box.place(e) if isinstance(e, torch.Tensor) else e for e in ends)
-        placed = box.place(dy), box.place(x), *others, into, beta
+        other_args = (box.place(e) if isinstance(e, torch.Tensor) else e for e in ends)
+        placed = box.place(dy), box.place(x), *other_args, into, beta
         before = into.cpu().double() if beta else 0.0
         with box, torch.no_grad():
             _, problem = subject.attempt(
@@ -70,9 +70,9 @@ def loss_and_gradients(
         placed = *(box.place(t) for t in (x, weight, labels, dloss)), into, 1.0 if beta is None else beta
         call = functools.partial(subject.kernel.parts["fwd_bwd"], *placed)
         with box, torch.no_grad():
-            made, problem = subject.attempt("loss and gradients", name, call)
+            outputs, problem = subject.attempt("loss and gradients", name, call)
         if not problem:
-            loss, dx, dw = made
+            loss, dx, dw = outputs
             dw = dw if into is None else into  # what lies there counts, not what was returned
             problem = judge_all([loss, dx], [want_loss, want_dx], [eager.results[0], eager.gradients[0]],
                                 max(forward_cap, cap), 3.0, ("loss", "dx"))  # fmt: skip
@@ -93,9 +93,9 @@ class _Watched:
         self.narrow: set[torch.dtype] = set()
 
     def backward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        found = self._backward(*args)
-        self.narrow |= {x.dtype for x in found if x.dtype.itemsize < 4}
-        return found
+        gradients = self._backward(*args)
+        self.narrow |= {x.dtype for x in gradients if x.dtype.itemsize < 4}
+        return gradients
 
 
 def tiles(
@@ -122,9 +122,9 @@ def tiles(
     ]
 
     def composed() -> list[torch.Tensor]:
-        made = accumulators(q)
-        attention.forward(q, k, v, rows, *made, dropout)
-        return list(made if sinks is None else add_sinks(*made, sinks))
+        sums = accumulators(q)
+        attention.forward(q, k, v, rows, *sums, dropout)
+        return list(sums if sinks is None else add_sinks(*sums, sinks))
 
     def gradients(delta: torch.Tensor | None) -> list[torch.Tensor]:
         watched.narrow.clear()
@@ -141,9 +141,9 @@ def tiles(
         with box, torch.no_grad():
             return subject.attempt("tiles", f"{case.name}, {what}", work)
 
-    made, problem = attempt("merged", composed)
+    merged, problem = attempt("merged", composed)
     yield subject.finding(
-        "tiles", f"{case.name}, merged", problem or judge_all(made, wants[0], eager.results, forward_cap, 2.0)
+        "tiles", f"{case.name}, merged", problem or judge_all(merged, wants[0], eager.results, forward_cap, 2.0)
     )
     delta, problem = attempt("delta", lambda: watched.delta(dout, out))
     shape = q.shape[0], q.shape[2], q.shape[1]
@@ -151,13 +151,13 @@ def tiles(
         problem = f"delta is {tuple(delta.shape)}, not {shape}: [b, heads, queries]"
     if problem:
         yield subject.finding("tiles", f"{case.name}, delta", problem)
-    for given in (None,) if problem or delta is None else (None, delta):
-        what = f"backward{', delta given' * (given is not None)}"
-        found, problem = attempt(what, lambda: gradients(given))  # noqa: B023
-        problem = problem or judge_all(found, wants[1][:3], eager.gradients[:3], cap, 3.0, subject.spec.gradients)
+    for given_delta in (None,) if problem or delta is None else (None, delta):
+        backward_case = f"backward{', delta given' * (given_delta is not None)}"
+        grads, problem = attempt(backward_case, lambda: gradients(given_delta))  # noqa: B023
+        problem = problem or judge_all(grads, wants[1][:3], eager.gradients[:3], cap, 3.0, subject.spec.gradients)
         if not problem and "share" in kernel.parts and watched.narrow:
             problem = f"share returned {', '.join(map(str, watched.narrow))}: its gradients are added up in fp32"
-        yield subject.finding("tiles", f"{case.name}, {what}", problem)
+        yield subject.finding("tiles", f"{case.name}, {backward_case}", problem)
     yield subject.finding("bounds", f"{case.name}, tiles", "; ".join(box.damage()))
 
 

@@ -120,8 +120,8 @@ def measure(
             return
         grads, run, options = seeds(spec, args), kernel.backward, args[len(spec.tensors) :]
         every = [(*values, *forward(values)) for values in copies]
-        kept = itertools.cycle([[values[spec.index(n)] for n in spec.saves] for values in every])
-        seconds = best_seconds(lambda: run(*grads, *next(kept), *options), synchronize)
+        saved_tensors = itertools.cycle([[values[spec.index(n)] for n in spec.saves] for values in every])
+        seconds = best_seconds(lambda: run(*grads, *next(saved_tensors), *options), synchronize)
         yield KernelSpeed(str(kernel), name, case.name, "backward", seconds, floor(spec.backward_cost(*args)))
 
 
@@ -169,9 +169,9 @@ def attention_rows(
         with torch.no_grad():
             scale, forward = _large_enough(functools.partial(attend, length), 1, LARGEST, synchronize)
             args = arguments(length, scale)
-            made = kernel.forward(*args)
-            kept = made[2:] if kernel.private else [(*args, *made)[spec.index(n)] for n in spec.saves]
+            outputs = kernel.forward(*args)
+            saved_tensors = outputs[2:] if kernel.private else [(*args, *outputs)[spec.index(n)] for n in spec.saves]
             grads = seeds(spec, args)
-            backward = best_seconds(lambda: run(*grads, *kept, *args[4:]), synchronize)  # noqa: B023
+            backward = best_seconds(lambda: run(*grads, *saved_tensors, *args[4:]), synchronize)  # noqa: B023
         rows.append([length * scale, 4 * scale, 64, forward, backward])
     return rows

@@ -111,13 +111,13 @@ class Subject:
         state = GlobalState()
 
         def complete() -> Any:
-            made = call()
+            returned = call()
             self.watch.synchronize()
-            return made
+            return returned
 
-        found = attempt(complete)
+        outcome = attempt(complete)
         self.changes += state.restore(self.kernel.capability.deterministic)
-        return found
+        return outcome
 
 
 def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
@@ -126,8 +126,8 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
         return call(), ""
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({frames[-1].name}, {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
-        return None, f"raised {describe(error)}{where}"
+        origin = f" ({frames[-1].name}, {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+        return None, f"raised {describe(error)}{origin}"
 
 
 def describe(error: BaseException) -> str:

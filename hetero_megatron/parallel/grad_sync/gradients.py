@@ -109,7 +109,7 @@ class GradientSync:
             self._ahead.add(name)
 
     def _name(self, param: torch.Tensor) -> str:
-        return next(name for name, known in self.params.items() if known is param)
+        return next(name for name, candidate in self.params.items() if candidate is param)
 
     def _add_ahead(self, name: str, dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
         """dy: [tokens, V_local], x: [tokens, h]."""
@@ -194,11 +194,11 @@ class GradientSync:
                 are there; None: those of any of its parameters may come.
         """
         assert self._reduction is not None, "before begin"
-        names, there = self._chunks[chunk], self._ahead
+        names, ahead = self._chunks[chunk], self._ahead
         if products is not None:
             ids = {id(weight) for weight in products}
-            there = there | {name for name in names if id(self.params[name]) not in ids}
-        self._reduction.last_of_chunk(names, there)
+            ahead = ahead | {name for name in names if id(self.params[name]) not in ids}
+        self._reduction.last_of_chunk(names, ahead)
 
     def complete(self, action: Action) -> None:
         """Return when the REDUCE ``action`` has ended. Backward is over, so what has not come by now is zero.

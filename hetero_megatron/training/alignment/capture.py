@@ -86,8 +86,9 @@ class CallRecorder:
             args = args[: len(spec.args)]  # what comes after (of head and loss) only saves a product
             key = (op, layer)
             index = self._count[key] = self._count.get(key, -1) + 1
-            kept = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args)  # some are overwritten
-            record = Call(op, provider, layer, index, kept, ())
+            # Copies: some are overwritten.
+            inputs = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args)
+            record = Call(op, provider, layer, index, inputs, ())
             out = call(*self._gradients_of(spec, record, args))
             results = out if isinstance(out, tuple) else (out,)
             record.results = tuple(r.detach().clone() for r in results)

@@ -126,8 +126,8 @@ def compare_dumps(one: str | Path, other: str | Path, tolerance: float) -> Compa
         UserError: a directory holds no dump, or the two are of unlike steps, ranks or models.
     """
     names = [sorted(p.name for p in Path(d).glob("step*.safetensors")) for d in (one, other)]
-    for directory, found in zip((one, other), names, strict=True):
-        if not found:
+    for directory, file_names in zip((one, other), names, strict=True):
+        if not file_names:
             raise UserError("holds no dump", field="directory", value=str(directory),
                             accepted="what pretrain_gpt.py --dump-layers DIR wrote")  # fmt: skip
     if names[0] != names[1]:
