@@ -38,9 +38,9 @@ class CommandParser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        if found := _NUMBER.fullmatch(message):
-            problem, flag, accepted = found["problem"], found["flag"], found["accepted"] or ""
-            raise UserError(problem, field=flag, value=found["word"], accepted=accepted, where=self.prog)
+        if match := _NUMBER.fullmatch(message):
+            problem, flag, accepted = match["problem"], match["flag"], match["accepted"] or ""
+            raise UserError(problem, field=flag, value=match["word"], accepted=accepted, where=self.prog)
         raise UserError(message, where=self.prog, accepted=f"`{self.prog} --help` lists the flags")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]

@@ -112,10 +112,10 @@ def _measurement(one: Measurement) -> dict[str, Any]:
 def _list(rows: dict[str, dict[str, Any]]) -> str:
     lines = [f"{'card':17} {'memory':>8} {'dtype':>5} {'TFLOP/s':>8} {'share':>5}  share of the peak measured by"]
     for name, card in rows.items():
-        for i, (dtype, of) in enumerate(card["products"].items()):
+        for i, (dtype, product) in enumerate(card["products"].items()):
             head = f"{name:17} {card['memory'] / GIB:4.0f} GiB" if i == 0 else " " * 26
-            cells = f"{dtype:>5} {of['reached'] / 1e12:8.1f} {of['share']:5.2f}"
-            lines.append(f"{head} {cells}  {of['measured_by'] or ASSUMED}")
+            cells = f"{dtype:>5} {product['reached'] / 1e12:8.1f} {product['share']:5.2f}"
+            lines.append(f"{head} {cells}  {product['measured_by'] or ASSUMED}")
         if not card["products"]:
             lines.append(f"{name:17} {card['memory'] / GIB:4.0f} GiB  nothing is known of its products")
     return "\n".join(lines)
@@ -137,16 +137,16 @@ def _compared(rows: dict[str, dict[str, Any]]) -> str:
     line("memory bandwidth", [card["bytes_per_second"] for card in cards], 1e9, "GB/s")
     for name, card in rows.items():
         if card["bytes_per_second"] is not None:
-            said = _source(card["memory_measured_by"], f"data sheet x {MEMORY_BANDWIDTH}")
-            lines.append(f"    {name}: {said}")
+            source = _source(card["memory_measured_by"], f"data sheet x {MEMORY_BANDWIDTH}")
+            lines.append(f"    {name}: {source}")
     line("to a card beside it", [card["link"] for card in cards], 1e9, "GB/s")
     for dtype in dict.fromkeys(dtype for card in cards for dtype in card["products"]):
-        of = [card["products"].get(dtype) for card in cards]
-        line(f"products in {dtype}", [None if x is None else x["reached"] for x in of], 1e12, "TFLOP/s")
-        line("  half of that at", [None if x is None else x["half_at"] for x in of], 1, "rows")
-        for name, found in zip(rows, of, strict=True):
-            if found is not None:
-                lines.append(f"    {name}: {found['share']:.2f} of the peak, {_source(found['measured_by'])}")
+        products = [card["products"].get(dtype) for card in cards]
+        line(f"products in {dtype}", [None if x is None else x["reached"] for x in products], 1e12, "TFLOP/s")
+        line("  half of that at", [None if x is None else x["half_at"] for x in products], 1, "rows")
+        for name, product in zip(rows, products, strict=True):
+            if product is not None:
+                lines.append(f"    {name}: {product['share']:.2f} of the peak, {_source(product['measured_by'])}")
     lines += [f"data sheet of {name}: {card['source']}" for name, card in rows.items()]
     for name, card in rows.items():
         lines += [line for one in card["measured"] for line in _told(name, one)]

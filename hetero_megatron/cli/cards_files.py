@@ -32,11 +32,11 @@ WHERE = "the command line"
 
 def check(files: Sequence[str], as_json: bool) -> int:
     """Read entries; UserError: of the first thing that is wrong."""
-    found = {file: _checked(read_card(Path(file)), Path(file)) for file in files}
+    entries_by_file = {file: _checked(read_card(Path(file)), Path(file)) for file in files}
     if as_json:
-        print_json({file: len(entries) for file, entries in found.items()})
+        print_json({file: len(entries) for file, entries in entries_by_file.items()})
     else:
-        for file, entries in found.items():
+        for file, entries in entries_by_file.items():
             print(f"{file}: {entries[0].card}, {plural(len(entries), 'measurement')}, within its data sheet")
     return 0
 
@@ -57,8 +57,8 @@ def contribute(file: str, card: str | None, by: str | None, out: str | None, as_
             raise UserError("says whose entry it is", field=flag, accepted=accepted)
     name, who = known_card(Entry(card, "--as", WHERE)), Entry(by, "--by", WHERE).text()
     sections = _sections(file, name)
-    added = [_item(given, name, who, dtype) for dtype, given in sections.items()]
-    left = {key for given in sections.values() for key in given.value if key in REFUSED} - {"measured"}
+    added = [_item(entry, name, who, dtype) for dtype, entry in sections.items()]
+    left = {key for entry in sections.values() for key in entry.value if key in REFUSED} - {"measured"}
     target = Path(out or f"{name}.yaml")
     if target.stem != name:
         raise UserError("a file is called as its card", field="--out", value=out, accepted=f"{name}.yaml")
@@ -86,11 +86,11 @@ def _item(given: Entry, card: str, by: str, dtype: str) -> Mapping[str, Any]:
     keys = entry.mapping(tuple(FACTS))
     facts = read_facts(entry, keys)
     require_vendor(keys["vendor"], card)
-    own = replace(given, value={key: value for key, value in given.value.items() if key not in REFUSED})
-    if not own.value:
+    allowed = replace(given, value={key: value for key, value in given.value.items() if key not in REFUSED})
+    if not allowed.value:
         raise UserError("no rates", field=given.path, where=given.where, accepted="those that calibrate wrote")
-    rates = own.plain()
-    check_card(Measurement(card, by, facts, dtype, rates, own, {}))
+    rates = allowed.plain()
+    check_card(Measurement(card, by, facts, dtype, rates, allowed, {}))
     return {"by": by, **facts, "dtype": dtype, "rates": rates}
 
 
@@ -114,8 +114,8 @@ def _sections(file: str, card: str) -> Mapping[str, Entry]:
         read_rates(section)
         for name, entry in (section.value["chips"].value if "chips" in section.value else {}).items():
             chips.setdefault(name, {}).update(entry.any_mapping())
-    chips = {name: {d: e for d, e in found.items() if e.any_mapping()} for name, found in chips.items()}
-    chips = {name: found for name, found in chips.items() if found}
+    chips = {name: {d: e for d, e in entries.items() if e.any_mapping()} for name, entries in chips.items()}
+    chips = {name: entries for name, entries in chips.items() if entries}
     if not chips:
         raise UserError("holds no rates of a chip", field="FILE", value=file, accepted="a file that calibrate wrote")
     chosen = card if card in chips else next(iter(chips))

@@ -88,8 +88,8 @@ def main(argv: Sequence[str]) -> int:
     files = [Path(target)] if to_gguf else Path(target).rglob("*")
     done["bytes"] = sum(p.stat().st_size for p in files if p.is_file())
     done["seconds"] = round(time.perf_counter() - start, 3)
-    told = [f"NaN or Inf in {listed(done['nonfinite'])}"] if done["nonfinite"] else []
-    for notice in (*done["notices"], *told):
+    nonfinite_notice = [f"NaN or Inf in {listed(done['nonfinite'])}"] if done["nonfinite"] else []
+    for notice in (*done["notices"], *nonfinite_notice):
         print(notice_line(notice), file=sys.stderr)
     if "--json" in options:
         print_json(done)
@@ -110,10 +110,10 @@ def _parse(argv: Sequence[str]) -> tuple[tuple[str, str], dict[str, str]]:
     for word in words:
         name, separator, value = word.partition("=")
         if name in _VALUES:
-            found = value if separator else next(words, None)
-            if found is None:
+            value_words = value if separator else next(words, None)
+            if value_words is None:
                 raise UserError("has no value", field=name, accepted=USAGE.splitlines()[0])
-            options[name] = found
+            options[name] = value_words
         elif word in _SWITCHES:
             options[word] = ""
         elif word.startswith("-"):
@@ -142,9 +142,9 @@ def _kind(source: str) -> str:
     if not foreign:
         refuse_foreign(source, "SOURCE")
     if native == foreign:
-        what = "is both a Hugging Face directory and one of checkpoints" if native else "holds no model"
+        problem = "is both a Hugging Face directory and one of checkpoints" if native else "holds no model"
         accepted = "a directory with config.json and weights, one that --save wrote, or one of Megatron-LM"
-        raise UserError(what, field="SOURCE", value=source, accepted=accepted)
+        raise UserError(problem, field="SOURCE", value=source, accepted=accepted)
     return NATIVE if native else HF
 
 

@@ -32,8 +32,8 @@ def main(command: str, words: Sequence[str]) -> int:
         if command in _CONFIGURED and "--auto-plan" not in rest:  # each rank searches; here it would be once more
             from hetero_megatron.cli.configure import configure
 
-            own = ["--sft"] if command == "finetune" and "--sft" not in rest else []
-            configure([*own, *rest], {"WORLD_SIZE": str(count)}, early="--dry-run" not in rest)
+            added_flags = ["--sft"] if command == "finetune" and "--sft" not in rest else []
+            configure([*added_flags, *rest], {"WORLD_SIZE": str(count)}, early="--dry-run" not in rest)
     except UserError as error:
         say_error(str(error))
         return 2
@@ -44,13 +44,13 @@ def main(command: str, words: Sequence[str]) -> int:
 
 def _count(words: Sequence[str]) -> tuple[int, list[str]]:
     """(ranks, the other words)."""
-    rest, found = list(words), ""
+    rest, count = list(words), ""
     for index, word in enumerate(words):
         name, separator, value = word.partition("=")
         if name in FLAGS:
-            found = value if separator else (list(words) + [""])[index + 1]
+            count = value if separator else (list(words) + [""])[index + 1]
             del rest[index : index + (1 if separator else 2)]
             break
-    if not re.fullmatch(r"[0-9]{1,6}", found) or not 1 <= int(found) <= MAX_RANKS or asks_for_ranks(rest):
-        raise UserError("is no number of ranks", field=FLAGS[0], value=found, accepted="1 or more, once")
-    return int(found), rest
+    if not re.fullmatch(r"[0-9]{1,6}", count) or not 1 <= int(count) <= MAX_RANKS or asks_for_ranks(rest):
+        raise UserError("is no number of ranks", field=FLAGS[0], value=count, accepted="1 or more, once")
+    return int(count), rest

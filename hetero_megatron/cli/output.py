@@ -51,8 +51,8 @@ def print_json(value: Any) -> None:
 def json_alone(command: str, words: Sequence[str]) -> Iterator[None]:
     """While a command runs that was asked for JSON, standard output is for ``print_json`` only: libraries print there
     while they are imported and used, and so do compilers that they start."""
-    own = list(words[: words.index("--")] if "--" in words else words)
-    if "--json" not in own or command in _STARTERS or not {"-h", "--help"}.isdisjoint(own):
+    own_words = list(words[: words.index("--")] if "--" in words else words)
+    if "--json" not in own_words or command in _STARTERS or not {"-h", "--help"}.isdisjoint(own_words):
         yield
         return
     before, handle = sys.stdout, _separate_handle()
@@ -76,8 +76,8 @@ def json_alone(command: str, words: Sequence[str]) -> Iterator[None]:
 def _handlers_of(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
     """What logs to this stream by libraries that are there already, as in a notebook."""
     named = logging.root.manager.loggerDict.values()
-    known = [logging.root, *(logger for logger in named if isinstance(logger, logging.Logger))]
-    handlers = (handler for logger in known for handler in logger.handlers)
+    loggers = [logging.root, *(logger for logger in named if isinstance(logger, logging.Logger))]
+    handlers = (handler for logger in loggers for handler in logger.handlers)
     return [one for one in handlers if isinstance(one, logging.StreamHandler) and one.stream is stream]
 
 

@@ -69,8 +69,8 @@ def run_context_only(args: argparse.Namespace) -> int:
 
 
 def _problem(args: argparse.Namespace) -> tuple[ContextProblem, list[str]]:
-    given = Model(args.model)
-    model, notices = given.stretched(args.seq_length).spec, positions_notice(given, args.seq_length)
+    model_read = Model(args.model)
+    model, notices = model_read.stretched(args.seq_length).spec, positions_notice(model_read, args.seq_length)
     if args.seq_length > model.max_position_embeddings:
         raise UserError(
             f"the model has {model.max_position_embeddings} learned positions", field="--seq-length",

@@ -157,8 +157,8 @@ class Counts:
         self.tokens += sum(lengths)
         now = time.monotonic()
         if self._bar is not None and self._task is not None:
-            said = f"{plural(self.read, 'document')}, {plural(self.tokens, 'token')}"
-            self._bar.update(self._task, completed=done, description=said)
+            progress = f"{plural(self.read, 'document')}, {plural(self.tokens, 'token')}"
+            self._bar.update(self._task, completed=done, description=progress)
             return
         if self.read % self._interval == 0 or now - self._last >= _REPORT_SECONDS:
             self._last = now
@@ -176,16 +176,16 @@ class Counts:
 
     def summary(self, outputs: int) -> str:
         """What is in the outputs."""
-        of = f" in {outputs} outputs" if outputs > 1 else ""
+        outputs_text = f" in {outputs} outputs" if outputs > 1 else ""
         left_out = f", {self.empty:,} empty {word(self.empty, 'one')} left out" if self.empty else ""
-        return f"{plural(self.written, 'document')}{of}{left_out}, {plural(self.tokens, 'token')}"
+        return f"{plural(self.written, 'document')}{outputs_text}{left_out}, {plural(self.tokens, 'token')}"
 
 
 def _records(corpus: Corpus, keys: Sequence[str]) -> Iterator[_Record]:
     for file, path in enumerate(corpus.files):
         for number, record, position in read_objects(path):
-            where = f"{path}:{number}"
-            yield where, corpus.bytes_before((file, *position)), [text_of(record, key, where) for key in keys]
+            place = f"{path}:{number}"
+            yield place, corpus.bytes_before((file, *position)), [text_of(record, key, place) for key in keys]
 
 
 def _encode_all(
@@ -210,8 +210,8 @@ def _encode_all(
 
 def _throttled(chunks: Iterator[list[_Record]], ahead: int, done: list[int]) -> Iterator[list[_Record]]:
     """Chunks, at most ``ahead`` more than are done: imap's feeder thread would read the whole input into memory."""
-    for given, chunk in enumerate(chunks):
-        while given - done[0] >= ahead:
+    for chunks_given, chunk in enumerate(chunks):
+        while chunks_given - done[0] >= ahead:
             time.sleep(0.001)
         yield chunk
 
@@ -244,11 +244,11 @@ class _Encoder:
         return out
 
     def _encode(self, record: _Record, limits: CallLimits = UNLIMITED) -> list[np.ndarray]:
-        where, _, texts = record
+        place, _, texts = record
         try:
             ids = [np.asarray(self._tokenizer.encode(text, limits), dtype=np.int64) for text in texts]
         except UserError as error:
-            raise UserError(str(error), where=where) from None
+            raise UserError(str(error), where=place) from None
         return [with_end(i, self._eod) if len(i) and self._eod is not None else i for i in ids]
 
     def _refuse(self, record: _Record, _: str, why: str) -> UserError:

@@ -56,7 +56,7 @@ class Admission:
             present: nodes that are in the job.
             cluster: its cluster file.
         """
-        said = []
+        messages = []
         while (request := self._store.join_request(self._asked)) is not None:
             refused, file = self._check(request, present | {host.node for host in self._waiting}, cluster)
             members: list[int] = []
@@ -69,9 +69,9 @@ class Admission:
                 self.admitted = True
             self._store.answer(self._asked, JoinAnswer(refused, members))
             self._asked += 1
-            what = f"refused: {refused}" if refused else "admitted; it joins after a step, once it is ready"
-            said.append(f"{request.node} ({plural(request.chips, 'chip')}) asks to join: {what}")
-        return said
+            decision = f"refused: {refused}" if refused else "admitted; it joins after a step, once it is ready"
+            messages.append(f"{request.node} ({plural(request.chips, 'chip')}) asks to join: {decision}")
+        return messages
 
     def ready(self) -> list[int]:
         """Members of hosts all of whose processes have loaded what they need."""
@@ -87,14 +87,14 @@ class Admission:
         Returns:
             what is to be said of it.
         """
-        known, said, ready = self._store.speeds(members), [], self.ready()
+        speeds, messages, ready = self._store.speeds(members), [], self.ready()
         for host in [host for host in self._waiting if host.members[0] in ready]:
-            why = _too_slow(self._store.speeds(host.members), known, self._least)
+            why = _too_slow(self._store.speeds(host.members), speeds, self._least)
             if why:
                 self.drop(*host.members)
                 self._store.refuse(host.members[0], why)
-                said.append(f"{host.node} does not join: {why}")
-        return said
+                messages.append(f"{host.node} does not join: {why}")
+        return messages
 
     def drop(self, *members: int) -> None:
         """Their hosts do not join."""
@@ -115,9 +115,9 @@ class Admission:
         """(why the host may not join, or an empty string; the cluster file that it came with, if any)."""
         if request.node in present:
             return f"a node of this name is in the job already; accepted: --node other than {_names(present)}", None
-        for name, mine in self._mine().items():
-            if (theirs := request.program.get(name)) != mine:
-                return f"{name}: this host has {theirs}, the job {mine}; accepted: the same on every host", None
+        for name, job_has in self._mine().items():
+            if (host_has := request.program.get(name)) != job_has:
+                return f"{name}: this host has {host_has}, the job {job_has}; accepted: the same on every host", None
         file = cluster
         if request.cluster:
             if cluster is None:
@@ -128,16 +128,18 @@ class Admission:
             return "", None
         try:
             chips = Counter(rank.node for rank in load_cluster(file).ranks)
-            known = Counter(rank.node for rank in load_cluster(cluster).ranks) if cluster is not None else Counter()
+            ranks_of_node = (
+                Counter(rank.node for rank in load_cluster(cluster).ranks) if cluster is not None else Counter()
+            )
         except UserError as error:
             return str(error), None
-        unlike = sorted(node for node in present if chips[node] != (known[node] or chips[node]))
+        unlike = sorted(node for node in present if chips[node] != (ranks_of_node[node] or chips[node]))
         if unlike:
             return f"its cluster file does not have the chips of {_names(set(unlike))}, which are in the job", None
         if chips[request.node] != request.chips:
             whose = "its" if request.cluster else "the job's"
-            given = f"{whose} cluster file gives {request.node} {plural(chips[request.node], 'chip')}"
-            return f"{given}; accepted: --cluster FILE with all nodes, this one with {request.chips}", None
+            mismatch = f"{whose} cluster file gives {request.node} {plural(chips[request.node], 'chip')}"
+            return f"{mismatch}; accepted: --cluster FILE with all nodes, this one with {request.chips}", None
         return "", file if request.cluster else None
 
     def _mine(self) -> dict[str, str]:

@@ -219,19 +219,19 @@ class InPlaceSupervisor:
             self._admission.drop(member)
             self.log(f"{self._where(member)} does not join: its process ended with {say_code(code)}")
             return
-        rank, where, why = self._rank(member), self._where(member), self._store.left(member)
+        rank, place, why = self._rank(member), self._where(member), self._store.left(member)
         if code == 0 and why:
-            self._gone[member] = f"rank {rank} ({where}) left: {why}"
+            self._gone[member] = f"rank {rank} ({place}) left: {why}"
             self.log(self._gone[member])
         elif code:
             self._lost = self._lost or code != USER_ERROR or member in self._new
-            self._gone[member] = f"lost rank {rank} ({where}): {say_code(code)}"
-            self.log(f"rank {rank} ({where}) ended with {say_code(code)}")
+            self._gone[member] = f"lost rank {rank} ({place}): {say_code(code)}"
+            self.log(f"rank {rank} ({place}) ended with {say_code(code)}")
 
     def _end(self) -> int:
         codes = [self._codes.get(m, PEER_ERROR) for m in self.members if not self._store.left(m)]
-        own = [c if c > 0 else 128 - c for c in codes if c]
-        return USER_ERROR if USER_ERROR in own else own[0] if own else 0
+        failed_codes = [c if c > 0 else 128 - c for c in codes if c]
+        return USER_ERROR if USER_ERROR in failed_codes else failed_codes[0] if failed_codes else 0
 
     def _let_join(self) -> None:
         """Hosts that ask. Once all processes of one are ready, its plan is made, and the others pause after a step; or
@@ -300,8 +300,8 @@ class InPlaceSupervisor:
         return None
 
     def _publish(self, chosen: NextEpoch, joined: list[int], notice: float, took: float) -> None:
-        said = [*self._gone.values(), *self._admission.take(joined)]
-        text = "; ".join(said) or "groups were lost, but no rank"
+        messages = [*self._gone.values(), *self._admission.take(joined)]
+        text = "; ".join(messages) or "groups were lost, but no rank"
         self._number += 1
         self.log(f"epoch {self._number}: {plural(len(chosen.members), 'rank')} there, plan {chosen.plan}")
         cluster = str(chosen.cluster or "")

@@ -78,9 +78,9 @@ def read_job(directory: Path) -> JobFile:
             accepted="the --save directory of a job of hetero-megatron run --elastic, on a file system that both hosts "
             "share",
         )  # fmt: skip
-    found = read_json_object(path)
-    require(found, _JOB, "what an elastic job writes", str(path))
-    return JobFile(**{name: found[name] for name in JobFile.__dataclass_fields__})
+    job_file = read_json_object(path)
+    require(job_file, _JOB, "what an elastic job writes", str(path))
+    return JobFile(**{name: job_file[name] for name in JobFile.__dataclass_fields__})
 
 
 class HostJob(Protocol):
@@ -123,8 +123,8 @@ class Joining:
         self.node = node or (socket.gethostname() if file else f"{socket.gethostname()}-{secrets.token_hex(2)}")
         self.chips = _chips(Path(file), self.node) if file else chips or 1
         if file and chips not in (None, self.chips):
-            given = f"the cluster file gives {self.node} {plural(self.chips, 'chip')}"
-            raise UserError(given, field="--nproc-per-node", value=chips, accepted=str(self.chips))
+            problem = f"the cluster file gives {self.node} {plural(self.chips, 'chip')}"
+            raise UserError(problem, field="--nproc-per-node", value=chips, accepted=str(self.chips))
         self.cluster = cluster.absolute() if cluster is not None else None
         try:
             await_listener(self.job.host, self.job.port, timedelta(0))  # torch tries again and again
@@ -173,13 +173,13 @@ class Joining:
         return answer
 
     def _watch(self, job: HostJob) -> int:
-        told: dict[int, int] = {}
+        codes_told: dict[int, int] = {}
         forwarded = 0
         try:
-            while len(told) < len(job.ranks):
+            while len(codes_told) < len(job.ranks):
                 for member, code in job.poll().items():
-                    if member not in told:
-                        told[member] = code
+                    if member not in codes_told:
+                        codes_told[member] = code
                         self.store.ended(member, code)
                 if self._signal and not forwarded:  # they hand over after the step, and leave
                     forwarded = self._signal
@@ -193,7 +193,7 @@ class Joining:
         except RuntimeError:
             self.log(f"{self.node}: the launcher is gone")
             return PEER_ERROR
-        bad = {member: code for member, code in told.items() if code}
+        bad = {member: code for member, code in codes_told.items() if code}
         for member, code in bad.items():
             self.log(f"{self.node}: process {member} ended with {say_code(code)}")
         codes = [code if code > 0 else 128 - code for code in bad.values()]
@@ -208,10 +208,10 @@ def _chips(cluster: Path, node: str) -> int:
     """Chips of a node. UserError: the file has no such node."""
     names = [rank.node for rank in load_cluster(cluster).ranks]
     if node not in names:
-        known = ", ".join(list(dict.fromkeys(names))[:8])
+        node_names = ", ".join(list(dict.fromkeys(names))[:8])
         raise UserError(
             "the cluster file has no such node", field="--node", value=node, where=str(cluster),
-            accepted=f"one of {known}; or --cluster FILE with all nodes, this one too",
+            accepted=f"one of {node_names}; or --cluster FILE with all nodes, this one too",
         )  # fmt: skip
     return names.count(node)
 

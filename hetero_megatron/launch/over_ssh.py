@@ -81,8 +81,8 @@ class SshLaunch:
             for connection in connections:
                 host = connection.host
                 words = torchrun(host, hosts, self.cluster, self.command, self.max_restarts, TEE)
-                own = {SECRET: secret, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, int(self.grace)))}
-                connection.run(words, {**PREFIX, **host.environment, **own}, directory_of(host))
+                variables = {SECRET: secret, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, int(self.grace)))}
+                connection.run(words, {**PREFIX, **host.environment, **variables}, directory_of(host))
             return self._watch(connections)
         finally:
             for connection in connections:

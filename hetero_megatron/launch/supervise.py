@@ -224,12 +224,12 @@ class Supervisor:
         key = frozenset(present | back)
         if not back or key in self._idle:
             return set()
-        found = self._with_nodes(present | back)
-        if found is None or found.plan == self.setup.plan:
+        candidate = self._with_nodes(present | back)
+        if candidate is None or candidate.plan == self.setup.plan:
             self._idle.add(key)
             self.log(f"{', '.join(sorted(back))} can be reached again, but no other plan uses it: the job goes on")
             return set()
-        self._next = found
+        self._next = candidate
         self.log(f"{', '.join(sorted(back))} can be reached again: the ranks stop after this step, and save")
         return back
 
@@ -279,8 +279,8 @@ class Supervisor:
         for a, b in sorted(sorted(pair, key=order.index) for pair in pairs):
             self.log(f"{a} and {b} cannot reach each other")
         if pairs or lost:
-            for found in diagnoses:
-                self.log(str(found))
+            for diagnosis in diagnoses:
+                self.log(str(diagnosis))
         return to_drop(pairs, nodes)
 
     def _left(self, lost: set[str], number: int | str, base: Setup | None = None) -> tuple[list[Seat], Path | None]:
@@ -304,8 +304,8 @@ def _code(ended: Round) -> int:
     codes = set(ended.codes.values())
     if not codes - {0} and not ended.hung:
         return 0
-    own = sorted(c if c > 0 else 128 - c for c in codes - {0, PEER_ERROR})
-    return USER_ERROR if USER_ERROR in own else own[0] if own else PEER_ERROR
+    failed_codes = sorted(c if c > 0 else 128 - c for c in codes - {0, PEER_ERROR})
+    return USER_ERROR if USER_ERROR in failed_codes else failed_codes[0] if failed_codes else PEER_ERROR
 
 
 def say_code(code: int) -> str:

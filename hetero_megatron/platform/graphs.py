@@ -37,8 +37,8 @@ class GraphPool:
         Raises:
             RuntimeError: something that no graph can hold, such as a wait of the host.
         """
-        here = self._accelerator.current_stream()
-        self._stream.wait_stream(here)
+        stream = self._accelerator.current_stream()
+        self._stream.wait_stream(stream)
         try:
             with self._accelerator.on_stream(self._stream):
                 graph = self._accelerator.begin_capture(self._memory)
@@ -50,6 +50,6 @@ class GraphPool:
                     raise
                 graph.capture_end()
         finally:
-            here.wait_stream(self._stream)
+            stream.wait_stream(self._stream)
         self._memory = graph.pool()
         return graph, result

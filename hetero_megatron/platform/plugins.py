@@ -114,14 +114,14 @@ class Plugins:
 
 def discover(environment: Mapping[str, str] = os.environ) -> list[PluginSource]:
     """Every plugin there is, built-in ones first; nothing is imported."""
-    found = [PluginSource(name, f"hetero_plugins.{name}", "built in") for name in BUILT_IN]
+    sources = [PluginSource(name, f"hetero_plugins.{name}", "built in") for name in BUILT_IN]
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, p.value)):
         version = point.dist.version if point.dist is not None else ""
-        found.append(PluginSource(point.name, point.value.partition(":")[0].strip(), "entry point", version))
+        sources.append(PluginSource(point.name, point.value.partition(":")[0].strip(), "entry point", version))
     for module in filter(None, (word.strip() for word in environment.get(ENVIRONMENT, "").split(","))):
-        if all(module != source.module for source in found):
-            found.append(PluginSource(module.split(".")[0].removeprefix("hetero_"), module, "environment"))
-    return found
+        if all(module != source.module for source in sources):
+            sources.append(PluginSource(module.split(".")[0].removeprefix("hetero_"), module, "environment"))
+    return sources
 
 
 def load_plugins(sources: Iterable[PluginSource] | None = None) -> Plugins:
@@ -134,8 +134,8 @@ def load_plugins(sources: Iterable[PluginSource] | None = None) -> Plugins:
             _commit(plugin, registry, platforms)
         plugins.append(plugin)
     for accelerator in platforms.values():
-        found = (backend for plugin in plugins if plugin.ok for backend in plugin.directs)
-        accelerator.brought = tuple(backend for backend in found if accelerator.name in backend.platforms)
+        backends = (backend for plugin in plugins if plugin.ok for backend in plugin.directs)
+        accelerator.brought = tuple(backend for backend in backends if accelerator.name in backend.platforms)
     return Plugins(plugins, registry, platforms)
 
 

@@ -71,7 +71,7 @@ def language_config(config: Config) -> dict[str, Any]:
 
 def _dropouts(read: ConfigReader, family: Family) -> tuple[tuple[str, float], ...]:
     """Keys and values of the dropout rates that are not 0."""
-    found = []
+    rates = []
     for key in (key for keys in DROPOUT_KEYS.values() for key in keys if key in family.keys):
         rate = read.value(key, family.absent_dropout, family.null_dropout)
         try:
@@ -79,15 +79,17 @@ def _dropouts(read: ConfigReader, family: Family) -> tuple[tuple[str, float], ..
         except UserError as error:
             raise read.refuse(error.problem, key, error.accepted) from None
         if rate:
-            found.append((key, float(rate)))
-    return tuple(found)
+            rates.append((key, float(rate)))
+    return tuple(rates)
 
 
 def _check_architectures(read: ConfigReader, family: Family) -> None:
     """Weights of a classifier, or of another family, are not those of a causal language model of this family."""
-    found = read.value("architectures", [], nullable=True)
-    known = {name.lower() for name in family.architectures}  # the first Llama's said LLaMAForCausalLM
-    if not isinstance(found, list) or any(not isinstance(a, str) or a.lower() not in known for a in found):
+    architectures = read.value("architectures", [], nullable=True)
+    family_names = {name.lower() for name in family.architectures}  # the first Llama's said LLaMAForCausalLM
+    if not isinstance(architectures, list) or any(
+        not isinstance(a, str) or a.lower() not in family_names for a in architectures
+    ):
         raise read.refuse(
             f"is not the causal language model that model_type {family.model_type} names", "architectures",
             " or ".join(f'["{name}"]' for name in family.architectures),

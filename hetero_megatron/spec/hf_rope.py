@@ -81,10 +81,10 @@ def one_rope(
     else:
         share = read.positive("partial_rotary_factor", partial)
         share = inner.positive("partial_rotary_factor") if "partial_rotary_factor" in rope else share
-    known = _EVERY | _KNOWN[kind]
-    for unknown in sorted(rope.keys() - known):
+    known_keys = _EVERY | _KNOWN[kind]
+    for unknown in sorted(rope.keys() - known_keys):
         if rope[unknown] is not None:
-            raise inner.refuse(f"unknown with rope_type {kind}", unknown, ", ".join(sorted(known)))
+            raise inner.refuse(f"unknown with rope_type {kind}", unknown, ", ".join(sorted(known_keys)))
     if share > 1 or int(head_dim * share) < 2:
         raise inner.refuse("turns no pair of features, or more than there are", "partial_rotary_factor", "up to 1")
     dims = 2 * int(share * head_dim // 2) if kind == "proportional" else int(head_dim * share)
@@ -143,12 +143,12 @@ def write_rope(spec: ModelSpec) -> dict[str, Any]:
     if not spec.ropes:
         return {}
     rope = spec.ropes[0]
-    found: dict[str, Any] = {"rope_theta": rope.theta}
+    config: dict[str, Any] = {"rope_theta": rope.theta}
     if rope.scaling is not None:
-        found["rope_scaling"] = {"rope_type": rope.scaling.kind} | parameters(rope.scaling)
+        config["rope_scaling"] = {"rope_type": rope.scaling.kind} | parameters(rope.scaling)
     if rope.dims is not None:
-        found["partial_rotary_factor"] = _share(rope.dims, spec.head_dim)
-    return found
+        config["partial_rotary_factor"] = _share(rope.dims, spec.head_dim)
+    return config
 
 
 def _share(dims: int, head_dim: int) -> float:
@@ -183,21 +183,21 @@ def ropes_by_kind(
     if not isinstance(more, dict) or (scaled and not whole.get("full_attention")):
         example = 'null, or e.g. {"rope_type": "linear", "factor": 8}'
         raise read.refuse("must be an object, and beside rope_parameters one that it adds to", "rope_scaling", example)
-    found = {}
+    ropes = {}
     for kind, base in theta.items():
-        given = whole.get(kind) or {}
-        if not isinstance(given, dict):
+        entry_of_kind = whole.get(kind) or {}
+        if not isinstance(entry_of_kind, dict):
             raise read.refuse("must hold an object per kind of layer", "rope_parameters", accepted)
-        entry = given | more if kind == "full_attention" else given
-        prefix = "rope_scaling." if entry is not given and more else f"rope_parameters.{kind}."
+        entry = entry_of_kind | more if kind == "full_attention" else entry_of_kind
+        prefix = "rope_scaling." if entry is not entry_of_kind and more else f"rope_parameters.{kind}."
         inner = ConfigReader(entry, read.where, prefix)
-        found[kind] = one_rope(ConfigReader({}, read.where), inner, head_dim, positions, base)
-    return found
+        ropes[kind] = one_rope(ConfigReader({}, read.where), inner, head_dim, positions, base)
+    return ropes
 
 
 def write_ropes_by_kind(spec: ModelSpec, theta: Mapping[str, float]) -> dict[str, Any]:
     """``rope_parameters`` with an entry for layers with and without windows; ``theta``: of kinds that no layer is."""
-    found = {kind: Rope(theta[kind]) for kind in theta}
+    ropes = {kind: Rope(theta[kind]) for kind in theta}
     for kind in spec.layer_kinds:
-        found["full_attention" if kind.window is None else "sliding_attention"] = kind.rope or Rope()
-    return {"rope_parameters": {kind: rope_object(rope) for kind, rope in found.items()}}
+        ropes["full_attention" if kind.window is None else "sliding_attention"] = kind.rope or Rope()
+    return {"rope_parameters": {kind: rope_object(rope) for kind, rope in ropes.items()}}

@@ -60,12 +60,12 @@ SITE_WORD = "LAYERS:NAMES[:RANK[:ALPHA]], such as 0-3,7:q_proj,v_proj:16"
 def sites_of(words: Iterable[str], rank: int, alpha: float | None = None) -> tuple[Sites, ...]:
     """From what ``SITE_WORD`` says; ``rank``: of those that say none; alpha: likewise, None: their rank. UserError: of
     ``sites``."""
-    found = []
+    sites = []
     for word in words:
         layers, *rest = word.split(":")
         try:
-            names, own = rest[0].split(","), int(rest[1]) if len(rest) > 1 else rank
-            counts = float(rest[2]) if len(rest) > 2 else float(own) if alpha is None else alpha
+            names, site_rank = rest[0].split(","), int(rest[1]) if len(rest) > 1 else rank
+            counts = float(rest[2]) if len(rest) > 2 else float(site_rank) if alpha is None else alpha
         except (IndexError, ValueError):
             raise UserError("says no place", field="sites", value=word, accepted=SITE_WORD) from None
         if len(rest) > 3:
@@ -73,20 +73,20 @@ def sites_of(words: Iterable[str], rank: int, alpha: float | None = None) -> tup
         if unknown := [name for name in names if name not in EVERY_TARGET]:
             problem = f"no projection {unknown[0][:40]}"
             raise UserError(problem, field="sites", value=word, accepted=", ".join(EVERY_TARGET))
-        found.append(Sites(tuple(sorted(layer_numbers(layers.split(","), "sites"))), tuple(names), own, counts))
-    return tuple(found)
+        sites.append(Sites(tuple(sorted(layer_numbers(layers.split(","), "sites"))), tuple(names), site_rank, counts))
+    return tuple(sites)
 
 
 def layer_numbers(words: Iterable[str], field: str) -> set[int]:
     """Of ``0-3`` and ``7``. UserError: of ``field``."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for word in words:
         first, dash, end = word.partition("-")
         good = first.isascii() and first.isdecimal() and (not dash or end.isascii() and end.isdecimal())
         if not good or len(word) > 11 or int(end or first) < int(first) or int(end or first) > MOST_LAYERS:
             raise UserError("is no layer, or run of layers", field=field, value=word, accepted="such as 0-3 7")
-        found |= set(range(int(first), int(end or first) + 1))
-    return found
+        numbers |= set(range(int(first), int(end or first) + 1))
+    return numbers
 
 
 Place = tuple[int, str]  # layer, projection
@@ -162,10 +162,10 @@ class Lora:
 
     def shape(self) -> dict[str, Any]:
         """What counts for memory and time, as JSON."""
-        found: dict[str, Any] = {"rank": self.rank, "targets": self.targets}
-        found |= {name: True for name in ("dropout", "dora") if getattr(self, name)}
-        found |= {"sites": self.site_words()} if self.sites else {}
-        return found | ({"base_dtype": self.base_dtype} if self.base_dtype else {})
+        content: dict[str, Any] = {"rank": self.rank, "targets": self.targets}
+        content |= {name: True for name in ("dropout", "dora") if getattr(self, name)}
+        content |= {"sites": self.site_words()} if self.sites else {}
+        return content | ({"base_dtype": self.base_dtype} if self.base_dtype else {})
 
     def site_words(self) -> tuple[str, ...]:
         """The sites without what they count, as ``--lora-sites`` has them."""
@@ -180,15 +180,15 @@ class Lora:
 
     def site_of(self, module: str) -> Sites:
         """Of an adapted module, by its logical name (``model.layers.3.self_attn.q_proj``)."""
-        _, _, layer, *inside = module.split(".")
-        found = self.site(int(layer), inside[-1], "experts" in inside)
-        assert found is not None, module
-        return found
+        _, _, layer, *path = module.split(".")
+        site = self.site(int(layer), path[-1], "experts" in path)
+        assert site is not None, module
+        return site
 
     def scale(self, module: str) -> float:
         """What B A of an adapted module counts."""
-        found = self.site_of(module)
-        return found.alpha / (math.sqrt(found.rank) if self.rslora else found.rank)
+        site = self.site_of(module)
+        return site.alpha / (math.sqrt(site.rank) if self.rslora else site.rank)
 
 
 def _check_size(rank: Any, alpha: Any) -> None:

@@ -40,15 +40,15 @@ def memory_hierarchy() -> Hierarchy | None:
         lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
     except OSError:
         return None
-    own = {name: path for _, names, path in lines for name in names.split(",")}  # "" is v2
+    path_of_controller = {name: path for _, names, path in lines for name in names.split(",")}  # "" is v2
     second: Hierarchy | None = None
     for words in mounts:
         after = words[words.index("-") + 1 :]
         kind, root, options = after[0], Path(words[4]), after[2].split(",")
         if kind == "cgroup" and CONTROLLER in options:
-            return Hierarchy(1, root, _visible(root, own.get(CONTROLLER, "/")))
+            return Hierarchy(1, root, _visible(root, path_of_controller.get(CONTROLLER, "/")))
         if kind == "cgroup2" and CONTROLLER in _read(root / "cgroup.controllers").split():
-            second = second or Hierarchy(2, root, _visible(root, own.get("", "/")))
+            second = second or Hierarchy(2, root, _visible(root, path_of_controller.get("", "/")))
     return second
 
 
@@ -156,12 +156,12 @@ def testbeds_with_groups() -> set[str]:
 def _all_tops() -> list[Path]:
     """Top groups of all testbeds: below our own group, its ancestors, or any child of the root (a launcher may have
     been in another group)."""
-    found: list[Path] = []
+    tops: list[Path] = []
     hierarchy = memory_hierarchy()
     for directory, names, _ in os.walk(hierarchy.root) if hierarchy is not None else ():
-        found += [Path(directory) / name for name in names if name.startswith(PREFIX)]
+        tops += [Path(directory) / name for name in names if name.startswith(PREFIX)]
         names[:] = [name for name in names if not name.startswith(PREFIX)]
-    return found
+    return tops
 
 
 def remove_groups(groups: Iterable[Path], patience: float = 5.0) -> list[Path]:

@@ -35,8 +35,8 @@ class Kept:
 
     def facts(self) -> dict[str, Any]:
         """As JSON data."""
-        known = {name: value for name, value in asdict(self).items() if value is not None}
-        return {**known, "invalid": self.invalid}
+        known_facts = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**known_facts, "invalid": self.invalid}
 
     def complaint(self) -> str:
         """Why it is invalid and what to do; empty if valid."""

@@ -40,14 +40,14 @@ def _sample(sessions: Collection[int], extra: Collection[int]) -> _Sample | None
     except OSError:
         return None
     user, nice, system, _, _, irq, softirq, stolen = ticks[:8]
-    own = kernel = 0
+    own_ticks = kernel = 0
     for entry in all_status():
         if entry.kernel:
             kernel += entry.ticks
         elif entry.session in sessions or entry.pid in extra:
-            own += entry.ticks
+            own_ticks += entry.ticks
     busy = user + nice + system + irq + softirq
-    return _Sample(time.monotonic(), busy / _HZ, stolen / _HZ, own / _HZ, kernel / _HZ)
+    return _Sample(time.monotonic(), busy / _HZ, stolen / _HZ, own_ticks / _HZ, kernel / _HZ)
 
 
 @dataclass
@@ -99,16 +99,16 @@ class LoadMonitor:
 
 
 def _foreign(a: _Sample, b: _Sample) -> float:
-    others = (b.busy - a.busy) - (b.own - a.own) - (b.kernel - a.kernel)
-    return max(0.0, others + (b.stolen - a.stolen)) / max(b.at - a.at, 1e-9)
+    foreign_busy = (b.busy - a.busy) - (b.own - a.own) - (b.kernel - a.kernel)
+    return max(0.0, foreign_busy + (b.stolen - a.stolen)) / max(b.at - a.at, 1e-9)
 
 
 @contextmanager
 def watch_load(sessions: Collection[int] | None = None) -> Iterator[LoadMonitor]:
     """Measure foreign load during a block; without ``sessions``, this process' session counts as own."""
     if sessions is None:
-        mine = status(os.getpid())
-        sessions = () if mine is None else (mine.session,)
+        own_status = status(os.getpid())
+        sessions = () if own_status is None else (own_status.session,)
     monitor = LoadMonitor(sessions)
     monitor.sample()
     try:

@@ -61,9 +61,9 @@ def examine() -> Machine:
     tools = tuple(name for name in ("ip", "tc") if shutil.which(name) is None)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     lacks = _probe() if root and not tools else None
-    found = cgroups.memory_hierarchy()
-    usable = root and found is not None and os.access(found.own, os.W_OK) and not _read_only(found.own)
-    return Machine(root, tools, lacks, found.version if found is not None and usable else 0, tuple(sorted(cores)))
+    memory = cgroups.memory_hierarchy()
+    usable = root and memory is not None and os.access(memory.own, os.W_OK) and not _read_only(memory.own)
+    return Machine(root, tools, lacks, memory.version if memory is not None and usable else 0, tuple(sorted(cores)))
 
 
 def _read_only(path: os.PathLike[str]) -> bool:

@@ -155,9 +155,9 @@ def _choose_links(cluster: Cluster, machine: Machine, asked: str | None, reasons
 
 def _all_links(cluster: Cluster) -> dict[str, Link]:
     """The links of the file by their path in it."""
-    found = {"links.intra_node": cluster.intra_node, "links.inter_node": cluster.inter_node}
-    found |= {f"links.pairs[{i}]": link for i, link in enumerate(cluster.pairs.values())}
-    return {path: link for path, link in found.items() if link is not None}
+    links = {"links.intra_node": cluster.intra_node, "links.inter_node": cluster.inter_node}
+    links |= {f"links.pairs[{i}]": link for i, link in enumerate(cluster.pairs.values())}
+    return {path: link for path, link in links.items() if link is not None}
 
 
 def _emulated_latency(cluster: Cluster) -> str:
@@ -181,10 +181,10 @@ def _check_total(cluster: Cluster, machine: Machine, speeds: Sequence[float | No
 
 def _check_cores(settings: Settings, machine: Machine) -> None:
     for core in machine.cores:
-        here = _on_core(settings, core)
-        total = sum(speed for _, speed in here)
+        ranks_on_core = _on_core(settings, core)
+        total = sum(speed for _, speed in ranks_on_core)
         if total > 1 + 1e-9:
-            ranks = ", ".join(f"rank {rank} at {speed}" for rank, speed in here)
+            ranks = ", ".join(f"rank {rank} at {speed}" for rank, speed in ranks_on_core)
             raise UserError(
                 f"the ranks cannot be spread over the cores: {ranks} would share one", field="emulate.speed",
                 value=total, accepted="speeds of which every core gets at most 1.0", where=settings.cluster.file,

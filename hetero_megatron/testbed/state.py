@@ -71,13 +71,13 @@ class Testbed:
 
     @property
     def launcher(self) -> int:
-        found = _ID.fullmatch(self.id)
-        return int(found[1]) if found else 0
+        match = _ID.fullmatch(self.id)
+        return int(match[1]) if match else 0
 
     @property
     def alive(self) -> bool:
-        found = _ID.fullmatch(self.id)
-        return found is not None and process.alive(int(found[1]), int(found[2]))
+        match = _ID.fullmatch(self.id)
+        return match is not None and process.alive(int(match[1]), int(match[2]))
 
     def record(self) -> dict[str, Any]:
         """What the launcher recorded; {} if it ended before."""
@@ -106,8 +106,8 @@ def new_testbed() -> Testbed:
     Raises:
         UserError: it cannot be made.
     """
-    mine = process.status(os.getpid())
-    name = f"p{os.getpid()}s{mine.start if mine else int(time.time())}"
+    own_status = process.status(os.getpid())
+    name = f"p{os.getpid()}s{own_status.start if own_status else int(time.time())}"
     directory = home() / name
     if directory.exists():
         raise UserError("this process already runs a testbed", field="testbed", value=name)
@@ -124,10 +124,10 @@ def new_testbed() -> Testbed:
 def all_testbeds() -> list[Testbed]:
     """Alive and dead testbeds of this user."""
     try:
-        found = [entry for entry in home().iterdir() if _ID.fullmatch(entry.name)]
+        entries = [entry for entry in home().iterdir() if _ID.fullmatch(entry.name)]
     except FileNotFoundError:
         return []
-    return [Testbed(path) for path in sorted(found)]
+    return [Testbed(path) for path in sorted(entries)]
 
 
 def live_testbed(name: str | None) -> Testbed:
@@ -151,7 +151,7 @@ def clean(testbed: Testbed) -> dict[str, Any]:
         RuntimeError: something cannot be removed; the directory stays, so that a later clean finds it.
     """
     directory = str(testbed.directory)
-    before = sorted(pid for pid, where in process.marked().items() if where == directory)
+    before = sorted(pid for pid, mark in process.marked().items() if mark == directory)
     stubborn = process.kill_marked(directory)
     groups = cgroups.find_groups(testbed.id)
     left = cgroups.remove_groups(groups)
@@ -167,7 +167,7 @@ def clean_dead() -> list[dict[str, Any]]:
     """Remove the remains of this user's dead testbeds."""
     directories = {testbed.directory for testbed in all_testbeds()}
     base = home()
-    directories |= {Path(where) for where in process.marked().values() if Path(where).parent == base}
+    directories |= {Path(mark) for mark in process.marked().values() if Path(mark).parent == base}
     directories |= {base / name for name in cgroups.testbeds_with_groups() if _ID.fullmatch(name)}
     return [clean(t) for t in map(Testbed, sorted(directories)) if not t.alive and not _cleaning(t)]
 

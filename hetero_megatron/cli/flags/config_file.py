@@ -37,8 +37,8 @@ class FileWords:
         name = _asked(self.words)
         if name is None:
             return
-        given = {flags[word.partition("=")[0]].name for word in argv if word.partition("=")[0] in flags}
-        found: list[str] = []
+        on_command_line = {flags[word.partition("=")[0]].name for word in argv if word.partition("=")[0] in flags}
+        file_words: list[str] = []
         try:
             entries = _document(name).any_mapping()
         except UserError as error:
@@ -56,12 +56,12 @@ class FileWords:
                 words = _words(flag, key, entry)
             except UserError as error:
                 self.errors.append(error)
-                self.failed |= {flag.key} if flag is not None and flag.name not in given else set()
+                self.failed |= {flag.key} if flag is not None and flag.name not in on_command_line else set()
                 continue
-            if flag.name not in given:
+            if flag.name not in on_command_line:
                 self.places[flag.name] = entry.where or name
-                found += words
-        self.words = [*found, *self.words]
+                file_words += words
+        self.words = [*file_words, *self.words]
 
 
 def placed(error: UserError, places: Mapping[str, str]) -> UserError:
@@ -90,9 +90,9 @@ def effective(values: Mapping[str, Any], given: set[str], places: Mapping[str, s
 
 def _asked(words: list[str]) -> str | None:
     """The file that the command line names, if it does; ill-formed uses are left to the parser."""
-    for at, word in enumerate(words):
+    for i, word in enumerate(words):
         if word.partition("=")[0] == CONFIG:
-            return word.partition("=")[2] if "=" in word else (words[at + 1] if at + 1 < len(words) else None)
+            return word.partition("=")[2] if "=" in word else (words[i + 1] if i + 1 < len(words) else None)
     return None
 
 
@@ -126,8 +126,8 @@ def _words(flag: Flag, key: str, entry: Entry) -> list[str]:
     values = value if isinstance(value, list) and several else [value]
     for one in values:
         if isinstance(one, bool) or not isinstance(one, (str, int, float)):
-            wanted = _KINDS.get(flag.type, "a word")  # type: ignore[call-overload]
-            accepted = f"{wanted}, or a list of such" if several else wanted
+            value_kind = _KINDS.get(flag.type, "a word")  # type: ignore[call-overload]
+            accepted = f"{value_kind}, or a list of such" if several else value_kind
             raise UserError("is no value of this flag", field=key, value=value, accepted=accepted, where=entry.where)
         if several and str(one).startswith("-") and not str(one)[1:2].isdigit():
             accepted = "values that do not begin with a dash"

@@ -191,7 +191,7 @@ def unknown_flag(name: str, flags: Iterable[str], where: str) -> UserError:
     """Of a name that is no flag's, with those that are near."""
     spelled = name.replace("_", "-")[:200]
     names = list(flags)
-    longer = [known for known in names if known.startswith(spelled) and len(spelled) > 5]
+    longer = [candidate for candidate in names if candidate.startswith(spelled) and len(spelled) > 5]
     near = list(dict.fromkeys([*longer, *difflib.get_close_matches(spelled, names, n=3, cutoff=0.6)]))[:3]
     hint = f"; did you mean {near[0]}?" if near else ""
     hint += f" (near are also {' and '.join(near[1:])})" if near[1:] else ""

@@ -40,8 +40,8 @@ def _row(flag: Flag) -> str:
     elif flag.remedy:
         accepted = ", ".join(str(choice) for choice in flag.choices)
         text = f"only {accepted}; other values are **refused**: {flag.help}"
-    wanted = [" or ".join(need.any_of) for need in flag.needs]
-    text += f" (has no effect without {', and '.join(wanted)})" if wanted else ""
+    needed = [" or ".join(need.any_of) for need in flag.needs]
+    text += f" (has no effect without {', and '.join(needed)})" if needed else ""
     cells = (names, _values(flag), _default(flag), text)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

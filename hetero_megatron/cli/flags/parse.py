@@ -114,16 +114,16 @@ def parse_all(argv: Sequence[str]) -> tuple[Arguments, list[UserError]]:
     file = FileWords(argv, flags)
     argv, errors, result.places = file.words, file.errors, file.places
     result.failed, result.given = set(file.failed), set(file.failed)
-    at = 0
-    while at < len(argv):
+    position = 0
+    while position < len(argv):
         try:
-            at = _read(argv, at, flags, result)
+            position = _read(argv, position, flags, result)
         except _At as stop:
             errors.append(placed(stop.error, result.places))
-            if (flag := flags.get(argv[at].partition("=")[0])) is not None:
+            if (flag := flags.get(argv[position].partition("=")[0])) is not None:
                 result.failed.add(flag.key)
                 result.given.add(flag.key)
-            at = stop.next
+            position = stop.next
     return result, errors
 
 
@@ -148,8 +148,8 @@ def _read(argv: Sequence[str], at: int, flags: Mapping[str, Flag], result: Argum
         if name not in flags:
             raise unknown_flag(name, flags, WHERE)
         flag = flags[name]
-        wanted = flag.nargs if isinstance(flag.nargs, int) else end
-        words = [attached] if separator else list(argv[at + 1 : min(end, at + 1 + wanted)])
+        word_count = flag.nargs if isinstance(flag.nargs, int) else end
+        words = [attached] if separator else list(argv[at + 1 : min(end, at + 1 + word_count)])
         if flag.status == REFUSED:
             raise _refusal(flag, words)
         end = at + 1 + len(words) * (not separator)
@@ -185,8 +185,8 @@ def together(errors: Sequence[UserError]) -> UserError:
     ]
     count = sum(len(dict.fromkeys(names)) for names in groups.values())
     first = errors[0]
-    what = "flags" if all(error.where in ("", WHERE) for error in errors) else "values"
-    joined = UserError(f"{count} {what} cannot be taken: " + "; ".join(parts), where=WHERE)
+    nouns = "flags" if all(error.where in ("", WHERE) for error in errors) else "values"
+    joined = UserError(f"{count} {nouns} cannot be taken: " + "; ".join(parts), where=WHERE)
     joined.field, joined.value, joined.accepted = first.field, first.value, first.accepted
     joined.several = tuple(errors)
     return joined
@@ -199,8 +199,10 @@ def _short(text: str, limit: int = 40) -> str:
 def _check_count(flag: Flag, words: list[str]) -> None:
     wrong = len(words) != flag.nargs if isinstance(flag.nargs, int) else flag.nargs == "+" and not words
     if wrong:
-        wanted = {0: "no value", 1: "one value", "+": "one or more values"}.get(flag.nargs, f"{flag.nargs} values")
-        raise UserError("wrong number of values", field=flag.name, value=" ".join(words), accepted=wanted, where=WHERE)
+        count_text = {0: "no value", 1: "one value", "+": "one or more values"}.get(flag.nargs, f"{flag.nargs} values")
+        raise UserError(
+            "wrong number of values", field=flag.name, value=" ".join(words), accepted=count_text, where=WHERE
+        )
 
 
 def _store(flag: Flag, words: list[str], result: Arguments) -> None:
@@ -293,14 +295,14 @@ def _error(flag: Flag, args: Arguments, without: str, need: Need) -> UserError:
 
 
 def _holds(condition: str, args: Arguments) -> bool:
-    name, _, wanted = condition.partition(" ")
+    name, _, expected = condition.partition(" ")
     if not name.startswith("--"):
         return condition in args.facts
     key = name[2:].replace("-", "_")
     if key in args.failed:
         return True
     value = args[key]
-    return str(value) == wanted if wanted else bool(value)
+    return str(value) == expected if expected else bool(value)
 
 
 def _facts(args: Arguments) -> set[str]:

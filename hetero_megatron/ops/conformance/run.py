@@ -181,8 +181,8 @@ def call_backward(
     with box, torch.no_grad():
         grads_out = kernel.backward(*incoming, *saved_copies, *after_copies, *args[len(spec.tensors) :])
     if not isinstance(grads_out, tuple) or len(grads_out) != len(spec.gradients):
-        raise TypeError(f"backward returned {grads_out if not isinstance(grads_out, tuple) else len(grads_out)} values, "
-                        f"not a tuple of {len(spec.gradients)}")  # fmt: skip
+        raise TypeError(f"backward returned {grads_out if not isinstance(grads_out, tuple) else len(grads_out)} values"
+                        f", not a tuple of {len(spec.gradients)}")  # fmt: skip
     is_given = [args[spec.args.index(name)] is not None for name in spec.gradients]
     out = []
     for name, gradient, has_gradient in zip(spec.gradients, grads_out, is_given, strict=True):

@@ -155,15 +155,15 @@ def expert_config(spec: ModelSpec) -> dict[str, Any]:
 def _write(spec: ModelSpec) -> dict[str, Any]:
     mla = spec.mla
     assert mla is not None
-    found = decoder_config(spec) | write_rope(spec) | expert_config(spec) | {
+    config = decoder_config(spec) | write_rope(spec) | expert_config(spec) | {
         "hidden_act": "silu", "attention_bias": mla.bias and spec.out_bias, "q_lora_rank": mla.q_rank,
         "kv_lora_rank": mla.kv_rank, "qk_nope_head_dim": mla.nope_dim, "qk_rope_head_dim": mla.rope_dim,
         "v_head_dim": mla.v_dim,
     }  # fmt: skip
-    found.pop("partial_rotary_factor")  # of the features that turn, all do
-    if mla.mscale_all_dim and "rope_scaling" in found:
-        found["rope_scaling"]["mscale_all_dim"] = mla.mscale_all_dim
-    return found
+    config.pop("partial_rotary_factor")  # of the features that turn, all do
+    if mla.mscale_all_dim and "rope_scaling" in config:
+        config["rope_scaling"]["mscale_all_dim"] = mla.mscale_all_dim
+    return config
 
 
 def _write_v2(spec: ModelSpec) -> dict[str, Any]:
