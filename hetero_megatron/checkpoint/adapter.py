@@ -88,14 +88,14 @@ class AdapterWeights:
             raise UserError(problem, field=field, value=str(path), accepted=ACCEPTED) from None
         self._sources = self._find(spec, any(_SINGLE.search(name) for name in shapes))
         wanted_shapes = {source.name: shape for source, shape in self._sources.values()}
-        wrong = [
+        problems = [
             f"missing {n}" if n not in shapes else f"{n} is {list(shapes[n])}, not {list(wanted_shapes[n])}"
             for n in wanted_shapes if shapes.get(n) != wanted_shapes[n]
         ]  # fmt: skip
-        wrong += [f"unexpected {name[:120]}" for name in shapes if name not in wanted_shapes]
-        if wrong:
-            more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-            raise self._misfit(f"does not fit {spec.name}: {'; '.join(wrong[:8])}{more}")
+        problems += [f"unexpected {name[:120]}" for name in shapes if name not in wanted_shapes]
+        if problems:
+            rest_text = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise self._misfit(f"does not fit {spec.name}: {'; '.join(problems[:8])}{rest_text}")
         self._check_joined(spec)
 
     def _misfit(self, problem: str, accepted: str = "an adapter that was made for this model") -> UserError:
@@ -114,8 +114,8 @@ class AdapterWeights:
             elif not single:
                 parts = [(tensor, expert_source(spec, tensor, _PREFIX, joined, self._field))]
             else:
-                every = [expert_tensor(tensor, e) for e in range(tensor.shape[0])]
-                parts = [(one, single_source(spec, one, _PREFIX, self._field)) for one in every]
+                tensors_of_experts = [expert_tensor(tensor, e) for e in range(tensor.shape[0])]
+                parts = [(one, single_source(spec, one, _PREFIX, self._field)) for one in tensors_of_experts]
             sources |= {one.name: (source, source.shape(one.shape)) for one, source in parts}
         return sources
 

@@ -84,9 +84,9 @@ def residual(found: Mapping[str, Any], where: str) -> str | None:
         return None
     if init == "pissa" or name == "olora":
         return str(name)
-    why = next((why for key, why in _WHY.items() if isinstance(name, str) and name.startswith(key)), None)
+    reason = next((reason for key, reason in _WHY.items() if isinstance(name, str) and name.startswith(key)), None)
     words = ", ".join((*map(str, RESIDUALS), *(one for one in _BESIDE if isinstance(one, str)), "true", "false"))
     raise UserError(
-        why or "no such first values", field=INIT, value=init, where=where,
-        accepted=_AS_PLAIN if why and name != "mica" else words,
+        reason or "no such first values", field=INIT, value=init, where=where,
+        accepted=_AS_PLAIN if reason and name != "mica" else words,
     )  # fmt: skip

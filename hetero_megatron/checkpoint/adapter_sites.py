@@ -103,23 +103,23 @@ def _check_experts(found: Mapping[str, Any], lora: Lora, where: str, spec: Model
     if spec.moe is None or not any(t in MLP_TARGETS for t in lora.targets):
         return
     twice: tuple[Mapping[str, Any], Mapping[str, Any]] = doubled(lora)
-    said = {key: experts_patterns(found, key) for key in PATTERNS}
-    if not (is_even(said["rank_pattern"], lora.rank) and is_even(said["alpha_pattern"], lora.alpha)):
-        for key, wanted in zip(PATTERNS, twice, strict=True):
-            value = said[key].get(GATE_UP) if len(said[key]) == 1 else None
-            if not isinstance(value, int | float) or not math.isclose(value, *wanted.values()):
+    by_key = {key: experts_patterns(found, key) for key in PATTERNS}
+    if not (is_even(by_key["rank_pattern"], lora.rank) and is_even(by_key["alpha_pattern"], lora.alpha)):
+        for key, values_of_targets in zip(PATTERNS, twice, strict=True):
+            value = by_key[key].get(GATE_UP) if len(by_key[key]) == 1 else None
+            if not isinstance(value, int | float) or not math.isclose(value, *values_of_targets.values()):
                 raise UserError(
                     "all adapters of experts have one rank and alpha here", field=key, value=found.get(key),
                     accepted=f"none, or rank_pattern {json.dumps(twice[0])}, alpha_pattern {json.dumps(twice[1])}",
                     where=where,
                 )  # fmt: skip
     module_names = [f"model.layers.{i}.mlp.experts" for i in range(spec.num_layers)]
-    every = [f"{name}.{end}" for name in module_names for end in ("", *PARAMETERS, *(f"0.{t}" for t in MLP_TARGETS), *(
-        f"0.{t}" for t in MIXTRAL))]  # fmt: skip
-    every = [name.removesuffix(".") for name in every]
+    every_name = [f"{name}.{end}" for name in module_names for end in (
+        "", *PARAMETERS, *(f"0.{t}" for t in MLP_TARGETS), *(f"0.{t}" for t in MIXTRAL))]  # fmt: skip
+    every_name = [name.removesuffix(".") for name in every_name]
     for key, patterns in _patterns(found, where).items():
         usual = lora.rank if key == "rank_pattern" else lora.alpha
-        for name in every:
+        for name in every_name:
             if (value := pattern_value(patterns, name, key, where)) not in (None, usual):
                 raise UserError(
                     f"all adapters of experts have one rank and alpha here ({name})", field=key, value=value,
@@ -127,7 +127,11 @@ def _check_experts(found: Mapping[str, Any], lora: Lora, where: str, spec: Model
                 )  # fmt: skip
     left_out = ModuleChoice((), _names(found, "exclude_modules", where))
     modules_named = [name for name in found.get("target_modules") or () if _of_experts(str(name))]
-    if modules_named and _layers(found, where, spec) is not None or any(left_out.excludes(name) for name in every):
+    if (
+        modules_named
+        and _layers(found, where, spec) is not None
+        or any(left_out.excludes(name) for name in every_name)
+    ):
         key = "layers_to_transform" if modules_named else "exclude_modules"
         raise UserError(
             "experts have adapters in all layers or none", field=key, value=found.get(key), where=where,

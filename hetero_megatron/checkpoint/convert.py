@@ -95,8 +95,8 @@ def from_native(
             raise
         accepted = error.accepted.replace("--save-hf-dtype", "--dtype")
         raise UserError(error.problem, field="TARGET", value=target, accepted=accepted) from error
-    done = {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": _names(dtypes)}
-    return done | {"nonfinite": list(nonfinite), "notices": along.notices, "target": target}
+    summary = {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": _names(dtypes)}
+    return summary | {"nonfinite": list(nonfinite), "notices": along.notices, "target": target}
 
 
 def _names(dtypes: Mapping[str, torch.dtype]) -> str:
@@ -156,9 +156,9 @@ def to_gguf(
         raise UserError("GGUF has no such dtype", field="--dtype", value=_NAMES[chosen], accepted=accepted)
     nonfinite = dict[str, None]()
     file_notices = gguf_file.write_gguf(target, spec, read, chosen, along.files, None if check_finite else nonfinite)
-    done = {"direction": f"{'native' if native else 'hf'} to gguf", "step": number}
-    done |= {"model": spec.name, "dtype": _NAMES[chosen], "nonfinite": list(nonfinite)}
-    return done | {"notices": (*notices, *file_notices), "target": target}
+    summary = {"direction": f"{'native' if native else 'hf'} to gguf", "step": number}
+    summary |= {"model": spec.name, "dtype": _NAMES[chosen], "nonfinite": list(nonfinite)}
+    return summary | {"notices": (*notices, *file_notices), "target": target}
 
 
 def _alone() -> Group:
@@ -218,8 +218,8 @@ def import_weights(
         if not isinstance(error, OSError):
             raise
         raise UserError(f"cannot be written: {error.strerror}", field="TARGET", value=target) from error
-    done = {"direction": direction, "step": 0, "model": spec.name, "dtype": _names(dtypes)}
-    return done | {"nonfinite": list(nonfinite), "notices": (*weights.notices, *along.notices), "target": target}
+    summary = {"direction": direction, "step": 0, "model": spec.name, "dtype": _names(dtypes)}
+    return summary | {"nonfinite": list(nonfinite), "notices": (*weights.notices, *along.notices), "target": target}
 
 
 def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:
@@ -267,8 +267,8 @@ def _write(
             file = f"rank_{number:05d}.safetensors"
             entries = {name: (dtypes[tensors[name].name], tensors[name].shape) for name in names}
             sums[file], _ = write_file(work / file, entries, get)
-            whole = {n: MetadataIndex(n, torch.Size([0] * len(tensors[n].shape))) for n in names}
-            places.update({whole[n]: ChunkLocation(file, n) for n in names})
+            index_of_name = {n: MetadataIndex(n, torch.Size([0] * len(tensors[n].shape))) for n in names}
+            places.update({index_of_name[n]: ChunkLocation(file, n) for n in names})
     metadata = Metadata({n: _whole(t, dtypes[t.name]) for n, t in tensors.items()}, storage_data=places)
     for name, content in {METADATA: encode_metadata(metadata, state).encode(), **extra}.items():
         write_synced(work / name, content)

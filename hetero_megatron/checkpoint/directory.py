@@ -101,8 +101,8 @@ class CheckpointDirectory:
             if len(steps) > 1:
                 raise Damaged(path, "is missing beside checkpoints")
             if steps:
-                left = f"{LATEST} is missing, as after a save that was cut off; the only checkpoint"
-                self.log(notice_line(f"{self.path}: {left}, {self.place(steps[0]).name}, is taken"))
+                problem = f"{LATEST} is missing, as after a save that was cut off; the only checkpoint"
+                self.log(notice_line(f"{self.path}: {problem}, {self.place(steps[0]).name}, is taken"))
             return steps[0] if steps else None
         step, digest = named
         place = self.place(step)
@@ -111,8 +111,8 @@ class CheckpointDirectory:
         if sha256(place / SUMS) != digest:
             raise Damaged(place / SUMS, f"its checksum is not the one in {LATEST}")
         if place != self.at(step):
-            left = f"{name_of(step)} was being replaced when a save was cut off; the one that {LATEST} names"
-            self.log(notice_line(f"{self.path}: {left}, {place.name}, is taken"))
+            problem = f"{name_of(step)} was being replaced when a save was cut off; the one that {LATEST} names"
+            self.log(notice_line(f"{self.path}: {problem}, {place.name}, is taken"))
         return step
 
     def _named(self) -> tuple[int, str] | None:
@@ -230,8 +230,8 @@ class CheckpointDirectory:
         if error.strerror not in self._said:
             self._said.add(error.strerror)
             path_left = error.filename or path
-            left = f"cannot be removed ({error.strerror}: {path_left}); it is left, and training goes on"
-            self.log(notice_line(f"{path} {left}"))
+            problem = f"cannot be removed ({error.strerror}: {path_left}); it is left, and training goes on"
+            self.log(notice_line(f"{path} {problem}"))
 
 
 def write_synced(path: Path, content: bytes) -> None:

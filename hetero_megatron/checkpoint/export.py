@@ -193,12 +193,12 @@ class Export:
                 mark.write_text(word)
             return word
 
-        left = self.together(leave, str)[0]
+        token = self.together(leave, str)[0]
 
         def look() -> bool:
             try:
                 with mark.open("rb+") as file:
-                    return file.read() == left.encode()
+                    return file.read() == token.encode()
             except OSError:  # not there, not ours, read-only
                 return False
 

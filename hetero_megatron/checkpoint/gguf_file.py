@@ -248,5 +248,5 @@ def _frequency_factors(spec: ModelSpec) -> dict[str, torch.Tensor]:
         return {}
     from hetero_megatron.ops.rope import rope_frequencies
 
-    plain = rope_frequencies(Rope(rope.theta, None, rope.dims, rope.interleaved), spec.head_dim, False)
-    return {"rope_freqs.weight": (plain / rope_frequencies(rope, spec.head_dim, False)).to(torch.float32)}
+    unscaled = rope_frequencies(Rope(rope.theta, None, rope.dims, rope.interleaved), spec.head_dim, False)
+    return {"rope_freqs.weight": (unscaled / rope_frequencies(rope, spec.head_dim, False)).to(torch.float32)}

@@ -84,9 +84,9 @@ class WeightFiles:
         form = next((f for f in FORMS if f in names), None)
         if beside is not None:
             kind = "an adapter" if beside == "adapter_config.json" else "shards of a distributed save"
-            whole = f" beside {form}" if form else ""
+            beside_form = f" beside {form}" if form else ""
             accepted = "the model without it, and the adapter as --load-adapter" if kind == "an adapter" else WRITTEN
-            raise self.refuse(f"holds {kind} ({beside}){whole}, which is not read", self.directory, accepted)
+            raise self.refuse(f"holds {kind} ({beside}){beside_form}, which is not read", self.directory, accepted)
         if form is None:
             other_formats = [n for n in names if n.endswith(_OTHERS)]
             contents = f" (it holds {listed(map(shown, other_formats))})" if other_formats else ""
@@ -124,14 +124,14 @@ class WeightFiles:
 
     def _note_unread_files(self, names: list[str]) -> None:
         used = {self.form, *self.files}
-        left = [n for n in names if n not in used and (n in FORMS or _SHARD.fullmatch(n))]
-        if left:
-            self.notices.append(f"{self.directory / self.form} is read, and not {listed(map(shown, left))}")
+        unread = [n for n in names if n not in used and (n in FORMS or _SHARD.fullmatch(n))]
+        if unread:
+            self.notices.append(f"{self.directory / self.form} is read, and not {listed(map(shown, unread))}")
 
     def _note_index_errors(self) -> None:
-        wrong = [n for n, file in self.indexed.items() if n in self.files_of and file not in self.files_of[n]]
+        misplaced = [n for n, file in self.indexed.items() if n in self.files_of and file not in self.files_of[n]]
         omitted = [n for n in self.files_of if self.indexed and n not in self.indexed]
-        for problem, tensors in (("names other files for", wrong), ("does not name", omitted)):
+        for problem, tensors in (("names other files for", misplaced), ("does not name", omitted)):
             if tensors:
                 source = f"they are read from {listed(self.files_of[n][-1] for n in tensors)}"
                 self.notices.append(f"{self.directory / self.form} {problem} {listed(map(shown, tensors))}: {source}")

@@ -68,8 +68,8 @@ def lay_out(
     stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for logical in tensors:
         source, dtype = table[logical.name], dtypes[logical.name]
-        before = stored.get(source.name, (None, dtype))[1]
-        stored[source.name] = source.shape(logical.shape), torch.promote_types(before, dtype)
+        dtype_before = stored.get(source.name, (None, dtype))[1]
+        stored[source.name] = source.shape(logical.shape), torch.promote_types(dtype_before, dtype)
     files: list[dict[str, StoredTensor]] = [{}]
     used = 0
     for name, (shape, dtype) in stored.items():

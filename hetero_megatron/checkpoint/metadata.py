@@ -97,8 +97,12 @@ def _check_tensor(name: str, tensor: _Tensor, sums: Mapping[str, str]) -> None:
     if tensor.dtype not in DTYPES:
         accepted = ", ".join(DTYPES)
         raise UserError("is no dtype of weights", field=f"{field}.dtype", value=tensor.dtype, accepted=accepted)
-    whole = Box.whole(shape)
-    if len(shape) > MAX_AXES or min(shape, default=1) < 1 or whole.size * DTYPES[tensor.dtype].itemsize >= MAX_INTEGER:
+    whole_box = Box.whole(shape)
+    if (
+        len(shape) > MAX_AXES
+        or min(shape, default=1) < 1
+        or whole_box.size * DTYPES[tensor.dtype].itemsize >= MAX_INTEGER
+    ):
         accepted = f"at most {MAX_AXES} sizes of 1 or more"
         raise UserError("is no shape of weights", field=f"{field}.shape", value=list(shape), accepted=accepted)
     for chunk in tensor.chunks:
@@ -107,7 +111,7 @@ def _check_tensor(name: str, tensor: _Tensor, sums: Mapping[str, str]) -> None:
             raise UserError("is not one of the checkpoint's files", field=field, value=chunk.file, accepted=accepted)
         if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape) or min(chunk.sizes, default=1) < 1:
             raise UserError(f"a chunk is no part of {list(shape)}", field=field)
-    if not tiles(whole, (chunk.box() for chunk in tensor.chunks)):
+    if not tiles(whole_box, (chunk.box() for chunk in tensor.chunks)):
         raise UserError(f"its chunks do not cover {list(shape)} exactly once", field=field)
 
 

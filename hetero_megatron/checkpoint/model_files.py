@@ -140,8 +140,8 @@ def from_directory(directory: str | Path) -> ModelFiles:
     files, notices = _collect(root, [name for name in names if is_known(name)], allowed_roots(root))
     left_out = [_shown(name) for name in names if _is_left_out(root, name)]
     if left_out:
-        more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
-        notices.append(f"{root}: not copied, as their names are not known: {', '.join(left_out[:5])}{more}")
+        rest_text = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+        notices.append(f"{root}: not copied, as their names are not known: {', '.join(left_out[:5])}{rest_text}")
     return ModelFiles(files, tuple(notices))
 
 

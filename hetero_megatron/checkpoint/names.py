@@ -146,8 +146,8 @@ def _common(names: Collection[str], own: tuple[str, ...], base: str) -> str:
         own: how names of the family begin, with and without its ``base``, which may be called as a wrapper is.
     """
     for start in _PREFIXES:
-        after = tuple(start + begin for begin in own if start != base or begin.startswith(base))
-        if all(n.startswith(start) for n in names) and any(n.startswith(after) for n in names):
+        after_start = tuple(start + begin for begin in own if start != base or begin.startswith(base))
+        if all(n.startswith(start) for n in names) and any(n.startswith(after_start) for n in names):
             return start
     return ""
 

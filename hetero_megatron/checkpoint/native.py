@@ -199,8 +199,8 @@ def check_writable(path: str, group: Group) -> None:
     problem = group.gather_objects(problem, str)[0]
     if not problem:
         probe = directory / group.gather_objects(name, str)[0]
-        every = group.gather_objects(probe.exists(), bool)
-        unseen = [rank for rank, seen in zip(group.ranks, every, strict=True) if not seen]
+        seen_by_ranks = group.gather_objects(probe.exists(), bool)
+        unseen = [rank for rank, seen in zip(group.ranks, seen_by_ranks, strict=True) if not seen]
         if group.index == 0:
             probe.unlink(missing_ok=True)
         if unseen:
@@ -305,15 +305,15 @@ def _candidates(
             return []
         return [latest, *(s for s in steps[::-1] if s < latest)] if previous else [latest]
 
-    answer: list[int] | RemoteError | None = None
+    steps_or_error: list[int] | RemoteError | None = None
     if group is None or group.index == 0:
         decided = decide()
-        answer = decided if isinstance(decided, list) else RemoteError.of(decided)
-    answer = _agree(group, answer, list[int] | RemoteError | None)
-    if isinstance(answer, list):
-        return answer
-    assert answer is not None
-    problem = answer.error()
+        steps_or_error = decided if isinstance(decided, list) else RemoteError.of(decided)
+    steps_or_error = _agree(group, steps_or_error, list[int] | RemoteError | None)
+    if isinstance(steps_or_error, list):
+        return steps_or_error
+    assert steps_or_error is not None
+    problem = steps_or_error.error()
     if isinstance(problem, Damaged):
         return problem
     raise problem

@@ -128,11 +128,11 @@ def load_outer(found: Checkpoint, outer: OuterSteps, spec: ModelSpec, group: Gro
         UserError: it does not hold all of it.
     """
     check_model(found, spec)
-    was = found.state[OUTER]
-    outer.updates = was["updates"]
-    for fragment, tokens in zip(outer.fragments, was["tokens"], strict=True):
+    outer_saved = found.state[OUTER]
+    outer.updates = outer_saved["updates"]
+    for fragment, tokens in zip(outer.fragments, outer_saved["tokens"], strict=True):
         fragment.tokens = [float(count) for count in tokens]
-    if was["under_way"]:
+    if outer_saved["under_way"]:
         outer.exchange = Exchange(None, [], [])
         under_way = outer.under_way()
         assert under_way is not None
@@ -141,7 +141,7 @@ def load_outer(found: Checkpoint, outer: OuterSteps, spec: ModelSpec, group: Gro
     names = (key.split(".") for key in found.metadata.state_dict_metadata if key.startswith(f"island.0.{OPTIMIZER}."))
     make_states(outer.optimizer, sorted({parts[3] for parts in names}), saved.get("numbers", {}))
     tensors, _ = outer_tensors(outer, spec, True, reading=True)
-    if _compress(was) == Outer.compress:  # nothing was lost
+    if _compress(outer_saved) == Outer.compress:  # nothing was lost
         tensors = {key: t for key, t in tensors.items() if not key.startswith(f"island.{outer.index}.{LOST}.")}
     for key, tensor in tensors.items():
         if found.shape(key) != tensor.shape:

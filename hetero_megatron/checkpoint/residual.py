@@ -36,8 +36,8 @@ class ResidualBase(HFWeights):
         if tensor.name not in self._adapted or not box.size:
             return super().read(tensor, box)
         if self._last[0] != tensor.name:
-            whole = super().read(tensor, Box.whole(tensor.shape))
-            self._last = tensor.name, residual(whole, self._lora, tensor.name.removesuffix(".weight"))
+            base_weight = super().read(tensor, Box.whole(tensor.shape))
+            self._last = tensor.name, residual(base_weight, self._lora, tensor.name.removesuffix(".weight"))
         return self._last[1][box.slices()]
 
 

@@ -107,11 +107,13 @@ def check_moments(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     stepped = [t for t in trained_tensors(spec) if not t.by_load]
     wanted_shapes = {f"{OPTIMIZER}.{m}.{t.name}": t.shape for t in stepped for m in states_of(t, state_names)}
     stored_keys = {key for key in checkpoint.metadata.state_dict_metadata if key.startswith(OPTIMIZER + ".")}
-    wrong = sorted(key for key in stored_keys | wanted_shapes.keys() if checkpoint.shape(key) != wanted_shapes.get(key))
+    problems = sorted(
+        key for key in stored_keys | wanted_shapes.keys() if checkpoint.shape(key) != wanted_shapes.get(key)
+    )
     if "exp_avg" in state_names and "step" not in numbers:
-        wrong.append("the number of steps")
-    if wrong:
-        problem = f"holds no complete state of its optimizer: {wrong[0][:200]}"
+        problems.append("the number of steps")
+    if problems:
+        problem = f"holds no complete state of its optimizer: {problems[0][:200]}"
         raise damaged_error(Damaged(checkpoint.path / METADATA, problem), checkpoint.field)
 
 
@@ -163,9 +165,9 @@ def check_model(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     model_names = (name for name in stored if name.startswith(MODEL + ".") and not name.startswith(left_out_prefixes))
     problems += [f"unexpected {name}" for name in model_names if name not in wanted_shapes]
     if problems:
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        rest_text = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise UserError(
-            f"is a checkpoint of another model than {spec.name}: {'; '.join(problems[:8])}{more}",
+            f"is a checkpoint of another model than {spec.name}: {'; '.join(problems[:8])}{rest_text}",
             field=checkpoint.field, value=str(checkpoint.path), accepted=f"a checkpoint of {spec.name}",
         )  # fmt: skip
 

@@ -70,7 +70,7 @@ class BoxWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        done: Future[list[WriteResult]] = Future()
+        future: Future[list[WriteResult]] = Future()
         tensors: dict[str, torch.Tensor] = {}
         for item in plan.items:
             assert item.type is WriteItemType.SHARD and item.index.offset is not None, "only boxes are written"
@@ -85,8 +85,8 @@ class BoxWriter(StorageWriter):
                 key = _key(item.index)
                 size = tensors[key].nbytes
                 results.append(WriteResult(item.index, size, Written(ChunkLocation(name, key), digest)))
-        done.set_result(results)
-        return done
+        future.set_result(results)
+        return future
 
     def _require_finite(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Nothing that is not finite gets into a file: whoever goes on from there could only compute NaN."""
@@ -160,9 +160,9 @@ class BoxReader(StorageReader):
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(files.read(file, key, slices))
                 planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -63,13 +63,13 @@ def version_line() -> str:
 def refuse_empty(words: Sequence[str]) -> None:
     """Refuse empty values: with an unset variable, ``--out "$OUT"`` would write nothing and ``--directory`` would be
     the working directory."""
-    before = ""
+    previous_word = ""
     for word in words:
         name, separator, value = word.partition("=")
         if not word.strip() or (separator and name.startswith("--") and not value.strip()):
-            field = name if separator else before if before.startswith("-") else "command line"
+            field = name if separator else previous_word if previous_word.startswith("-") else "command line"
             raise UserError("is empty (an unset variable?)", field=field, value="", accepted="a value")
-        before = word
+        previous_word = word
 
 
 KINDS: dict[type, str] = {int: "an integer", float: "a number"}
@@ -134,8 +134,8 @@ class Number:
             value = read_number(self.kind, word)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{word[:40]!r} {error}") from None
-        if (wrong := beyond(value, self.least, self.most, self.above, self.below)) is not None:
-            raise argparse.ArgumentTypeError(f"{word[:40]!r} is {wrong[0]}; accepted: {wrong[1]}")
+        if (violation := beyond(value, self.least, self.most, self.above, self.below)) is not None:
+            raise argparse.ArgumentTypeError(f"{word[:40]!r} is {violation[0]}; accepted: {violation[1]}")
         return value
 
 

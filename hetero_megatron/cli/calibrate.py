@@ -160,8 +160,8 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
     if options.model is not None:
         raise UserError("the CSV file names the models", field="--model", value=options.model, accepted="no --model")
     cluster = replace(cluster, rates=rates)
-    dtype, *more = _dtypes(options.dtype or "bf16")
-    if more:
+    dtype, *other_dtypes = _dtypes(options.dtype or "bf16")
+    if other_dtypes:
         raise UserError("the runs had one", field="--dtype", value=options.dtype, accepted="one of them")
 
     def say(text: str) -> None:
@@ -237,8 +237,8 @@ def _facts(
         "shapes": shapes,
     }  # fmt: skip
     short = {key: printable(text)[:LONGEST_NAME] for key, text in machine.items()}
-    every = comm.group(tuple(range(cluster.world_size))).gather_objects(short, dict[str, str])
-    return {rank.chip: facts for rank, facts in zip(reversed(cluster.ranks), reversed(every), strict=True)}
+    facts_of_ranks = comm.group(tuple(range(cluster.world_size))).gather_objects(short, dict[str, str])
+    return {rank.chip: facts for rank, facts in zip(reversed(cluster.ranks), reversed(facts_of_ranks), strict=True)}
 
 
 def _measure(

@@ -58,18 +58,20 @@ def contribute(file: str, card: str | None, by: str | None, out: str | None, as_
     name, who = known_card(Entry(card, "--as", WHERE)), Entry(by, "--by", WHERE).text()
     sections = _sections(file, name)
     added = [_item(entry, name, who, dtype) for dtype, entry in sections.items()]
-    left = {key for entry in sections.values() for key in entry.value if key in REFUSED} - {"measured"}
+    omitted = {key for entry in sections.values() for key in entry.value if key in REFUSED} - {"measured"}
     target = Path(out or f"{name}.yaml")
     if target.stem != name:
         raise UserError("a file is called as its card", field="--out", value=out, accepted=f"{name}.yaml")
     text = card_text(name, added, read_text(target, "--out") if target.is_file() else "", str(target))
     write_text(target, "--out", text)
     if as_json:
-        print_json({"file": str(target), "card": name, "dtypes": [one["dtype"] for one in added], "left": sorted(left)})
+        print_json(
+            {"file": str(target), "card": name, "dtypes": [one["dtype"] for one in added], "left": sorted(omitted)}
+        )
         return 0
     print(f"{target}: {name} in {', '.join(one['dtype'] for one in added)}, measured by {who}")
-    if left:
-        print(f"left out, as it is of the cluster: {', '.join(sorted(left))}")
+    if omitted:
+        print(f"left out, as it is of the cluster: {', '.join(sorted(omitted))}")
     print("a pull request adds it to hetero_megatron/cluster/cards/")
     return 0
 

@@ -97,7 +97,7 @@ def _pair(word: str) -> tuple[str, str]:
 def check_launch(launch: Launch, ranks: int | None = None) -> Verdict:
     """What would be done with every flag of a launch line."""
     known_flags, groups = index(), _groups(launch.flags)
-    whole = [[shown(word) for word in group] for group in groups]
+    shown_groups = [[shown(word) for word in group] for group in groups]
     clear = [word for group in groups if not any(map(unresolved, group)) for word in group]
     args, errors = parse_all(clear)
     for group in groups:
@@ -114,7 +114,7 @@ def check_launch(launch: Launch, ranks: int | None = None) -> Verdict:
         errors = list(refusal.several or (refusal,))
     verdict = Verdict(launch.line, launch.program, world, notices=[n for n in notices if "no effect" not in n])
     idle = dict(args.idle)
-    for group, words in zip(groups, whole, strict=True):
+    for group, words in zip(groups, shown_groups, strict=True):
         verdict.flags.append(_judged(group, words, errors, idle))
     flagged = {flag.flag for flag in verdict.flags}
     for problem in errors:

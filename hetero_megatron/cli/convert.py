@@ -78,23 +78,26 @@ def main(argv: Sequence[str]) -> int:
     if to_gguf:
         from hetero_megatron.checkpoint.convert import to_gguf as write
 
-        done = write(source, target, kind == NATIVE, dtype, number, finite)
+        report = write(source, target, kind == NATIVE, dtype, number, finite)
     elif kind == NATIVE:
-        done = from_native(source, target, dtype, number, finite)
+        report = from_native(source, target, dtype, number, finite)
     elif kind == MEGATRON:
-        done = _from_megatron(source, target, model, number, dtype, finite)
+        report = _from_megatron(source, target, model, number, dtype, finite)
     else:
-        done = to_native(source, target, dtype, finite)
+        report = to_native(source, target, dtype, finite)
     files = [Path(target)] if to_gguf else Path(target).rglob("*")
-    done["bytes"] = sum(p.stat().st_size for p in files if p.is_file())
-    done["seconds"] = round(time.perf_counter() - start, 3)
-    nonfinite_notice = [f"NaN or Inf in {listed(done['nonfinite'])}"] if done["nonfinite"] else []
-    for notice in (*done["notices"], *nonfinite_notice):
+    report["bytes"] = sum(p.stat().st_size for p in files if p.is_file())
+    report["seconds"] = round(time.perf_counter() - start, 3)
+    nonfinite_notice = [f"NaN or Inf in {listed(report['nonfinite'])}"] if report["nonfinite"] else []
+    for notice in (*report["notices"], *nonfinite_notice):
         print(notice_line(notice), file=sys.stderr)
     if "--json" in options:
-        print_json(done)
+        print_json(report)
     else:
-        print(f"{done['direction']}: {done['model']}, {done['dtype']}, {plural(done['bytes'], 'byte')} in {target}")
+        print(
+            f"{report['direction']}: {report['model']}, {report['dtype']}, "
+            f"{plural(report['bytes'], 'byte')} in {target}"
+        )
     return 0
 
 

@@ -145,8 +145,8 @@ def _testbed() -> list[DoctorLine]:
 
 def _package(name: str, use: str, needed: bool) -> DoctorLine:
     if importlib.util.find_spec(name) is None:
-        why = f" (for {use})" if use else ""
-        remedy = "make env" if needed else f"pip install {name}{why}"
+        use_text = f" (for {use})" if use else ""
+        remedy = "make env" if needed else f"pip install {name}{use_text}"
         return DoctorLine(name, BROKEN if needed else OPTIONAL, "not installed", remedy)
     try:
         version = importlib.metadata.version({"yaml": "PyYAML"}.get(name, name))

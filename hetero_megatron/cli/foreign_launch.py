@@ -62,8 +62,8 @@ def _launch(command: ShellCommand) -> Launch | None:
     overrides = [match for word in flags if (match := _OVERRIDE.fullmatch(word))]
     if overrides and not any(word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") in
                              ("num_layers", "micro_batch_size", "model", "load_hf") for word in flags):  # fmt: skip
-        own, world = _nemo([(match["key"], match["value"]) for match in overrides])
-        return Launch(command.line, words[start], tuple(own), world or ranks)
+        own_flags, world = _nemo([(match["key"], match["value"]) for match in overrides])
+        return Launch(command.line, words[start], tuple(own_flags), world or ranks)
     return Launch(command.line, words[start], tuple(flags), ranks)
 
 

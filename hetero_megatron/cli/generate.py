@@ -216,8 +216,8 @@ def _prompts(args: Namespace, tokenizer: HuggingFaceTokenizer) -> list[list[int]
         from hetero_megatron.data.chat.encode import ChatEncoder
 
         encoder = ChatEncoder(tokenizer, *read_template(args.chat_template, tokenizer))
-        before = [{"role": "system", "content": args.system}] if args.system is not None else []
-        return encoder.prompts([[*before, {"role": "user", "content": text}] for text in texts])
+        system_turns = [{"role": "system", "content": args.system}] if args.system is not None else []
+        return encoder.prompts([[*system_turns, {"role": "user", "content": text}] for text in texts])
     encoded = [ids.tolist() for ids in encode_texts(texts, tokenizer)]
     if empty := next((text for text, ids in zip(texts, encoded) if not ids), None):
         raise UserError("becomes no token", field="--prompt", value=empty, accepted="text")
@@ -295,8 +295,8 @@ def _print(args: Namespace, made: Generated) -> None:
         ]
         print_json({"answers": continuations, "new_tokens": count, "seconds": round(seconds, 4)})
         return
-    shown = args.prompt + ([""] * (len(prompts) - len(args.prompt)))
-    for prompt, ids, text in zip(shown, prompts, texts, strict=True):
+    prompt_texts = args.prompt + ([""] * (len(prompts) - len(args.prompt)))
+    for prompt, ids, text in zip(prompt_texts, prompts, texts, strict=True):
         if len(prompts) > 1:
             print(without_controls(f"--- {prompt or tokenizer.decode(ids)}"))
         print(without_controls(text), flush=True)

@@ -55,18 +55,18 @@ def json_alone(command: str, words: Sequence[str]) -> Iterator[None]:
     if "--json" not in own_words or command in _STARTERS or not {"-h", "--help"}.isdisjoint(own_words):
         yield
         return
-    before, handle = sys.stdout, _separate_handle()
-    stream = before if handle is None else os.fdopen(handle, "w", encoding=before.encoding, errors=before.errors)
+    stdout, handle = sys.stdout, _separate_handle()
+    stream = stdout if handle is None else os.fdopen(handle, "w", encoding=stdout.encoding, errors=stdout.errors)
     sys.stdout = _AnswerStream(LastingStream(stream))  # type: ignore[arg-type, assignment]
-    loggers = _handlers_of(before)
+    loggers = _handlers_of(stdout)
     try:
         for handler in loggers:
             handler.setStream(sys.stderr)
         yield
     finally:
-        sys.stdout = before
+        sys.stdout = stdout
         for handler in loggers:
-            handler.setStream(before)
+            handler.setStream(stdout)
         if handle is not None:
             os.dup2(handle, 1)
             with suppress(OSError):  # nobody reads it any more, and some of it was not written

@@ -75,8 +75,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         flag = extra.split("=")[0]
         raise UserError("not a flag of this tool", field=flag, accepted=_REFUSED.get(flag, "see --help"))
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
-        shown = " ".join(arguments.json_keys)
-        raise UserError("a key stands twice", field="--json-keys", value=shown, accepted="each key once")
+        keys_text = " ".join(arguments.json_keys)
+        raise UserError("a key stands twice", field="--json-keys", value=keys_text, accepted="each key once")
     chosen = choose_type(
         arguments.tokenizer_type, arguments.tokenizer_model, arguments.vocab_file, arguments.merge_file
     )
@@ -112,11 +112,11 @@ def run(arguments: argparse.Namespace) -> None:
     with ExitStack() as stack:
         stack.enter_context(counts)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype, "--output-prefix")) for prefix in prefixes]
-        for done, encoded in _encode_all(_records(corpus, arguments.json_keys), arguments, tokenizer):
+        for bytes_done, encoded in _encode_all(_records(corpus, arguments.json_keys), arguments, tokenizer):
             for writer, ids in zip(writers, encoded):
                 if len(ids):
                     writer.add(ids)
-            counts.add([len(ids) for ids in encoded], done)
+            counts.add([len(ids) for ids in encoded], bytes_done)
         if not counts.tokens:
             raise UserError("the corpus is empty (no text)", field="--input", value=arguments.input)
     print(f"wrote {counts.summary(len(prefixes))} ({np.dtype(dtype).name}): {' '.join(prefixes)}")
@@ -167,11 +167,11 @@ class Counts:
     def progress(self, done: int, seconds: float) -> str:
         """A line with the share that is done and the time that is left at this pace."""
         share = min(1.0, done / max(1, self._total))
-        left = format_seconds(seconds * (1 / share - 1)) if share > 0 else "unknown"
+        time_left = format_seconds(seconds * (1 / share - 1)) if share > 0 else "unknown"
         rate = plural(round(self.read / max(seconds, 1e-9)), "document")
         return (
             f"{share:.0%} read: {plural(self.read, 'document')}, {plural(self.tokens, 'token')}, {rate}/s, "
-            f"{format_seconds(seconds)} so far, ETA {left}"
+            f"{format_seconds(seconds)} so far, ETA {time_left}"
         )
 
     def summary(self, outputs: int) -> str:
@@ -200,8 +200,8 @@ def _encode_all(
     # Spawned, not forked: tokenizers have threads.
     context = multiprocessing.get_context("spawn")
     with context.Pool(arguments.workers, _start_worker, (arguments,)) as pool:
-        for part in pool.imap(_work, _throttled(chunks, 4 * arguments.workers, done := [0])):
-            done[0] += 1
+        for part in pool.imap(_work, _throttled(chunks, 4 * arguments.workers, parts_done := [0])):
+            parts_done[0] += 1
             for encoded in part:
                 if isinstance(encoded, UserError):
                     raise encoded
@@ -234,8 +234,8 @@ class _Encoder:
         """Of a few records, up to an error."""
         out: list[_Encoded | UserError] = []
         if self._guard is not None:
-            for (_, done, _), answer in zip(chunk, self._guard.run(chunk)):  # an error is the last answer
-                out.append(answer if isinstance(answer, UserError) else (done, answer))
+            for (_, bytes_done, _), encoded in zip(chunk, self._guard.run(chunk)):  # an error is the last answer
+                out.append(encoded if isinstance(encoded, UserError) else (bytes_done, encoded))
             return out
         try:
             out += self.map(iter(chunk))

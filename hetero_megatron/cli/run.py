@@ -108,10 +108,10 @@ def main(argv: Sequence[str]) -> int:
     seats = _seats(config)
     for plan in fallbacks:
         _same_work(_configure(words, plan, None, None), config, plan)
-    again = ("--on-failure", policy) if policy != "stop" else (DRIFT_FLAG, config.failure.replan_on_drift)
-    if again[1] is not None and not elastic and not config.checkpoint.goes_on:
+    needs_checkpoints = ("--on-failure", policy) if policy != "stop" else (DRIFT_FLAG, config.failure.replan_on_drift)
+    if needs_checkpoints[1] is not None and not elastic and not config.checkpoint.goes_on:
         raise UserError(
-            "needs checkpoints to go on from", field=again[0], value=again[1],
+            "needs checkpoints to go on from", field=needs_checkpoints[0], value=needs_checkpoints[1],
             accepted="--save DIR and --load DIR, the same, without --finetune (to begin with other weights: "
             "--pretrained-checkpoint or --load-hf beside them); or --on-failure stop",
         )  # fmt: skip
@@ -280,9 +280,9 @@ def replanned(words: Sequence[str], scratch: Path) -> Replanner:
 
     def choose(setup: Setup, drift: Mapping[str, Any], number: int) -> tuple[Setup, str]:
         assert setup.cluster is not None, "--replan-on-drift needs --cluster"
-        before = load_cluster(str(setup.cluster))
-        factors = worst_by_node(before, drift["ratios"])
-        document = with_slow_nodes(read_cluster_document(setup.cluster).plain(), before, factors, drift["dtype"])
+        old_cluster = load_cluster(str(setup.cluster))
+        factors = worst_by_node(old_cluster, drift["ratios"])
+        document = with_slow_nodes(read_cluster_document(setup.cluster).plain(), old_cluster, factors, drift["dtype"])
         cluster = scratch / f"cluster-round-{number}.yaml"
         cluster.write_text(yaml.safe_dump(document, sort_keys=False))
         path = scratch / f"plan-round-{number}.yaml"
@@ -314,9 +314,9 @@ def _predicted(config: RunConfig) -> float | None:
 def _configure(words: Sequence[str], plan: Path, cluster: Path | None, world: int | None) -> RunConfig:
     from hetero_megatron.cli.configure import configure
 
-    more = ["--cluster", str(cluster)] if cluster is not None else []
+    cluster_flags = ["--cluster", str(cluster)] if cluster is not None else []
     environment = {"WORLD_SIZE": str(_ENOUGH if world is None else world), SUPERVISED: "1"}
-    return configure(["--plan", str(plan), *more, *words], environment)
+    return configure(["--plan", str(plan), *cluster_flags, *words], environment)
 
 
 def _seats(config: RunConfig) -> tuple[Seat, ...]:
@@ -343,8 +343,8 @@ def _number(options: Mapping[str, str], name: str, default: float) -> float:
         value = read_number(float, text)
     except ValueError as error:
         raise UserError(str(error), field=name, value=text, accepted="0 or more") from None
-    if (wrong := beyond(value, 0, _MOST)) is not None:
-        raise UserError(wrong[0], field=name, value=text, accepted=wrong[1])
+    if (violation := beyond(value, 0, _MOST)) is not None:
+        raise UserError(violation[0], field=name, value=text, accepted=violation[1])
     return value
 
 

@@ -150,11 +150,11 @@ class _Shell:
             return mark(whole)
 
     def assign(self, name: str, words: list[str], add: bool) -> None:
-        before = self.values.get(name)
-        if self.branch and before is not None and (add or before != words):
-            words = [mark(f"${name}")] if not add else [*before, mark(f"${name}")]
-        elif add and before is not None:
-            words = [*before, *words]
+        old_words = self.values.get(name)
+        if self.branch and old_words is not None and (add or old_words != words):
+            words = [mark(f"${name}")] if not add else [*old_words, mark(f"${name}")]
+        elif add and old_words is not None:
+            words = [*old_words, *words]
         self.values[name] = words
 
     def run(self, words: list[str], line: int) -> None:
@@ -175,11 +175,11 @@ class _Shell:
                 self.assign(name, items, add)
             else:
                 text = "".join(self.expand(f'"{value}"' if value[:1] not in "\"'" else value)) if value else ""
-                before = " ".join(self.values.get(name, [""])) if add else ""
+                old_text = " ".join(self.values.get(name, [""])) if add else ""
                 if add and self.branch:
-                    self.values[name] = [f"{before} {mark(text.strip())}"]
+                    self.values[name] = [f"{old_text} {mark(text.strip())}"]
                 else:
-                    self.assign(name, [before + text], False)
+                    self.assign(name, [old_text + text], False)
             words = words[1:]
         expanded = [word for piece in words for word in self.expand(piece)]
         if expanded:

@@ -185,13 +185,13 @@ def _fault(words: list[str]) -> int:
             raise UserError("not a rank", field="rank", value=values[0], accepted="a whole number, counted from 0")
         rank = int(values[0])
         if kind == "slow-chip":
-            done = faults.slow_chip(testbed, rank, _number("speed", values[1], "above 0, at most 1.0", 0))
+            message = faults.slow_chip(testbed, rank, _number("speed", values[1], "above 0, at most 1.0", 0))
         else:
             simple = {"kill": faults.kill_rank, "freeze": faults.freeze_rank, "thaw": faults.thaw_rank}
-            done = simple[kind](testbed, rank)
+            message = simple[kind](testbed, rank)
     elif kind == "slow-link":
-        done = faults.slow_link(testbed, values[0], values[1], quantity(from_data(values[2], "rate"), "bytes/s"))
+        message = faults.slow_link(testbed, values[0], values[1], quantity(from_data(values[2], "rate"), "bytes/s"))
     else:
-        done = {"cut": faults.cut_link, "mend": faults.mend_link}[kind](testbed, values[0], values[1])
-    print(done)
+        message = {"cut": faults.cut_link, "mend": faults.mend_link}[kind](testbed, values[0], values[1])
+    print(message)
     return 0

@@ -127,9 +127,9 @@ class _Channel:
             except BaseException as error:
                 self._failed = error
         while self._pending:
-            done = self._pending.popleft().chunk.done
-            if done is not None:
-                done.set_exception(RuntimeError(str(self._failed)))
+            future = self._pending.popleft().chunk.done
+            if future is not None:
+                future.set_exception(RuntimeError(str(self._failed)))
 
     def _open(self) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS  # as large as chunks have been
@@ -210,12 +210,12 @@ class Bridge:
             return []
         if self._copies is None:
             return [self._transfer(peer, sends, i)(part, tag) for i, stripe in enumerate(stripes) for part in stripe]
-        ready, done = self._copies.now(), [Future[Any]() for _ in stripes]
+        ready, futures = self._copies.now(), [Future[Any]() for _ in stripes]
         for i, stripe in enumerate(stripes):
-            ends = [None] * (len(stripe) - 1) + [done[i]]
+            ends = [None] * (len(stripe) - 1) + [futures[i]]
             message = [_MessageChunk(part, tag, ready, end) for part, end in zip(stripe, ends, strict=True)]
             self._channel(peer, sends, i).put(message)
-        return [BridgeWork(done, self._copies, self._timeout)]
+        return [BridgeWork(futures, self._copies, self._timeout)]
 
     def _channel(self, peer: int, sends: bool, stripe: int) -> _Channel:
         key = (peer, sends, stripe)

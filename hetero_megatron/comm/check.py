@@ -162,8 +162,8 @@ def pattern(source: int, target: int, size: int, device: torch.device) -> torch.
 
 
 def _compare(received: torch.Tensor, source: int, target: int, group: tuple[int, ...]) -> list[Fault]:
-    wrong = (received.cpu() != pattern(source, target, received.numel(), torch.device("cpu"))).nonzero().flatten()
-    if not wrong.numel():
+    unlike = (received.cpu() != pattern(source, target, received.numel(), torch.device("cpu"))).nonzero().flatten()
+    if not unlike.numel():
         return []
-    problem = f"{wrong.numel():,} of {received.numel():,} bytes are wrong, the first is number {int(wrong[0]):,}"
+    problem = f"{unlike.numel():,} of {received.numel():,} bytes are wrong, the first is number {int(unlike[0]):,}"
     return [Fault(source, target, problem, group)]

@@ -164,8 +164,8 @@ class Comm:
                 ) from error  # fmt: skip
         bridged = route is not None and route.bridged
         # On one host there is no network to fill, and its cores have better to do.
-        more = range(0 if self.launcher.one_host or not bridged else BRIDGE_STRIPES - 1)
-        stripes = [handle, *(self._new_gloo_group(ranks, self.timeout) for _ in more)]
+        extra_stripes = range(0 if self.launcher.one_host or not bridged else BRIDGE_STRIPES - 1)
+        stripes = [handle, *(self._new_gloo_group(ranks, self.timeout) for _ in extra_stripes)]
         if self.rank not in ranks:
             return None, None
         return handle, Bridge(stripes, self.copies, self.timeout.total_seconds()) if bridged else None

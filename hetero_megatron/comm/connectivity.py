@@ -91,16 +91,16 @@ def dial(address: Address, patience: float = PATIENCE) -> str | None:
         return GONE
     except OSError as error:
         return UNREACHABLE if error.errno in _NO_WAY else None
-    answer = b""
+    received = b""
     with peer:
         try:
-            while len(answer) < len(expected) and (more := peer.recv(len(expected) - len(answer))):
-                answer += more
+            while len(received) < len(expected) and (received_part := peer.recv(len(expected) - len(received))):
+                received += received_part
         except TimeoutError:
             return HANGS
         except OSError:  # it ended while we spoke
             return GONE
-    return ANSWERS if hmac.compare_digest(answer, expected) else GONE  # another program has its port now
+    return ANSWERS if hmac.compare_digest(received, expected) else GONE  # another program has its port now
 
 
 class Connectivity:

@@ -47,8 +47,8 @@ class DeviceClock(Clock):
 
     def span(self, begin: _Moment, end: _Moment) -> Span:
         neighbours = other_collectives = 0.0
-        for before, after, collective in self._waits[begin.waits : end.waits]:
-            seconds = _seconds(before, after)
+        for wait_begin, wait_end, collective in self._waits[begin.waits : end.waits]:
+            seconds = _seconds(wait_begin, wait_end)
             other_collectives += seconds if collective else 0.0
             neighbours += 0.0 if collective else seconds
         origin = self._events[0]

@@ -304,8 +304,8 @@ class Group:
             UserError: a member sent a value of another type.
         """
         data = encode(value)
-        every = [data] if self._handle is None else self._gather_bytes(data)
-        return [decode(text, kind, f"rank {rank}") for rank, text in zip(self.ranks, every, strict=True)]
+        encoded = [data] if self._handle is None else self._gather_bytes(data)
+        return [decode(text, kind, f"rank {rank}") for rank, text in zip(self.ranks, encoded, strict=True)]
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather the lengths, then the bytes padded to the longest. Not paced by emulation: not part of a step."""
@@ -373,4 +373,4 @@ def together(group: Group, action: Callable[[], Any], kind: Any = NoneType) -> l
     for failed, _ in answers:
         if failed is not None:
             raise failed.error()
-    return [done for _, done in answers]
+    return [outcome for _, outcome in answers]

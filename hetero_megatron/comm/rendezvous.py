@@ -82,7 +82,7 @@ class Rendezvous:
             CommError: not all ranks joined.
         """
         launcher = self.launcher
-        me = RankRecord(
+        own_record = RankRecord(
             self.rank, launcher.rank, launcher.world_size, socket.gethostname(), os.getpid(), secrets.token_hex(8),
             address,
         )  # fmt: skip
@@ -91,8 +91,8 @@ class Rendezvous:
             scope = f"round/{launcher.restarts}"
             store = dist.PrefixStore(scope, self._open())
             self._records = Records(store, launcher.secret, scope)
-            self._claim(self._records, me)
-            return store, self._wait(self._records, me)
+            self._claim(self._records, own_record)
+            return store, self._wait(self._records, own_record)
         except RuntimeError as error:
             raise self._failed(error) from error
 
@@ -185,14 +185,14 @@ class Rendezvous:
         absent = [r for r in other_ranks if came is not None and r not in came]
         peers = [r for r in other_ranks if states.get(r) == UNREACHABLE] or absent or other_ranks
         if came is None:
-            why = f"the rendezvous store at {self.where} does not answer, or not all came to it"
+            reason = f"the rendezvous store at {self.where} does not answer, or not all came to it"
         elif absent and UNREACHABLE not in states.values():
-            why = f"rank {', '.join(map(str, absent[:8]))} never came"
+            reason = f"rank {', '.join(map(str, absent[:8]))} never came"
         else:
-            why = explain(peers, states)
+            reason = explain(peers, states)
         return CommError(
             f"rank {self.rank}, joining the job, waited {seconds:.1f} s for {plural(len(other_ranks), 'other rank')}: "
-            f"{why} [{first_line(error)}]",
+            f"{reason} [{first_line(error)}]",
             self.rank, peers, seconds, "joining the job", states,
         )  # fmt: skip
 

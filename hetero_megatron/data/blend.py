@@ -26,12 +26,12 @@ def integer_weights(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
     """The smallest integers in proportion to positive weights; rounded if their sum exceeds ``MAX_PERIOD``."""
     exact = [w if isinstance(w, Fraction) else Fraction(repr(w)) for w in weights]
     scale = math.lcm(*(w.denominator for w in exact))
-    whole = [int(w * scale) for w in exact]
-    divisor = math.gcd(*whole)
-    whole = [w // divisor for w in whole]
-    if sum(whole) <= MAX_PERIOD:
-        return tuple(whole)
-    return tuple(max(1, w) for w in largest_remainder(MAX_PERIOD, whole))
+    integers = [int(w * scale) for w in exact]
+    divisor = math.gcd(*integers)
+    integers = [w // divisor for w in integers]
+    if sum(integers) <= MAX_PERIOD:
+        return tuple(integers)
+    return tuple(max(1, w) for w in largest_remainder(MAX_PERIOD, integers))
 
 
 def blend_period(weights: Sequence[int]) -> np.ndarray:
@@ -81,8 +81,8 @@ class BlendedDataset:
     def taken(self, index: int) -> list[int]:
         """How many samples of each dataset come before a global sample index."""
         period, slot = divmod(index, len(self._choice))
-        before = np.bincount(self._choice[:slot], minlength=len(self.weights))
-        return [period * w + int(n) for w, n in zip(self.weights, before)]
+        counts_before = np.bincount(self._choice[:slot], minlength=len(self.weights))
+        return [period * w + int(n) for w, n in zip(self.weights, counts_before)]
 
     def __getitem__(self, index: int) -> Sample:
         if index < 0:

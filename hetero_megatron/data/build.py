@@ -230,8 +230,8 @@ def _tokenizer_line(config: DataConfig, tokenizer: Tokenizer, rows: int) -> str:
     """What the run prints about its tokenizer."""
     source = config.tokenizer_source or ("given" if config.tokenizer_type else "by default")
     end = "without an end of document" if tokenizer.eod is None else f"{tokenizer.eod} ends a document"
-    more = tokenizer.vocab_size > rows
-    beyond = f"; those from {rows:,} on have no row in the model and must not occur" if more else ""
+    beyond_rows = tokenizer.vocab_size > rows
+    beyond = f"; those from {rows:,} on have no row in the model and must not occur" if beyond_rows else ""
     return f"data: tokenizer {tokenizer.name} ({source}): ids 0 to {tokenizer.vocab_size - 1:,}, {end}{beyond}"
 
 

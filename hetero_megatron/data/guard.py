@@ -97,9 +97,9 @@ class Guard(Generic[Item, Result]):
             batch, last = next(batches)
             while batch:
                 self._send(batch)
-                following, after = next(batches) if last is None else ([], last)
+                following, next_last = next(batches) if last is None else ([], last)
                 yield from self._receive(batch)
-                batch, last = following, after
+                batch, last = following, next_last
             if last is not None and not isinstance(last, StopIteration):
                 raise last
         finally:
@@ -140,10 +140,10 @@ class Guard(Generic[Item, Result]):
         raise AssertionError("a batch is nested more deeply than each of its items")
 
     def _receive(self, batch: list[Item]) -> Iterator[tuple[Item, Result]]:
-        for item, answer in zip(batch, self._answers(batch)):  # an error is the last answer
-            if isinstance(answer, UserError):
-                raise answer
-            yield item, answer
+        for item, outcome in zip(batch, self._answers(batch)):  # an error is the last answer
+            if isinstance(outcome, UserError):
+                raise outcome
+            yield item, outcome
 
     def _answers(self, batch: list[Item]) -> Iterator[Result | UserError]:
         assert self._pipe is not None
@@ -156,8 +156,8 @@ class Guard(Generic[Item, Result]):
             return
         if isinstance(answers, str):
             raise RuntimeError(f"in the process that encodes: {answers}")
-        for failed, answer in answers:
-            yield UserError(answer) if failed else answer
+        for failed, text in answers:
+            yield UserError(text) if failed else text
 
     def _waited(self) -> bool:
         """Whether the child says something; False: it stands still."""
@@ -182,12 +182,12 @@ class Guard(Generic[Item, Result]):
         self.close()
         by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if by == signal.SIGPROF:
-            why = f"takes more than {self._seconds:g} s of CPU time"
+            reason = f"takes more than {self._seconds:g} s of CPU time"
         elif by in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
-            why = f"needs more than {self._memory >> 20:,} MiB of memory, or crashes ({signal.Signals(by).name})"
+            reason = f"needs more than {self._memory >> 20:,} MiB of memory, or crashes ({signal.Signals(by).name})"
         else:
-            why = f"ends its process ({signal.Signals(by).name if by else f'exit code {os.WEXITSTATUS(status)}'})"
-        return self._refuse(batch[min(number, len(batch) - 1)], _CALLS[call], why)
+            reason = f"ends its process ({signal.Signals(by).name if by else f'exit code {os.WEXITSTATUS(status)}'})"
+        return self._refuse(batch[min(number, len(batch) - 1)], _CALLS[call], reason)
 
     def _start(self) -> None:
         self._pipe, child_pipe = Pipe()

@@ -81,9 +81,9 @@ class SampleServer:
     def _serve(self, connection: Connection, lock: threading.Lock) -> None:
         with suppress(OSError, EOFError), connection:  # which end when the client does
             while True:
-                answer = self._answer(*_REQUEST.unpack(connection.recv_bytes(_REQUEST.size)))
+                reply = self._answer(*_REQUEST.unpack(connection.recv_bytes(_REQUEST.size)))
                 with lock:
-                    connection.send_bytes(answer)
+                    connection.send_bytes(reply)
 
     def _answer(self, which: int, index: int) -> bytes:
         try:
@@ -137,18 +137,18 @@ class SampleClient:
                 raise self._over
             start = time.monotonic()
             try:
-                answer = self._ask(which, index)
+                reply = self._ask(which, index)
             except (OSError, EOFError) as error:
                 self._over = self._lost(time.monotonic() - start, error)  # a late answer must not be the next one's
                 raise self._over from error
-            if answer[:1] == _FAREWELL:
-                self._over = _refusal(answer)
+            if reply[:1] == _FAREWELL:
+                self._over = _refusal(reply)
                 raise self._over
-        if answer[:1] == _REFUSED:
-            raise _refusal(answer)
-        if answer[:1] == _FAILED:
-            raise self._lost(time.monotonic() - start, RuntimeError(answer[1:].decode()))
-        return _unpacked(answer)
+        if reply[:1] == _REFUSED:
+            raise _refusal(reply)
+        if reply[:1] == _FAILED:
+            raise self._lost(time.monotonic() - start, RuntimeError(reply[1:].decode()))
+        return _unpacked(reply)
 
     def _ask(self, which: int, index: int) -> bytes:
         with suppress(BrokenPipeError):  # what the server said at its end can still be read

@@ -35,10 +35,10 @@ class _SampleReader:
         self._pending: list[tuple[Cursor, np.ndarray, int]] = []  # (cursor before it, tokens, tokens already used)
         self._have = 0  # unused tokens in _pending
         if skip or cursor:
-            before, tokens = next(self._documents)
+            start_cursor, tokens = next(self._documents)
             if skip > len(tokens):
                 raise _other_corpus(corpus)
-            self._push(before, tokens, skip)
+            self._push(start_cursor, tokens, skip)
 
     def next(self) -> tuple[Sample, Cursor, int]:
         """(sample, cursor, skip): ``cursor`` and ``skip`` make a reader that begins with this sample."""
@@ -62,28 +62,28 @@ class _SampleReader:
     def _drop(self, count: int) -> None:
         self._have -= count
         while count:
-            before, tokens, used = self._pending[0]
+            cursor_before, tokens, used = self._pending[0]
             step = min(count, len(tokens) - used)
-            self._pending[0] = (before, tokens, used + step)
+            self._pending[0] = (cursor_before, tokens, used + step)
             count -= step
             if used + step == len(tokens):
                 self._pending.pop(0)
 
     def _read(self, cursor: Cursor) -> Iterator[tuple[Cursor, np.ndarray]]:
         """(cursor before it, tokens with eod) of each document, for ever."""
-        before = cursor
-        for tokens, after in encoded_documents(self._repeat(cursor), self._tokenizer, self._corpus, self._limit):
+        cursor_before = cursor
+        for tokens, cursor_after in encoded_documents(self._repeat(cursor), self._tokenizer, self._corpus, self._limit):
             if tokens is not None:
-                yield before, tokens
-            before = after
+                yield cursor_before, tokens
+            cursor_before = cursor_after
 
     def _repeat(self, cursor: Cursor) -> Iterator[tuple[str, Cursor]]:
         """The documents from a cursor on, and the whole corpus again and again."""
         while True:
             empty = cursor == START
-            for text, after in self._corpus.documents(cursor):
+            for text, cursor_after in self._corpus.documents(cursor):
                 empty = empty and not text
-                yield text, after
+                yield text, cursor_after
             if empty:
                 raise empty_corpus(self._corpus)
             cursor = START

@@ -76,8 +76,8 @@ class Decoder:
     def _build(self, weights: Weights, kernels: KernelPlan) -> GPTStage:
         stage, spec = self.stages[self.place.stage], self.spec
         unit = stage.units[self.place.unit]
-        every = shares(spec, unit.tp_split)
-        share = every[self.place.tp_rank]
+        shares_of_ranks = shares(spec, unit.tp_split)
+        share = shares_of_ranks[self.place.tp_rank]
         stage_model = empty_stage(spec, stage, share, self.dtype, self.comm.device, kernels, self.plan.seq_length)
         model, params = stage_model.module, stage_model.parameters()
         with torch.no_grad():
@@ -89,7 +89,7 @@ class Decoder:
         if spec.lora is not None and spec.lora.dora:
             RowNorms(model, stage_model.tensors, spec.lora, self.group).refresh()
         if unit.tp > 1:
-            apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in every])
+            apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in shares_of_ranks])
             apply_expert_parallel(model, replace(stage, experts=()), self.comm)  # all ranks have columns of all experts
         apply_cache(model, self.rows)
         if stage.head:
@@ -171,13 +171,13 @@ class Decoder:
                 continue
             stage = self.stages[s]
             part = StagePart(range(*stage.chunks[c]), stage.embed and c == 0, stage.head and c + 1 == len(stage.chunks))
-            before = self.path[step_index - 1][0] if step_index else own_stage
-            if before != own_stage:
-                out = self._receive(before, b)
+            sender_stage = self.path[step_index - 1][0] if step_index else own_stage
+            if sender_stage != own_stage:
+                out = self._receive(sender_stage, b)
             out = self.model(out, batch, part)
-            after = self.path[step_index + 1][0] if step_index + 1 < len(self.path) else own_stage
-            if after != own_stage:
-                self._send(out, after, t)
+            receiver_stage = self.path[step_index + 1][0] if step_index + 1 < len(self.path) else own_stage
+            if receiver_stage != own_stage:
+                self._send(out, receiver_stage, t)
         if not self.stages[own_stage].head:
             return None
         return self._whole(out[:, -1])
@@ -185,10 +185,10 @@ class Decoder:
     def _send(self, x: torch.Tensor, stage: int, t: int) -> None:
         """Hidden states to the group of the next stage: each of its ranks gets its tokens from one of this group."""
         next_unit = self.units[stage]
-        whole = gather_tokens(x, self.group, self.shards) if self.unit.tp > 1 else x
+        all_tokens = gather_tokens(x, self.group, self.shards) if self.unit.tp > 1 else x
         for k, (start, stop) in enumerate(cut(t, [1] * next_unit.tp)):
             if stop > start and k % self.unit.tp == self.place.tp_rank:
-                self.comm.isend(whole[:, start:stop].contiguous(), next_unit.ranks[k], tag=0).wait()
+                self.comm.isend(all_tokens[:, start:stop].contiguous(), next_unit.ranks[k], tag=0).wait()
 
     def _receive(self, stage: int, b: int) -> torch.Tensor:
         shape = (b, self.shards[self.place.tp_rank], self.spec.hidden_size)

@@ -49,8 +49,8 @@ def _biased(
 def _add(scores: torch.Tensor, ids: list[int], biases: Sequence[tuple[tuple[int, ...], float]]) -> torch.Tensor:
     """Add a bias to the last token of each sequence whose other tokens ``ids`` end with."""
     for sequence, bias in biases:
-        before = sequence[:-1]
-        if len(before) <= len(ids) and tuple(ids[len(ids) - len(before) :]) == before:
+        prefix = sequence[:-1]
+        if len(prefix) <= len(ids) and tuple(ids[len(ids) - len(prefix) :]) == prefix:
             scores[sequence[-1]] += bias
     return scores
 

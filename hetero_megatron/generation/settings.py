@@ -96,8 +96,8 @@ class ScoreSettings:
     @property
     def changes_scores(self) -> bool:
         """Whether anything but the ends, stops and filters is said."""
-        plain = ScoreSettings(self.ends, stop_strings=self.stop_strings, filters=self.filters)
-        return self != plain
+        unchanged = ScoreSettings(self.ends, stop_strings=self.stop_strings, filters=self.filters)
+        return self != unchanged
 
 
 def read_settings(found: Mapping[str, Any], vocabulary: int, where: str, draws: bool = True) -> ScoreSettings:

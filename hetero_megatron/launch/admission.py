@@ -89,11 +89,11 @@ class Admission:
         """
         speeds, messages, ready = self._store.speeds(members), [], self.ready()
         for host in [host for host in self._waiting if host.members[0] in ready]:
-            why = _too_slow(self._store.speeds(host.members), speeds, self._least)
-            if why:
+            reason = _too_slow(self._store.speeds(host.members), speeds, self._least)
+            if reason:
                 self.drop(*host.members)
-                self._store.refuse(host.members[0], why)
-                messages.append(f"{host.node} does not join: {why}")
+                self._store.refuse(host.members[0], reason)
+                messages.append(f"{host.node} does not join: {reason}")
         return messages
 
     def drop(self, *members: int) -> None:

@@ -67,17 +67,17 @@ def cluster_document(answers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str
     notices: list[str] = []
     nodes: list[dict[str, Any]] = []
     chips: dict[str, dict[str, Any]] = {}
-    for address, answer in answers.items():
-        require(dict(answer), _HOST, "what a host says of itself", address)
-        chip, count = _chip(address, answer, chips, notices)
-        interface = _interface(answer["interfaces"])
+    for address, host_facts in answers.items():
+        require(dict(host_facts), _HOST, "what a host says of itself", address)
+        chip, count = _chip(address, host_facts, chips, notices)
+        interface = _interface(host_facts["interfaces"])
         last = nodes[-1] if nodes else None
         same = {"chip": chip, "chips_per_node": count, "interface": interface}
         if last is not None and all(last.get(key) == value for key, value in same.items()):
             last["hosts"].append(address)
             last["count"] += 1
         else:
-            name = require_text(str(answer["hostname"]), address)
+            name = require_text(str(host_facts["hostname"]), address)
             nodes.append({"name": name, "count": 1, **same, "hosts": [address]})
     taken: set[str] = set()
     for node in nodes:

@@ -114,7 +114,7 @@ class InPlaceSupervisor:
 
     def run(self) -> int:
         """Exit code of the job."""
-        before = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
+        old_handlers = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
         try:
             while (code := self._look()) is None:
                 time.sleep(LOOK_SECONDS)
@@ -124,7 +124,7 @@ class InPlaceSupervisor:
             self._job.kill()
             if self._admission.admitted:
                 time.sleep(LINGER_SECONDS)
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
     @property
@@ -263,13 +263,13 @@ class InPlaceSupervisor:
         seats = tuple(self._seats[m] for m in members)
         names = {r.node for r in load_cluster(file).ranks} if file is not None else nodes
         setup = replace(self.setup, seats=seats, cluster=file)
-        left, cluster = left_without(setup, names - nodes, self.scratch, f"epoch-{self._number + 1}")
+        seats_left, cluster = left_without(setup, names - nodes, self.scratch, f"epoch-{self._number + 1}")
         if cluster is not None:
             by_seat = {(self._seats[m].node, self._seats[m].local): m for m in members}
             members = [by_seat[rank.node, rank.local] for rank in load_cluster(cluster).ranks]
-            left = [self._seats[m] for m in members]
-        same = tuple(left) == self.setup.seats and file == self.setup.cluster
-        plan = self.setup.plan if same else self.planner(left, cluster) if left else None
+            seats_left = [self._seats[m] for m in members]
+        same = tuple(seats_left) == self.setup.seats and file == self.setup.cluster
+        plan = self.setup.plan if same else self.planner(seats_left, cluster) if seats_left else None
         return NextEpoch(members, plan, self.setup.cluster if same else cluster, file)
 
     def _next(self, failed: bool) -> int | None:
@@ -292,9 +292,9 @@ class InPlaceSupervisor:
             members, ready = [m for m in members if m not in ready], []
             chosen = self._who_goes_on(members)
         if chosen.plan is None:
-            left = plural(len(members), "rank")
-            self.log(f"no plan for the {left} that are left without {', '.join(sorted(away))}; accepted: a "
-                     f"--fallback-plan for at most {left}")  # fmt: skip
+            ranks_left = plural(len(members), "rank")
+            self.log(f"no plan for the {ranks_left} that are left without {', '.join(sorted(away))}; accepted: a "
+                     f"--fallback-plan for at most {ranks_left}")  # fmt: skip
             return USER_ERROR
         self._publish(chosen, ready, notice, time.monotonic() - begin)
         return None

@@ -98,8 +98,8 @@ class HostJob(Protocol):
 
 
 def _start(setup: Setup, job: JobFile, first: int) -> HostJob:
-    folder, more = Path(job.folder), {JOINS: "1", **gloo_towards(job.host)}
-    return LocalJob(setup, job.words, job.host, job.port, 0, folder, first, more, job.secret)
+    folder, variables = Path(job.folder), {JOINS: "1", **gloo_towards(job.host)}
+    return LocalJob(setup, job.words, job.host, job.port, 0, folder, first, variables, job.secret)
 
 
 class Joining:
@@ -145,12 +145,12 @@ class Joining:
         setup = Setup(Path(self.job.plan), seats, self._file, self.program)
         os.chdir(self.job.folder)
         job = self._start(setup, self.job, answer.members[0])
-        before = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
+        old_handlers = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
         try:
             return self._watch(job)
         finally:
             job.kill()
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
     @property

@@ -144,12 +144,12 @@ def _pods(
     counted = f"NODE_RANK=$(({host.index} + {index}))"
     if index == "HOST_INDEX":  # of a PyTorchJob: NAME-worker-3
         counted = f"HOST_INDEX=${{HOSTNAME##*-}}; {counted}"
-    whole = next(g for g in cluster.nodes if g.name == group.name)
-    before = next(h.index for h in hosts if h.group == group.name)
-    node_name = shlex.quote(whole.name) + ("" if whole.count == 1 else f"-$((NODE_RANK - {before}))")
+    whole_group = next(g for g in cluster.nodes if g.name == group.name)
+    first_host = next(h.index for h in hosts if h.group == group.name)
+    node_name = shlex.quote(whole_group.name) + ("" if whole_group.count == 1 else f"-$((NODE_RANK - {first_host}))")
     script = f"{counted}; export HETERO_NODE={node_name}; exec {line}"
     container: dict[str, Any] = {
-        "name": "ranks", "image": whole.settings.image or cluster.launch.image,
+        "name": "ranks", "image": whole_group.settings.image or cluster.launch.image,
         "command": ["/bin/sh", "-c", literal(script)],
         "env": [*_variables(host.environment), _secret(name)],
     }  # fmt: skip

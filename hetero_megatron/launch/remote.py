@@ -96,11 +96,11 @@ def descendants(root: int) -> list[int]:
     for entry in all_status():
         if entry.state not in "ZX":
             children.setdefault(entry.parent, []).append(entry.pid)
-    pids, left = [], list(children.get(root, ()))
-    while left:
-        pid = left.pop()
+    pids, parents = [], list(children.get(root, ()))
+    while parents:
+        pid = parents.pop()
         pids.append(pid)
-        left += children.get(pid, ())
+        parents += children.get(pid, ())
     return pids
 
 
@@ -118,11 +118,11 @@ def kill_all(patience: float = 10.0) -> None:
 
 
 def _start(message: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-    me = os.getpid()
+    own_pid = os.getpid()
     environment = {**os.environ, **message.get("environment", {})}
     process = subprocess.Popen(
         message["run"], env=environment, cwd=message.get("directory") or None, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, start_new_session=True, preexec_fn=lambda: die_with_parent(me),
+        stdout=subprocess.PIPE, start_new_session=True, preexec_fn=lambda: die_with_parent(own_pid),
     )  # fmt: skip
     threading.Thread(target=_pump, args=(process.stdout,), daemon=True, name="output").start()
     return process

@@ -98,16 +98,16 @@ def submit(script: str, out: str | None) -> int:
         path = Path(out or f"{folder}/job.sh")
         try:
             path.write_text(script)
-            done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
+            completed = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
         except OSError as error:
             name = out if error.filename == out else "sbatch"
             raise UserError(f"{name}: {error.strerror}", field="--submit",
                             accepted="a host where jobs are submitted, and a writable --out") from None  # fmt: skip
-    if done.returncode:
-        message = " ".join(done.stderr.split()).removeprefix("sbatch: error: ")
+    if completed.returncode:
+        message = " ".join(completed.stderr.split()).removeprefix("sbatch: error: ")
         raise UserError(f"sbatch refused: {message}", field="--submit",
                         accepted="partitions that have these nodes and chips (sinfo -o '%P %D %G')")  # fmt: skip
-    print(done.stdout.strip())
+    print(completed.stdout.strip())
     return 0
 
 

@@ -124,13 +124,13 @@ class Supervisor:
 
     def run(self) -> int:
         """Exit code of the job: 0, or that of the round that could not be mended."""
-        before = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
+        old_handlers = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
         try:
             return self._rounds(self.launch or _local(self.scratch))
         finally:
             if self.watch is not None:
                 self.watch.close()
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
     def _rounds(self, launch: Launch) -> int:
@@ -153,9 +153,9 @@ class Supervisor:
                 return 0 if code == DRIFT else code
             if code == DRIFT and self.replanner is not None and (drift := read_drift(self.scratch)) is not None:
                 replans += 1
-                whole = self.setup == self._whole
+                is_whole = self.setup == self._whole
                 self.setup, text = self.replanner(self.setup, drift, number)
-                self._whole = self.setup if whole else self._whole
+                self._whole = self.setup if is_whole else self._whole
                 self.log(f"round {number}: {text}")
                 if replans == self.max_replans:
                     self.words = without_flag(self.words, DRIFT_FLAG)

@@ -136,8 +136,8 @@ class Mlflow:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         if step > self._last:
-            now = int(1000 * time.time())
-            rows = [self._metric(name, float(value), now, step) for name, value in values.items()]
+            time_ms = int(1000 * time.time())
+            rows = [self._metric(name, float(value), time_ms, step) for name, value in values.items()]
             self._client.log_batch(self._run, metrics=rows)
 
     def flush(self) -> None:

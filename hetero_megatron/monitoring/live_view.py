@@ -65,12 +65,12 @@ def live_view(run: RunFiles, now: float | None = None, written: float | None = N
     recent = run.steps[-LAST_STEPS:]
     seconds = median(s["step_seconds"] for s in recent)
     steps = (start or {}).get("steps")
-    left = max(0, steps - last["step"]) * seconds if steps is not None else None
+    seconds_left = max(0, steps - last["step"]) * seconds if steps is not None else None
     ended = _ended(run)
     now = time.time() if now is None else now
     return LiveView(
         last["step"], steps, last["loss"], seconds, median(s["tokens"] / max(s["step_seconds"], 1e-9) for s in recent),
-        0.0 if ended else left, max(0.0, now - (now if written is None else written)),
+        0.0 if ended else seconds_left, max(0.0, now - (now if written is None else written)),
         [s["loss"] for s in run.steps[-BAR:] if s["loss"] is not None], _loads(recent, start),
         [e["text"] for e in run.events if e["kind"] not in ("timeline", "start")][-MOST_EVENTS:], ended,
     )  # fmt: skip

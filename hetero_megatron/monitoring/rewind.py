@@ -30,17 +30,17 @@ def rewind(path: Path, step: int | None = None, evaluated: int | None = None) ->
     """
     keys = [recorded(line, f"{path}:{number}") for number, line in text_lines(path, "--save")]
     last = {key: index for index, key in enumerate(keys)}
-    again = {(f"{split}_loss", evaluated) for split in EVALUATED}
+    evaluated_keys = {(f"{split}_loss", evaluated) for split in EVALUATED}
 
     def stays(index: int, key: tuple[str, int] | None) -> bool:
         if key is None or key[0] == "emulation":
             return key is not None
-        return last[key] == index and key not in again and (step is None or key[1] <= step)
+        return last[key] == index and key not in evaluated_keys and (step is None or key[1] <= step)
 
     keep = [stays(index, key) for index, key in enumerate(keys)]
     if not all(keep):
         _rewrite(path, keep)
-    return not again.isdisjoint(last)
+    return not evaluated_keys.isdisjoint(last)
 
 
 def recorded(line: bytes, where: str) -> tuple[str, int] | None:

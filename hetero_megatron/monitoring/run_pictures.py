@@ -42,14 +42,16 @@ def _stage(stage: Mapping[str, Any]) -> tuple[int, str, str]:
     ranges = [ranges] if ranges and not isinstance(ranges[0], list) else ranges
     count = sum(b - a for a, b in ranges)
     layer_ranges = ", ".join(f"{a}-{b - 1}" for a, b in ranges) or "none"
-    more = [f"{key} {stage[key]}" for key in ("tp", "dp_split", "recompute") if stage.get(key) not in (None, 1, "none")]
+    settings = [
+        f"{key} {stage[key]}" for key in ("tp", "dp_split", "recompute") if stage.get(key) not in (None, 1, "none")
+    ]
     if stage.get("context"):
-        more.append(plural(len(stage['context']), 'context group'))
+        settings.append(plural(len(stage['context']), 'context group'))
     if (stage.get("optimizer") or {}).get("offload"):
-        more.append("optimizer on the host")
+        settings.append("optimizer on the host")
     if stage.get("activations"):
-        more.append("activations on the host")
-    return count, f"ranks {rank_ranges(_ranks(stage['ranks']))}, layers {layer_ranges}", ", ".join(more)
+        settings.append("activations on the host")
+    return count, f"ranks {rank_ranges(_ranks(stage['ranks']))}, layers {layer_ranges}", ", ".join(settings)
 
 
 def _ranks(value: Any) -> list[int]:
@@ -81,8 +83,8 @@ def _some_ranks(value: Any) -> f.Wrong:
 def _layer_ranges(value: Any) -> f.Wrong:
     count = f.integer(0, MOST_RANKS)
     ranges = value if isinstance(value, list) and value and isinstance(value[0], list) else [value] if value else []
-    wrong = f.array(f.row(count, count))(ranges)
-    return None if wrong is None and value is not None else ("", value, "[first, end] or a list of these")
+    problem = f.array(f.row(count, count))(ranges)
+    return None if problem is None and value is not None else ("", value, "[first, end] or a list of these")
 
 
 _STAGE = f.record(

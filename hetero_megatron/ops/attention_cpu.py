@@ -183,8 +183,8 @@ def fused_attention(
         causal = square(q, k, chosen)
         if causal is None:
             return rest_backward(dout, q, k, v, sinks, out, lse, *chosen)
-        found = gradients(dout, q, k, v, out, lse, causal)
-        return *found, None if sinks is None else sink_gradient(attn_delta(dout, out)[0], lse, sinks)
+        part_grads = gradients(dout, q, k, v, out, lse, causal)
+        return *part_grads, None if sinks is None else sink_gradient(attn_delta(dout, out)[0], lse, sinks)
 
     def share(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,

@@ -195,8 +195,10 @@ def _dropout_cases() -> Iterable[Case]:
         yield Case(f"dropout, keys across, {name}", across, **use)
     on_device = ScoreDropout(0.3, torch.tensor(key - 2**64), torch.tensor(3), 2)
     yield Case("dropout, numbers on the device", _inputs(grouped, dropout=on_device), **use)
-    every = {"features": ("sinks", "softcap", "dropout")}
-    yield Case("dropout, sinks and soft-capped", _inputs(grouped, sinks, softcap=1.5, dropout=for_whole), **every)
+    feature_names = {"features": ("sinks", "softcap", "dropout")}
+    yield Case(
+        "dropout, sinks and soft-capped", _inputs(grouped, sinks, softcap=1.5, dropout=for_whole), **feature_names
+    )
     nothing = _inputs(_qkv(1, 9, 9, 2, 2, 16), k_start=5, dropout=ScoreDropout(0.5, 7, 0, 0, 0, 5))
     yield Case("dropout, rows that see nothing", nothing, **use)
 

@@ -65,8 +65,8 @@ def add_product(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor, beta: floa
     if into.dtype != b.dtype and _adds_to_wider(into.device.type):
         return torch.ops.aten.addmm.dtype_out(into, a, b, into.dtype, beta=beta, out=into)  # type: ignore[no-any-return]
     if into.dtype != b.dtype and into.device.type != "cpu":  # accelerators multiply 16 bits many times as fast
-        found = a @ b  # rounded once more than where the product is added in the sum's precision
-        return into.add_(found) if beta else into.copy_(found)
+        added = a @ b  # rounded once more than where the product is added in the sum's precision
+        return into.add_(added) if beta else into.copy_(added)
     return into.addmm_(a.to(into.dtype), b.to(into.dtype), beta=beta)
 
 
@@ -272,8 +272,8 @@ def joint_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if part.storage_offset() != end or part.untyped_storage()._cdata != storage or part.stride() != strides:
             return torch.cat(list(parts), -1)
         end += part.shape[-1]
-    whole = first.as_strided((*first.shape[:-1], end - first.storage_offset()), strides)
-    return whole if whole.is_contiguous() else torch.cat(list(parts), -1)
+    joined = first.as_strided((*first.shape[:-1], end - first.storage_offset()), strides)
+    return joined if joined.is_contiguous() else torch.cat(list(parts), -1)
 
 
 def separate(gemm: Callable[..., torch.Tensor]) -> Products:
@@ -340,7 +340,7 @@ def watched_joint_gemm(gemm: Callable[..., torch.Tensor]) -> Products:
 
 
 def _where_together(joint: Callable[..., tuple[torch.Tensor, ...]], gemm: Callable[..., torch.Tensor]) -> Products:
-    each = separate(gemm)
+    separate_products = separate(gemm)
 
     def products(
         x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
@@ -350,7 +350,7 @@ def _where_together(joint: Callable[..., tuple[torch.Tensor, ...]], gemm: Callab
             weight, bias = joint_rows(weights), joint_rows(biases_there) if biases_there else None
         alike = len({part.requires_grad for part in weights}) == 1 and len(biases_there) in (0, len(weights))
         if len(weights) == 1 or weight is None or not alike or (biases_there and bias is None):
-            return each(x, weights, biases)
+            return separate_products(x, weights, biases)
         return joint(x, weight, bias, len(weights), *weights, *biases_there)
 
     return products
@@ -367,9 +367,9 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
         ctx.rows = [len(part) for part in parts]
-        whole = joint_rows(parts)
-        assert whole is not None
-        return whole.data
+        joined = joint_rows(parts)
+        assert joined is not None
+        return joined.data
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -137,15 +137,15 @@ class Tensorwise:
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, x_max: torch.Tensor | None, weight_max: torch.Tensor | None
     ) -> torch.Tensor:
-        whole = self._weight(weight, weight_max)
-        return self._rows(self._quantised(x, E4M3, x_max), whole, x.dtype)
+        whole_weight = self._weight(weight, weight_max)
+        return self._rows(self._quantised(x, E4M3, x_max), whole_weight, x.dtype)
 
     def input(
         self, dy: torch.Tensor, weight: torch.Tensor, kind: torch.dtype, dy_max: torch.Tensor | None,
         weight_max: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        whole = self._weight(weight, weight_max, turned=True)
-        return self._rows(self._quantised(dy, kind, dy_max), whole, dy.dtype)
+        whole_weight = self._weight(weight, weight_max, turned=True)
+        return self._rows(self._quantised(dy, kind, dy_max), whole_weight, dy.dtype)
 
     def weight(
         self, dy: torch.Tensor, x: torch.Tensor, kind: torch.dtype, dtype: torch.dtype, dy_max: torch.Tensor | None,

@@ -172,10 +172,10 @@ def resolve(
     choices = {}
     for signature in signatures:
         op = signature.op
-        wanted, place = requests.get(op), f"{field}.{op}"
-        if wanted is None and general is not None and any(k.provider == general for k in registry.kernels(op)):
-            wanted, place = general, f"{field}.{EVERY}"
-        choices[op] = _requested(registry, signature, wanted, place) if wanted else _first(registry, signature, place)
+        request, place = requests.get(op), f"{field}.{op}"
+        if request is None and general is not None and any(k.provider == general for k in registry.kernels(op)):
+            request, place = general, f"{field}.{EVERY}"
+        choices[op] = _requested(registry, signature, request, place) if request else _first(registry, signature, place)
     return KernelPlan(registry, choices)
 
 
@@ -220,10 +220,10 @@ def _first(registry: Registry, signature: Signature, field: str) -> KernelChoice
         else:
             able.append(kernel)
     if not able:
-        why = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected)
+        reasons_text = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected)
         by_request = [k.provider for k in registry.kernels(signature.op) if not _reasons(k, signature)]
         raise UserError(
-            f"no provider serves {signature} unasked: {why or 'none registered'}", field=field,
+            f"no provider serves {signature} unasked: {reasons_text or 'none registered'}", field=field,
             accepted=f"by request (--kernels {signature.op}=PROVIDER): {', '.join(by_request)}" if by_request else "",
         )  # fmt: skip
     if len(able) > 1:
@@ -232,8 +232,8 @@ def _first(registry: Registry, signature: Signature, field: str) -> KernelChoice
             f"{names} serve {signature} with equal rank", field=field, accepted=f"one of them by name: {field}=PROVIDER"
         )
     if able[0].kind == REFERENCE:
-        why = "; ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected) or "there is no other"
-        warnings.warn(f"{signature} runs on the slow reference ({why})", KernelWarning, stacklevel=4)
+        reasons_text = "; ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected) or "there is no other"
+        warnings.warn(f"{signature} runs on the slow reference ({reasons_text})", KernelWarning, stacklevel=4)
     return KernelChoice(able[0], signature, False, tuple(rejected))
 
 

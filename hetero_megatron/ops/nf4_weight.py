@@ -127,8 +127,8 @@ def quantize_nf4(
         part = slice(rows[0] + start, rows[0] + stop)
         values = whole[part, a * NF4_BLOCK : b * NF4_BLOCK].float().unflatten(1, (-1, NF4_BLOCK))
         values = (values * inverse[part, a:b, None]).clamp_(-1, 1).flatten(1)
-        found = torch.bucketize(values, middles, out_int32=True).to(torch.uint8)
-        weight[start:stop] = (found[:, ::2] << 4) | found[:, 1::2]
+        code_indices = torch.bucketize(values, middles, out_int32=True).to(torch.uint8)
+        weight[start:stop] = (code_indices[:, ::2] << 4) | code_indices[:, 1::2]
     return weight, scales
 
 

@@ -201,9 +201,9 @@ def autograd_backward(
             args[i] = args[i].detach().requires_grad_() if args[i] is not None else None
         with torch.enable_grad():
             results = definition(*args)[:num_grads]
-            wanted = [args[i] for i in gradients if args[i] is not None]
-            found = iter(torch.autograd.grad(seeded(results, grads), wanted, allow_unused=True))
-        return tuple(None if args[i] is None else next(found) for i in gradients)
+            wanted_inputs = [args[i] for i in gradients if args[i] is not None]
+            gradients_left = iter(torch.autograd.grad(seeded(results, grads), wanted_inputs, allow_unused=True))
+        return tuple(None if args[i] is None else next(gradients_left) for i in gradients)
 
     return backward
 
@@ -250,8 +250,8 @@ class Signature:
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {'/'.join(map(str, values))}" for name, values in sorted(self.dims.items()))
         kind = str(self.dtype).removeprefix("torch.")
-        more = ", ".join([sizes] * bool(sizes) + list(self.features))
-        return f"{self.op}({kind} on {self.platform or self.device}{', ' + more if more else ''})"
+        details = ", ".join([sizes] * bool(sizes) + list(self.features))
+        return f"{self.op}({kind} on {self.platform or self.device}{', ' + details if details else ''})"
 
 
 @dataclass(frozen=True)
@@ -353,9 +353,9 @@ class Kernel:
     def reasons(self, signature: Signature) -> list[str]:
         """Why it cannot serve ``signature``: its capability, then its own predicate."""
         out = self.capability.reasons(signature)
-        own = self.supports(signature)
-        assert isinstance(own, list), f"{self}: supports() must return a list of reasons, not {type(own).__name__}"
-        return out + own
+        why = self.supports(signature)
+        assert isinstance(why, list), f"{self}: supports() must return a list of reasons, not {type(why).__name__}"
+        return out + why
 
     def chosen_unasked(self, signature: Signature) -> bool:
         return self.capability.automatic is None or signature.device in self.capability.automatic

@@ -18,9 +18,9 @@ def _gather(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tenso
     """[b, shards[index], h] -> [b, sum(shards), h]."""
     b, n, h = x.shape
     if group.has_collectives and len(set(shards)) == 1:
-        every = x.new_empty(group.size, b, n, h)
-        group.all_gather(x.contiguous().view(-1), every.view(-1)).wait()
-        return every.transpose(0, 1).reshape(b, group.size * n, h)  # of one sequence: as it is
+        gathered = x.new_empty(group.size, b, n, h)
+        group.all_gather(x.contiguous().view(-1), gathered.view(-1)).wait()
+        return gathered.transpose(0, 1).reshape(b, group.size * n, h)  # of one sequence: as it is
     if b == 1:  # intervals of tokens are intervals of memory: they arrive where they belong
         out = x.new_empty(1, sum(shards), h)
         parts = list(out.split(list(shards), dim=1))

@@ -146,12 +146,12 @@ class Arrival:
             only = self._parts[0][1].wait()
             assert only is not None and tuple(only.shape) == self._shape
             return only[0], only[1]
-        whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        gathered = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         for heads, handle in self._parts:
             part = handle.wait()
             assert part is not None
-            whole[:, :, :, heads] = part
-        return whole[0], whole[1]
+            gathered[:, :, :, heads] = part
+        return gathered[0], gathered[1]
 
     def add_to(self, dk: torch.Tensor, dv: torch.Tensor, at: Sequence[Interval]) -> None:
         """Add partial gradients, which come from any number of ranks, at the places ``at``."""

@@ -272,10 +272,10 @@ class DividedWeights:
         return [part for part in (*parts, *ends) if part.trained]  # the embedding's come last, a tied head's among them
 
     def _turn_to(self, used: Sequence[GatheredPart] = (), following: Sequence[GatheredPart] | None = None) -> None:
-        before, self._open = self._open, list(used)
+        used_before, self._open = self._open, list(used)
         for part in used:
             part.start()
-        self._end(part for part in before)
+        self._end(part for part in used_before)
         for part in used:
             part.use()
         for part in following or ():

@@ -35,21 +35,21 @@ def store_in_few_bits(
         scales: gets theirs ([..., outputs, 1] of 8 bits), by logical name, uninitialised.
     """
     for name, module in layer.named_modules():
-        whole = f"model.layers.{layer.number}.{name}.weight"
-        if isinstance(module, Linear | GroupedLinear) and held[whole].int8:
+        weight_name = f"model.layers.{layer.number}.{name}.weight"
+        if isinstance(module, Linear | GroupedLinear) and held[weight_name].int8:
             weight = module.weight.detach()
             module.weight = nn.Parameter(torch.empty_like(weight, dtype=torch.int8), requires_grad=False)
             module.alone = True
-            module.scales = scales[whole] = weight.new_empty(*weight.shape[:-1], 1, dtype=torch.float32)
-        elif isinstance(module, Linear) and held[whole].nf4:
+            module.scales = scales[weight_name] = weight.new_empty(*weight.shape[:-1], 1, dtype=torch.float32)
+        elif isinstance(module, Linear) and held[weight_name].nf4:
             from hetero_megatron.ops.nf4_weight import empty_nf4
 
-            box, (rows, columns) = boxes[whole], held[whole].shape
+            box, (rows, columns) = boxes[weight_name], held[weight_name].shape
             packed, module.scales = empty_nf4(
                 (box.lo[0], box.hi[0]), (box.lo[1], box.hi[1]), (rows, columns), module.weight.device
             )
             module.weight = nn.Parameter(packed, requires_grad=False)
-            module.alone, scales[whole] = True, module.scales
+            module.alone, scales[weight_name] = True, module.scales
 
 
 def fill(
@@ -65,8 +65,8 @@ def fill(
     if not isinstance(weight_scales, torch.Tensor):
         from hetero_megatron.ops.nf4_weight import quantize_nf4
 
-        whole = values(tensor, Box((0, 0), tensor.shape))
-        packed, of_blocks = quantize_nf4(whole, (box.lo[0], box.hi[0]), (box.lo[1], box.hi[1]))
+        whole_weight = values(tensor, Box((0, 0), tensor.shape))
+        packed, of_blocks = quantize_nf4(whole_weight, (box.lo[0], box.hi[0]), (box.lo[1], box.hi[1]))
         weight.copy_(packed)
         weight_scales.copy_(of_blocks)
         return
@@ -86,9 +86,9 @@ def owned_values(
     """
     if tensor.name not in scales:
         return [values(tensor, box).to(like.device, like.dtype, copy=True) for box in owned]
-    whole = torch.empty(held.shape, dtype=like.dtype)  # in host memory
-    fill(tensor, held, values, whole, scales)
-    return [whole[box.slices(held)].to(like.device, copy=True) for box in owned]
+    held_values = torch.empty(held.shape, dtype=like.dtype)  # in host memory
+    fill(tensor, held, values, held_values, scales)
+    return [held_values[box.slices(held)].to(like.device, copy=True) for box in owned]
 
 
 class BaseWeights:

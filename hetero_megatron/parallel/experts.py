@@ -135,8 +135,8 @@ class Routes:
 def _pack(*tensors: torch.Tensor) -> torch.Tensor:
     """Tensors [n, ...] as one [n, bytes]: one message instead of several."""
     # Contiguous, a tensor of one column or row may still have any stride there, which the view as bytes refuses.
-    plain = [x.contiguous().as_strided((x.shape[0], x.shape[1]), (x.shape[1], 1)) for x in tensors]
-    return torch.cat([x.view(torch.uint8) for x in plain], dim=1)
+    matrices = [x.contiguous().as_strided((x.shape[0], x.shape[1]), (x.shape[1], 1)) for x in tensors]
+    return torch.cat([x.view(torch.uint8) for x in matrices], dim=1)
 
 
 def _unpack(packed: torch.Tensor, *like: torch.Tensor) -> list[torch.Tensor]:
@@ -282,11 +282,13 @@ class Receivers:
 
     def to_islands(self, group: Group, hops: TokenHops) -> Ways:
         """The first of two hops: once to each island with some of a token's experts. A key says whose token it is."""
-        me, relays = group.comm.rank, hops.relays(group.comm.rank)
-        table = self.table(me, {rank: relays.get(rank, ()) for rank in group.ranks})
+        own_rank, relays = group.comm.rank, hops.relays(group.comm.rank)
+        table = self.table(own_rank, {rank: relays.get(rank, ()) for rank in group.ranks})
         names = (self.numbers + self.num_experts * group.index).expand(group.size, -1)
-        own_island = hops.island(me)
-        takes = [hops.relay(sender, own_island) == me and self._wants(sender, own_island) for sender in group.ranks]
+        own_island = hops.island(own_rank)
+        takes = [
+            hops.relay(sender, own_island) == own_rank and self._wants(sender, own_island) for sender in group.ranks
+        ]
         return self.ways(group, table, names, takes)
 
     def _wants(self, sender: int, island: tuple[int, ...]) -> bool:
@@ -301,12 +303,12 @@ class Receivers:
         from_relays = {relay for table, relay in zip(tables, relays, strict=True) if any(table[group.index])}
         nobody = [False] * self.num_experts
         passes = [relay == group.comm.rank for relay in relays]
-        whole = [
+        whole_table = [
             [to for table, is_passed in zip(tables, passes, strict=True) for to in (table[i] if is_passed else nobody)]
             for i in range(group.size)
         ]
         names = torch.stack([self.local[rank].repeat(len(senders)) for rank in group.ranks])
-        return self.ways(group, whole, names, (rank in from_relays for rank in group.ranks))
+        return self.ways(group, whole_table, names, (rank in from_relays for rank in group.ranks))
 
 
 def expert_ways(moe: MoE, members: ExpertGroup, comm: Comm, islands: Islands) -> list[Ways]:

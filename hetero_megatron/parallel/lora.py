@@ -38,11 +38,11 @@ def apply_lora(
     for layer in stage.layers():
         dropouts = _Inside(layer, lora.dropout)
         for name, module in list(layer.named_modules()):
-            whole = f"model.layers.{layer.number}.{name}"
-            if (box := boxes.get(f"{whole}.lora_A.weight")) is not None:
+            module_name = f"model.layers.{layer.number}.{name}"
+            if (box := boxes.get(f"{module_name}.lora_A.weight")) is not None:
                 assert isinstance(module, Linear | GroupedLinear), name
                 site = ADAPTER + EVERY_TARGET.index(name.rpartition(".")[2])
-                _adapt(module, whole, lora, switch, partial(dropouts.drop, site, box.lo[-1]), dtype, device)
+                _adapt(module, module_name, lora, switch, partial(dropouts.drop, site, box.lo[-1]), dtype, device)
     return switch
 
 
@@ -172,10 +172,10 @@ class RowNorms:
             for name, module in layer.named_modules():
                 magnitude = getattr(module, MAGNITUDE, None)
                 if isinstance(module, Linear) and isinstance(magnitude, Magnitude):
-                    whole = f"model.layers.{layer.number}.{name}.weight"
-                    cut = held[whole].axes[1].role in CUT and group.size > 1
-                    self._parts[whole] = module, magnitude, cut
-                    self._scales[whole] = lora.scale(whole.removesuffix(".weight"))
+                    weight_name = f"model.layers.{layer.number}.{name}.weight"
+                    cut = held[weight_name].axes[1].role in CUT and group.size > 1
+                    self._parts[weight_name] = module, magnitude, cut
+                    self._scales[weight_name] = lora.scale(weight_name.removesuffix(".weight"))
 
     @torch.no_grad()
     def refresh(self) -> None:

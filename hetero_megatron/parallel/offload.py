@@ -63,8 +63,8 @@ class PacedStream(SideStream):
     def join(self, moment: Any) -> None:
         if moment is not None and not self._inside:
             began = self._clock.wait_begins()
-            while (left := moment - time.perf_counter()) > 0:
-                time.sleep(left)
+            while (seconds_left := moment - time.perf_counter()) > 0:
+                time.sleep(seconds_left)
             self._clock.wait_ends(began, collective=True)
         elif moment is not None:
             self._free = max(self._free, moment)
@@ -295,9 +295,9 @@ class OffloadedActivations:
         self, layer: Layer, offloaded: bool, run: Callable[..., ResidualStream], x: Tensor, context: Context,
         added: Tensor | None = None,
     ) -> ResidualStream:  # fmt: skip
-        more = () if added is None else (added,)
+        stream_args = () if added is None else (added,)
         if not torch.is_grad_enabled():
-            return run(x, context, *more)
+            return run(x, context, *stream_args)
         row = self._row
         if offloaded:
             first_layer = row or (self._model.has_embed and layer is next(iter(self._model.layers())))
@@ -305,7 +305,7 @@ class OffloadedActivations:
             group = self._open = LayerActivations(self, FEW_BYTES * x[..., 0].numel(), stays)
             try:
                 with saved_tensors_hooks(group.keep, take):
-                    out = run(x, context, *more)
+                    out = run(x, context, *stream_args)
             finally:
                 self._open = None
             group.leave()
@@ -313,7 +313,7 @@ class OffloadedActivations:
             while len(self._leaving) > self._ahead:
                 self._leaving.popleft().release()
         else:
-            group, out = LayerActivations(self, 0, set()), run(x, context, *more)
+            group, out = LayerActivations(self, 0, set()), run(x, context, *stream_args)
         row.append(group)
         return ResidualStream(*Border.apply(partial(self._come_back, row, len(row) - 1), *out))
 

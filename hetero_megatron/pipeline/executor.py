@@ -183,8 +183,8 @@ class PipelineExecutor:
         int64."""
         chunk, (mb, c) = self.chunks[key[1]], key
         if chunk.local_before:
-            before = (mb, c - 1)
-            out = live.outputs[before] if torch.is_grad_enabled() else live.outputs.pop(before)
+            previous_key = (mb, c - 1)
+            out = live.outputs[previous_key] if torch.is_grad_enabled() else live.outputs.pop(previous_key)
             live.inputs[key] = out.detach().requires_grad_(torch.is_grad_enabled())
         return live.inputs[key] if chunk.local_before or chunk.before is not None else batch.tokens
 

@@ -146,10 +146,10 @@ class _PluginCheck:
 
     def _kernel(self, index: int, name: str) -> None:
         """All checks of one kernel. A step that kills the process only loses its own result."""
-        after: list[str] | None = None
+        last_step: list[str] | None = None
         deaths = hangs = 0
         while True:
-            events = self._request(name, kernel=index, after=after)
+            events = self._request(name, kernel=index, after=last_step)
             last, steps = events[-1], [[e["dtype"], e["case"]] for e in events if e["event"] == "step"]
             if last["event"] == "done":
                 return
@@ -163,7 +163,7 @@ class _PluginCheck:
                 last_place = " ".join(filter(None, place))
                 self._fail(name, ("not run", place[1], ""), f"the checks after {last_place}, where it was given up")
                 return
-            after = steps[-1]
+            last_step = steps[-1]
 
     def _blame(self, index: int, name: str, step: list[str], reason: str) -> None:
         """Attribute a crash after several steps: to the last one, or to memory damage by an earlier one."""

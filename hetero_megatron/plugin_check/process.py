@@ -248,9 +248,9 @@ class _Call:
         """What the process prints goes to stderr, up to a bound."""
         while self._worker._errors in ready and (chunk := _read(self._worker._errors)):
             self._stderr = (self._stderr + chunk)[-4096:]
-            shown = chunk[: max(STDERR_BYTES - self._passed_on, 0)]
-            self._passed_on += len(shown)
-            sys.stderr.write(shown.decode("utf-8", "backslashreplace"))
+            passed_text = chunk[: max(STDERR_BYTES - self._passed_on, 0)]
+            self._passed_on += len(passed_text)
+            sys.stderr.write(passed_text.decode("utf-8", "backslashreplace"))
             if len(chunk) == 1 << 16:
                 return  # a process that prints without end must not keep the check from looking at the clock
         sys.stderr.flush()

@@ -58,9 +58,9 @@ class Table:
         if not report.findings:
             print("nothing was registered, so nothing was checked")
             return
-        left = f", {len(report.findings) - total} skipped" if total < len(report.findings) else ""
+        skipped_text = f", {len(report.findings) - total} skipped" if total < len(report.findings) else ""
         checks = plural(total, "check")
-        print(f"{checks}, " + ("all passed" if not failures else f"{failures} FAILED") + left)
+        print(f"{checks}, " + ("all passed" if not failures else f"{failures} FAILED") + skipped_text)
 
 
 def print_report(report: Report) -> None:

@@ -121,11 +121,11 @@ class CheckJob:
             self.found.registry.spec(kernel.op), kernel, device, lambda d: _signature(kernel.op, self.accelerator, d),
             dtypes, self.asked["quick"], CheckHooks(self._begin, self.accelerator.synchronize),
         )  # fmt: skip
-        after, only = request.get("after"), request.get("only")
+        last_step, only = request.get("after"), request.get("only")
         for step in steps:
             place = [step.dtype, step.case]
-            if after is not None or (only is not None and place != only):
-                after = None if place == after else after
+            if last_step is not None or (only is not None and place != only):
+                last_step = None if place == last_step else last_step
                 continue
             self.channel.send(event="step", dtype=step.dtype, case=step.case)
             for finding in step.run():

@@ -105,9 +105,10 @@ class ModuleChoice:
         """The number in a name, if it follows a container."""
         parts = name.split(".")
         number_index = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
-        before = ".".join(parts[:number_index])
+        name_before = ".".join(parts[:number_index])
         in_container = not self.containers or any(
-            matches(rf"(?:.*?\.)?(?:{pattern})", before, "layers_pattern", self.where) for pattern in self.containers
+            matches(rf"(?:.*?\.)?(?:{pattern})", name_before, "layers_pattern", self.where)
+            for pattern in self.containers
         )
         return int(parts[number_index]) if number_index and in_container else None
 
@@ -127,8 +128,8 @@ def with_places(spec: ModelSpec, lora: Lora, places: Mapping[Place, tuple[int, f
     targets = {target for _, target in places}
     experts = tuple(t for t in lora.targets if spec.moe is not None and t in MLP_TARGETS)
     even = set(places.values()) == {(lora.rank, lora.alpha)}
-    every = {place for place in _all_places(spec) if place[1] in targets}
-    if even and every == set(places):
+    all_places = {place for place in _all_places(spec) if place[1] in targets}
+    if even and all_places == set(places):
         return replace(lora, targets=(*targets, *experts), sites=())
     return replace(lora, targets=(*targets, *experts), sites=grouped(places))
 

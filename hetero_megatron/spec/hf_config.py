@@ -43,11 +43,11 @@ def from_hf_config(config: Config, where: str = "config.json", name: str | None 
 
 def _from_wrapper(config: Config, family: Family, where: str, name: str | None) -> ModelSpec:
     """The language model of a configuration with a ``text_config``."""
-    whole = family.inside
-    assert whole is not None
-    check_keys(config, whole.model_type, whole.keys | {"text_config", "architectures", "tie_word_embeddings"}, where)
+    outer = family.inside
+    assert outer is not None
+    check_keys(config, outer.model_type, outer.keys | {"text_config", "architectures", "tie_word_embeddings"}, where)
     read = ConfigReader(config, where)
-    read.must_be("architectures", [whole.architecture], None)
+    read.must_be("architectures", [outer.architecture], None)
     read.must_be("tie_word_embeddings", False)  # that of text_config counts
     inner = read.value("text_config", None)
     if not isinstance(inner, Mapping) or inner.get("model_type", family.model_type) != family.model_type:
@@ -55,7 +55,7 @@ def _from_wrapper(config: Config, family: Family, where: str, name: str | None) 
     spec = from_hf_config(
         {**inner, "model_type": family.model_type}, f"{where} (text_config)", name or family.model_type
     )
-    left_out = f"{where}: of this {whole.model_type} model the language model is read, and no other part of it"
+    left_out = f"{where}: of this {outer.model_type} model the language model is read, and no other part of it"
     return replace(spec, notices=(left_out, *spec.notices))
 
 

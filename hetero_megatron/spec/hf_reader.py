@@ -103,8 +103,8 @@ def check_keys(config: Mapping[str, Any], family: str, honoured: frozenset[str],
 
 def also(names: list[str], limit: int = 8) -> str:
     """`` (nor are x, y)`` for the refusal of several keys at once."""
-    shown = [*names[:limit], *(["..."] if len(names) > limit else [])]
-    return f" (nor {'is' if len(shown) == 1 else 'are'} {', '.join(shown)})" if shown else ""
+    keys_shown = [*names[:limit], *(["..."] if len(names) > limit else [])]
+    return f" (nor {'is' if len(keys_shown) == 1 else 'are'} {', '.join(keys_shown)})" if keys_shown else ""
 
 
 def require_one_of(value: Any, accepted: tuple[Any, ...], key: str, where: str) -> None:

@@ -174,22 +174,22 @@ def ropes_by_kind(
     """
     read.must_be("partial_rotary_factor", 1, None)
     read.must_be("original_max_position_embeddings", None)
-    whole = read.value("rope_parameters", {}, nullable=True)
-    more = read.value("rope_scaling", {}, nullable=True)
+    by_kind = read.value("rope_parameters", {}, nullable=True)
+    scaling = read.value("rope_scaling", {}, nullable=True)
     accepted = "null, or objects for " + " and ".join(theta)
-    if not isinstance(whole, dict) or whole.keys() - theta.keys():
+    if not isinstance(by_kind, dict) or by_kind.keys() - theta.keys():
         raise read.refuse("has other keys than the kinds of layers", "rope_parameters", accepted)
     scaled = None not in (read.config.get("rope_scaling"), read.config.get("rope_parameters"))
-    if not isinstance(more, dict) or (scaled and not whole.get("full_attention")):
+    if not isinstance(scaling, dict) or (scaled and not by_kind.get("full_attention")):
         example = 'null, or e.g. {"rope_type": "linear", "factor": 8}'
         raise read.refuse("must be an object, and beside rope_parameters one that it adds to", "rope_scaling", example)
     ropes = {}
     for kind, base in theta.items():
-        entry_of_kind = whole.get(kind) or {}
+        entry_of_kind = by_kind.get(kind) or {}
         if not isinstance(entry_of_kind, dict):
             raise read.refuse("must hold an object per kind of layer", "rope_parameters", accepted)
-        entry = entry_of_kind | more if kind == "full_attention" else entry_of_kind
-        prefix = "rope_scaling." if entry is not entry_of_kind and more else f"rope_parameters.{kind}."
+        entry = entry_of_kind | scaling if kind == "full_attention" else entry_of_kind
+        prefix = "rope_scaling." if entry is not entry_of_kind and scaling else f"rope_parameters.{kind}."
         inner = ConfigReader(entry, read.where, prefix)
         ropes[kind] = one_rope(ConfigReader({}, read.where), inner, head_dim, positions, base)
     return ropes

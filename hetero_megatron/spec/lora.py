@@ -169,8 +169,8 @@ class Lora:
 
     def site_words(self) -> tuple[str, ...]:
         """The sites without what they count, as ``--lora-sites`` has them."""
-        plain = grouped({place: (site.rank, 1.0) for place, site in _places(self.sites).items()})
-        return tuple(site.word() for site in plain)
+        rank_only = grouped({place: (site.rank, 1.0) for place, site in _places(self.sites).items()})
+        return tuple(site.word() for site in rank_only)
 
     def site(self, layer: int | str, target: str, of_experts: bool = False) -> Sites | None:
         """The adapter of a projection in a layer; None: it has none."""

@@ -57,9 +57,9 @@ def _folder(path: Path) -> tuple[str, str] | None:
         )
     model_folders = [name for name in names if os.path.isfile(path / name / "config.json")]
     if model_folders:
-        more = f" and {len(model_folders) - 4} more" if len(model_folders) > 4 else ""
+        rest_text = f" and {len(model_folders) - 4} more" if len(model_folders) > 4 else ""
         return "is a directory of Hugging Face checkpoints", (
-            f"--load-hf, or convert, with one of the folders in it: {', '.join(model_folders[:4])}{more}"
+            f"--load-hf, or convert, with one of the folders in it: {', '.join(model_folders[:4])}{rest_text}"
         )
     foreign = foreign_format(path)
     return None if foreign is None else (f"is {foreign[0]}", foreign[1])

@@ -43,8 +43,8 @@ def memory_hierarchy() -> Hierarchy | None:
     path_of_controller = {name: path for _, names, path in lines for name in names.split(",")}  # "" is v2
     second: Hierarchy | None = None
     for words in mounts:
-        after = words[words.index("-") + 1 :]
-        kind, root, options = after[0], Path(words[4]), after[2].split(",")
+        fields_after = words[words.index("-") + 1 :]
+        kind, root, options = fields_after[0], Path(words[4]), fields_after[2].split(",")
         if kind == "cgroup" and CONTROLLER in options:
             return Hierarchy(1, root, _visible(root, path_of_controller.get(CONTROLLER, "/")))
         if kind == "cgroup2" and CONTROLLER in _read(root / "cgroup.controllers").split():
@@ -166,10 +166,10 @@ def _all_tops() -> list[Path]:
 
 def remove_groups(groups: Iterable[Path], patience: float = 5.0) -> list[Path]:
     """Kill the processes of the groups and remove them; returns those that could not be removed."""
-    left = list(groups)
+    groups_left = list(groups)
     end = time.monotonic() + patience
-    while left:
-        for path in list(left):
+    while groups_left:
+        for path in list(groups_left):
             for pid in _read(path / "cgroup.procs").split():
                 if int(pid) > 0:  # 0: a process of another pid namespace
                     signal_all([int(pid)], signal.SIGKILL)
@@ -179,8 +179,8 @@ def remove_groups(groups: Iterable[Path], patience: float = 5.0) -> list[Path]:
                 pass
             except OSError:
                 continue
-            left.remove(path)
-        if not left or time.monotonic() > end:
+            groups_left.remove(path)
+        if not groups_left or time.monotonic() > end:
             break
         time.sleep(0.05)
-    return left
+    return groups_left

@@ -71,17 +71,17 @@ class LoadMonitor:
     _last: _Sample | None = None
 
     def sample(self) -> None:
-        now = _sample(self.sessions, self.processes)
-        if now is None:
+        sample = _sample(self.sessions, self.processes)
+        if sample is None:
             self.known = False
             return
         if self._first is None or self._last is None:
-            self._first = self._last = now
+            self._first = self._last = sample
             return
-        self.foreign = _foreign(self._first, now)
-        if now.at - self._last.at >= 1.0:
-            self.peak = max(self.peak, _foreign(self._last, now))
-            self._last = now
+        self.foreign = _foreign(self._first, sample)
+        if sample.at - self._last.at >= 1.0:
+            self.peak = max(self.peak, _foreign(self._last, sample))
+            self._last = sample
 
     @property
     def disturbed(self) -> bool:

@@ -78,7 +78,7 @@ def _probe() -> tuple[str, ...] | None:
         return None
     try:
         with inside(namespace):
-            done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=30, check=False)
+            completed = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=30, check=False)
     finally:
         os.close(namespace)
-    return tuple(done.stdout.split())
+    return tuple(completed.stdout.split())

@@ -42,9 +42,9 @@ def tool(name: str, lines: Sequence[str], namespace: int) -> None:
         return
     text = "\n".join(lines) + "\n"
     with inside(namespace):  # a child begins in the namespace of the thread that starts it
-        done = subprocess.run([name, "-batch", "-"], input=text, capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr.strip()} (commands: {'; '.join(lines)})")
+        completed = subprocess.run([name, "-batch", "-"], input=text, capture_output=True, text=True, timeout=60)
+    if completed.returncode:
+        raise RuntimeError(f"{name}: {completed.stderr.strip()} (commands: {'; '.join(lines)})")
 
 
 @dataclass

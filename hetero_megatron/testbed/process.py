@@ -134,10 +134,10 @@ def kill_marked(directory: str, patience: float = 10.0) -> list[int]:
     """Kill every process of the testbed in ``directory``; returns those still alive after ``patience`` seconds."""
     end = time.monotonic() + patience
     while True:
-        left = [pid for pid, mark in marked().items() if mark == directory and pid != os.getpid()]
-        signal_all(left, signal.SIGKILL)
-        if not left or time.monotonic() > end:
-            return left
+        pids_left = [pid for pid, mark in marked().items() if mark == directory and pid != os.getpid()]
+        signal_all(pids_left, signal.SIGKILL)
+        if not pids_left or time.monotonic() > end:
+            return pids_left
         time.sleep(0.05)
 
 

@@ -151,16 +151,18 @@ def clean(testbed: Testbed) -> dict[str, Any]:
         RuntimeError: something cannot be removed; the directory stays, so that a later clean finds it.
     """
     directory = str(testbed.directory)
-    before = sorted(pid for pid, mark in process.marked().items() if mark == directory)
+    pids_before = sorted(pid for pid, mark in process.marked().items() if mark == directory)
     stubborn = process.kill_marked(directory)
     groups = cgroups.find_groups(testbed.id)
-    left = cgroups.remove_groups(groups)
-    if stubborn or left:
-        raise RuntimeError(f"testbed {testbed.id}: left behind: processes {stubborn}, cgroups {[str(p) for p in left]}")
+    groups_left = cgroups.remove_groups(groups)
+    if stubborn or groups_left:
+        raise RuntimeError(
+            f"testbed {testbed.id}: left behind: processes {stubborn}, cgroups {[str(p) for p in groups_left]}"
+        )
     shutil.rmtree(testbed.directory, ignore_errors=True)
     with suppress(OSError):  # others are there
         testbed.directory.parent.rmdir()
-    return {"testbed": testbed.id, "processes": before, "cgroups": [str(path) for path in groups]}
+    return {"testbed": testbed.id, "processes": pids_before, "cgroups": [str(path) for path in groups]}
 
 
 def clean_dead() -> list[dict[str, Any]]:

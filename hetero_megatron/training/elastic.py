@@ -236,8 +236,8 @@ class ElasticRank:
         if self.epoch is None or not self.epoch.joined:
             return self.config
         comm.create_groups([all_ranks])
-        mine = (self.before.schedule, self.before.source_names) if self.before is not None else None
-        schedules = comm.group(all_ranks).gather_objects(mine, _Told)
+        schedule_here = (self.before.schedule, self.before.source_names) if self.before is not None else None
+        schedules = comm.group(all_ranks).gather_objects(schedule_here, _Told)
         first = next((schedule_of_rank for schedule_of_rank in schedules if schedule_of_rank is not None), None)
         if first is None:
             return self.config
@@ -262,9 +262,9 @@ class ElasticRank:
         if epoch is None:
             return None
         origin = "from memory" if source is not None else "from a checkpoint, as no step is complete in memory"
-        again = f", {plural(furthest - step, 'step')} again" if furthest > step else ""
+        again_text = f", {plural(furthest - step, 'step')} again" if furthest > step else ""
         count = plural(len(training.config.plan.ranks), "rank")
-        text = f"epoch {epoch.number}: {epoch.event}; {count} went on after step {step} {origin}{again}"
+        text = f"epoch {epoch.number}: {epoch.event}; {count} went on after step {step} {origin}{again_text}"
         return Phases(text, {"notice": epoch.notice, "plan": epoch.plan_seconds}, moved)
 
     def _on_step(self, step: int, stats: StepStats) -> None:

@@ -82,9 +82,9 @@ class StepGuard:
         rates = (lr, weight_decay, clip_grad, loss_scale, stop)
         stats = runtime.train_step(fetch, first, size, *rates, veto=self._suspicious, step=number)
         if self._verdict(stats.loss, stats.grad_norm):
-            again, place = watched_run(runtime, fetch, first, size, loss_scale, number)
+            rows_again, place = watched_run(runtime, fetch, first, size, loss_scale, number)
             assert self.rows is not None
-            self._explain(runtime, number, stats, self.rows, again, place)
+            self._explain(runtime, number, stats, self.rows, rows_again, place)
             stats = runtime.train_step(fetch, first, size, *rates, step=number)
         if math.isfinite(stats.loss):
             self.history.append(stats.loss)
@@ -191,8 +191,8 @@ def first_place(runtime: Runtime, mine: Sequence[NonFinite]) -> str:
     if not seen:
         return ""
     finding, rank, stage_name = min(seen)
-    more = len({r for f, r, _ in seen if f == finding}) - 1
-    return f"not finite: {finding.what} on rank {rank} ({stage_name})" + (f" and {more} more" if more else "")
+    others = len({r for f, r, _ in seen if f == finding}) - 1
+    return f"not finite: {finding.what} on rank {rank} ({stage_name})" + (f" and {others} more" if others else "")
 
 
 @contextmanager
@@ -251,12 +251,12 @@ class ReplicaCheck:
             self._parts = list(self._held_by_several())
         digests = {f"{name}@{box.lo}": self._hash(name, box) for name, box, _ in self._parts}
         # What the same ranks hold is compared as a whole, and only told apart where it differs.
-        whole: dict[str, str] = {}
+        digest_of_tensor: dict[str, str] = {}
         for name, box, holders in self._parts:
             key = ",".join(map(str, holders))
-            whole[key] = _digest((whole.get(key, "") + digests[f"{name}@{box.lo}"]).encode())
+            digest_of_tensor[key] = _digest((digest_of_tensor.get(key, "") + digests[f"{name}@{box.lo}"]).encode())
         world = self.runtime.world
-        if not differing(world.ranks, world.gather_objects(whole, dict[str, str])):
+        if not differing(world.ranks, world.gather_objects(digest_of_tensor, dict[str, str])):
             return
         differences = differing(world.ranks, world.gather_objects(digests, dict[str, str]))
         raise refusal(differences, step, self.interval)
@@ -316,15 +316,15 @@ def differing(ranks: Sequence[int], everyone: Sequence[Mapping[str, str]]) -> di
 
 def refusal(found: Mapping[str, tuple[list[int], list[int]]], step: int, interval: int) -> UserError:
     """``found``: by :func:`differing`, of tensors and where in them."""
-    wrong, right = next(iter(found.values()), ([], []))
-    wrong = sorted(
+    odd_ranks, right = next(iter(found.values()), ([], []))
+    odd_ranks = sorted(
         {rank for ranks, compared_with in found.values() if bool(compared_with) == bool(right) for rank in ranks}
     )
     names = listed(key.partition("@")[0] for key in found)
     if right:
-        who = f"on {'rank' if len(wrong) == 1 else 'ranks'} {rank_ranges(wrong)}, unlike on most that hold them"
+        who = f"on {'rank' if len(odd_ranks) == 1 else 'ranks'} {rank_ranges(odd_ranks)}, unlike on most that hold them"
     else:
-        who = f"between ranks {rank_ranges(wrong)}"
+        who = f"between ranks {rank_ranges(odd_ranks)}"
     return UserError(
         f"copies of weights differ after step {step} {who}: {names}", field=FLAG, value=interval,
         accepted="equal bits on every rank that holds them: other hardware or kernels for the rank that differs, then "

@@ -109,8 +109,8 @@ def _wanted(spec: ModelSpec, kinds: Sequence[str]) -> Iterator[tuple[str, tuple[
 
 
 def _covers(layout: Layout) -> bool:
-    whole, boxes = Box.whole(layout.shape), {box for _, box in layout.items()}
-    return tiles(whole, boxes) or sum(cell.box.size for cell in refine(layout)) == whole.size
+    whole_box, boxes = Box.whole(layout.shape), {box for _, box in layout.items()}
+    return tiles(whole_box, boxes) or sum(cell.box.size for cell in refine(layout)) == whole_box.size
 
 
 def restore(
@@ -176,15 +176,15 @@ def _move(
     pieces: Sequence[Move], given: Mapping[int, Mapping[str, Mapping[Box, torch.Tensor]]], taken: Boxed, group: Group
 ) -> int:
     """Both sides list what passes between two ranks in one order, so no index travels with the data."""
-    me = group.comm.rank
+    own_rank = group.comm.rank
     gives: dict[int, list[torch.Tensor]] = defaultdict(list)
     takes: dict[int, list[torch.Tensor]] = defaultdict(list)
     for name, holder, src, dst, box in pieces:
-        if src == me:
+        if src == own_rank:
             gives[dst].append(_part(given[holder][name].items(), box))
-        if dst == me:
+        if dst == own_rank:
             takes[src].append(_part(taken[name], box))
-    for target, values in zip(takes.pop(me, []), gives.pop(me, []), strict=True):
+    for target, values in zip(takes.pop(own_rank, []), gives.pop(own_rank, []), strict=True):
         target.copy_(values)
     gave = [sum(part.nbytes for part in gives[rank]) for rank in group.ranks]
     takes_bytes = [sum(part.nbytes for part in takes[rank]) for rank in group.ranks]

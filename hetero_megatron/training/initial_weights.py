@@ -85,9 +85,10 @@ class Adapters:
         gains = built.row_norms.gains() if built.row_norms is not None else {}
         pieces = runtime.divided.owned() if runtime.divided is not None else ()
         divided_names = runtime.divided.names if runtime.divided is not None else ()
-        whole = {name: boxes for name, boxes in owners.items() if name not in divided_names}
+        whole_owners = {name: boxes for name, boxes in owners.items() if name not in divided_names}
         owned = chain(
-            merged(self.spec, base_weights, built.boxes, whole, gains), merged_pieces(self.spec, base_weights, pieces)
+            merged(self.spec, base_weights, built.boxes, whole_owners, gains),
+            merged_pieces(self.spec, base_weights, pieces),
         )
         return save_hf(self.config.save_hf, base, owned, dtypes, runtime.world, along)
 

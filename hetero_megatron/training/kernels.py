@@ -184,8 +184,10 @@ def check_kernels(kernels: KernelPlan, world: Group, platform: Platform) -> None
         UserError: on all ranks, naming the first kernel that computes something else, and where.
     """
     begin = time.perf_counter()
-    wrong = wrong_kernels(used_kernels(kernels.registry, kernels.choices), platform.device, platform.synchronize)
-    failures_of_ranks = world.gather_objects(wrong, dict[str, str])
+    failures_here = wrong_kernels(
+        used_kernels(kernels.registry, kernels.choices), platform.device, platform.synchronize
+    )
+    failures_of_ranks = world.gather_objects(failures_here, dict[str, str])
     ranks_by_kernel: dict[str, list[int]] = {}
     for rank, failures in zip(world.ranks, failures_of_ranks, strict=True):
         for kernel in failures:

@@ -189,8 +189,8 @@ class BatchSize:
             steps += same
         if self.start and consumed <= self.ramp_samples:
             return steps, consumed
-        more = max(0, samples - consumed) // self.final
-        return steps + more, consumed + more * self.final
+        final_steps = max(0, samples - consumed) // self.final
+        return steps + final_steps, consumed + final_steps * self.final
 
     def samples_after(self, steps: int) -> int:
         """Samples that so many steps consume from the beginning."""

@@ -132,16 +132,16 @@ class CopyExchange:
         return [i for i, holder in enumerate(self.holders) if holder == self.group.index]
 
     def memory(self) -> PackedState:
-        me = self.group.index
+        own_index = self.group.index
         copies = {i: torch.empty(self.size(i), dtype=torch.uint8) for i in self.held}
-        return PackedState(self.entries, me, torch.empty(self.size(me), dtype=torch.uint8), copies)
+        return PackedState(self.entries, own_index, torch.empty(self.size(own_index), dtype=torch.uint8), copies)
 
     def start(self, copies: PackedState, moment: Moment, tensors: Boxed) -> Work:
         """Pack ``tensors``, with boxes as in ``entries``, and send them."""
-        me, nothing = self.group.index, torch.empty(0, dtype=torch.uint8)
+        own_index, nothing = self.group.index, torch.empty(0, dtype=torch.uint8)
         copies.moment, copies.complete = moment, False
-        pack(tensors, self.entries[me], copies.own)
-        send = [copies.own if i == self.holders[me] else nothing for i in range(self.group.size)]
+        pack(tensors, self.entries[own_index], copies.own)
+        send = [copies.own if i == self.holders[own_index] else nothing for i in range(self.group.size)]
         receive = [copies.others.get(i, nothing) for i in range(self.group.size)]
         return self.group.exchange(send, receive)
 
@@ -193,8 +193,8 @@ class PeerReplicas:
         if self._exchange is None or stepped != self._stepped:
             self._exchange, self._stepped = CopyExchange(self.group, self.node, tensors), stepped
         older = self._slots[0] if len(self._slots) == 2 else None
-        again = older is not None and older.entries is self._exchange.entries
-        self._slots = [*self._slots[-1:], older if older is not None and again else self._exchange.memory()]
+        same_layout = older is not None and older.entries is self._exchange.entries
+        self._slots = [*self._slots[-1:], older if older is not None and same_layout else self._exchange.memory()]
         self._under_way = self._exchange.start(self._slots[-1], moment, tensors)
 
     def wait(self) -> None:

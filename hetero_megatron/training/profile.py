@@ -45,9 +45,9 @@ def read_clocks(group: Group, rounds: int = ROUNDS) -> torch.Tensor:
     """[rounds, 2] seconds of this rank's clock: before and after a gathering of all ranks. Called on all ranks."""
     rows = []
     for _ in range(rounds):
-        before = time.perf_counter()
+        start = time.perf_counter()
         group.gather_vectors(torch.zeros(1, dtype=torch.float64))
-        rows.append((before, time.perf_counter()))
+        rows.append((start, time.perf_counter()))
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -130,9 +130,9 @@ class Profiler:
             self._torch.stop()
         self._clocks.append(read_clocks(self.group))
         profile = (torch.cat(self._clocks).tolist(), self._rows)
-        every = self.group.gather_objects(profile, tuple[list[list[float]], list[ROW]])
+        profiles = self.group.gather_objects(profile, tuple[list[list[float]], list[ROW]])
         self._rows = []
-        clock_error_us = self._write(every)
+        clock_error_us = self._write(profiles)
         if clock_error_us is None or self.group.ranks[0] != self.rank:
             return ""
         return f"profile: {self.folder / TRACE}; clocks of ranks agree within {clock_error_us:.0f} us{self._overhead()}"
@@ -170,8 +170,8 @@ class Profiler:
         profiled = sorted(self._seconds[True])
         if not unprofiled:
             return ""
-        plain = unprofiled[len(unprofiled) // 2]
-        return f"; profiled steps took {profiled[len(profiled) // 2] / plain - 1:+.1%} of the others' time"
+        typical = unprofiled[len(unprofiled) // 2]
+        return f"; profiled steps took {profiled[len(profiled) // 2] / typical - 1:+.1%} of the others' time"
 
 
 def _is_whole(path: Path) -> bool:

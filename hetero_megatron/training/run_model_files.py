@@ -41,14 +41,14 @@ def run_model_files(
             along = from_directory(directory).over(along)
     carried = found.model_files() if found is not None else ModelFiles()
     along = carried.over(along)
-    before = along.tokenizer().files
+    tokenizer_files = along.tokenizer().files
     if _trains_on_bytes(config, data):
         along = along.without_tokenizer("this run trains on bytes")
     else:
         along = _tokenizer(config, data).over(along)
     if config.load_hf is None and CONFIG not in carried.files:
-        replaced = along.tokenizer().files != before
-        keeps_config = bool(before) and not replaced  # the source's config.json says what its tokens mean
+        replaced = along.tokenizer().files != tokenizer_files
+        keeps_config = bool(tokenizer_files) and not replaced  # the source's config.json says what its tokens mean
         along = _from_scratch(along, config.spec, {} if keeps_config else special_ids(config, data), replaced)
     for notice in dict.fromkeys(along.notices):
         log(notice_line(notice))
@@ -95,8 +95,8 @@ def _tokenizer(config: RunConfig, data: Datasets) -> ModelFiles:
         tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END)
         described = json.dumps({"tokenizer_class": "GPT2Tokenizer", **tokens}, indent=2) + "\n"
         contents = {name: read_bytes(path) for name, path in files.items() if path is not None}
-        whole = data.tokenizer.to_json().encode()  # for families whose tokenizer class reads no pair of files
-        return ModelFiles({**contents, "tokenizer.json": whole, "tokenizer_config.json": described.encode()})
+        tokenizer_json = data.tokenizer.to_json().encode()  # for families whose tokenizer class reads no pair of files
+        return ModelFiles({**contents, "tokenizer.json": tokenizer_json, "tokenizer_config.json": described.encode()})
     if not isinstance(data.tokenizer, HuggingFaceTokenizer) or flags.tokenizer_model is None:
         return ModelFiles()
     directory = Path(flags.tokenizer_model).expanduser()

@@ -71,8 +71,8 @@ def make_folders(config: RunConfig, group: Group) -> None:
         folders |= {"--save": config.logging.save, "--tensorboard-dir": config.logging.tensorboard_dir}
     folder_problems = [(flag, path, _unwritable(Path(path))) for flag, path in folders.items() if path is not None]
     problem_here = next((problem for problem in folder_problems if problem[2]), None)
-    every = group.gather_objects(problem_here, tuple[str, str, str] | None)
-    for rank, problem_of_rank in zip(group.ranks, every, strict=True):
+    problems = group.gather_objects(problem_here, tuple[str, str, str] | None)
+    for rank, problem_of_rank in zip(group.ranks, problems, strict=True):
         if problem_of_rank is not None:
             flag, path, reason = problem_of_rank
             problem = f"cannot be written on rank {rank}: {reason}"

@@ -215,14 +215,14 @@ def differences(rate: LearningRate, decay: WeightDecay, schedule: ScheduleConfig
 def _differ(
     old: LearningRate | WeightDecay, new: LearningRate | WeightDecay, flags: dict[str, str], unit: str
 ) -> list[str]:
-    found = []
+    lines = []
     for field in fields(old):
         saved_value, new_value = getattr(old, field.name), getattr(new, field.name)
         if saved_value != new_value and field.name in flags:
             counted = " samples" if field.name in _COUNTS else ""
             flag = flags[field.name].format(unit=unit)
-            found.append(f"{flag}: {_number(saved_value)}{counted} there, {_number(new_value)}{counted} here")
-    return found
+            lines.append(f"{flag}: {_number(saved_value)}{counted} there, {_number(new_value)}{counted} here")
+    return lines
 
 
 def _number(value: object) -> str:

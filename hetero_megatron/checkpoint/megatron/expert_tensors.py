@@ -33,7 +33,7 @@ def stacked(found: Mapping[str, Sequence[Part]], experts: int, origin: object) -
     Raises:
         UserError: an expert is missing, or experts differ in shape.
     """
-    whole: dict[str, list[Part]] = {}
+    tensors: dict[str, list[Part]] = {}
     by_number: dict[str, dict[int, Sequence[Part]]] = {}
     for name, parts in found.items():
         one = next((match for form in _EACH if (match := form.fullmatch(name))), None)
@@ -41,16 +41,16 @@ def stacked(found: Mapping[str, Sequence[Part]], experts: int, origin: object) -
             by_number.setdefault(f"{one['mlp']}.experts.experts.{one['rest']}", {})[int(one["expert"])] = parts
         elif (joint := _TRANSPOSED.fullmatch(name)) is not None:
             into = f"{joint['mlp']}.experts.experts.linear_fc{joint['which']}.weight"
-            whole[into] = [_turned(name, part, experts, joint["which"] == "1", origin) for part in parts]
+            tensors[into] = [_turned(name, part, experts, joint["which"] == "1", origin) for part in parts]
         else:
-            whole[name] = list(parts)
+            tensors[name] = list(parts)
     for name, numbered in by_number.items():
         if set(numbered) != set(range(len(numbered))):
             missing = next(i for i in range(len(numbered)) if i not in numbered)
             raise damaged(f"expert {missing} of {name} is missing", origin)
         ranks = zip(*(numbered[i] for i in sorted(numbered)))
-        whole[name] = [_along(name, experts_of, torch.stack, origin) for experts_of in ranks]
-    return whole
+        tensors[name] = [_along(name, experts_of, torch.stack, origin) for experts_of in ranks]
+    return tensors
 
 
 def joined(ranks: Sequence[Mapping[str, list[Part]]], origin: object) -> dict[str, list[Part]]:
@@ -61,16 +61,16 @@ def joined(ranks: Sequence[Mapping[str, list[Part]]], origin: object) -> dict[st
     """
     if any(rank.keys() != ranks[0].keys() for rank in ranks):
         raise damaged("expert-parallel ranks hold different tensors", origin)
-    whole: dict[str, list[Part]] = {}
+    tensors: dict[str, list[Part]] = {}
     for name, parts in ranks[0].items():
         if STACKED in name:
             parts_of_ranks = zip(*(rank[name] for rank in ranks), strict=True)
-            whole[name] = [_along(name, parts, torch.cat, origin) for parts in parts_of_ranks]
+            tensors[name] = [_along(name, parts, torch.cat, origin) for parts in parts_of_ranks]
             continue
         if not all(same_values(parts, other[name]) for other in ranks[1:]):
             raise damaged(f"expert-parallel ranks have different values of {name}", origin)
-        whole[name] = parts
-    return whole
+        tensors[name] = parts
+    return tensors
 
 
 def _along(

@@ -27,22 +27,22 @@ class MegatronWeights:
     def __init__(self, tensors: MegatronTensors, spec: ModelSpec) -> None:
         self.spec, self._tensors = spec, tensors
         self.notices: list[str] = []
-        known = logical_tensors(spec)
-        self._sources = {t.name: source(spec, t.name, t.shape) for t in known}
+        logical = logical_tensors(spec)
+        self._sources = {t.name: source(spec, t.name, t.shape) for t in logical}
         self._rows = {name: s.shape[0] for s in self._sources.values() for name in s.names}
-        self._check(known)
+        self._check(logical)
         self._check_copies()
 
     def _check(self, known: tuple[LogicalTensor, ...]) -> None:
         problems, used = [], set()
         for tensor in known:
-            wanted = self._sources[tensor.name]
-            name = self._name(wanted)
+            entry = self._sources[tensor.name]
+            name = self._name(entry)
             if name is None:
-                problems.append(f"missing {wanted.names[0]}")
+                problems.append(f"missing {entry.names[0]}")
                 continue
             used.add(name)
-            shape, expected = self._shape(name), wanted.shape
+            shape, expected = self._shape(name), entry.shape
             alone = name.endswith(("_w", "_v"))
             if shape != (tensor.shape if alone else expected) and not self._is_padded(name, shape, expected):
                 problems.append(f"{name} is {list(shape)}, not {list(expected)}")
@@ -52,8 +52,8 @@ class MegatronWeights:
         problems += [f"unexpected {name}" for name in sorted(self._tensors.parts.keys() - used - tied)]
         if problems:
             problems_once = list(dict.fromkeys(problems))
-            more = f"; and {len(problems_once) - 12} more" if len(problems_once) > 12 else ""
-            raise self._refuse(f"does not fit the model {self.spec.name}: {'; '.join(problems_once[:12])}{more}")
+            rest_text = f"; and {len(problems_once) - 12} more" if len(problems_once) > 12 else ""
+            raise self._refuse(f"does not fit the model {self.spec.name}: {'; '.join(problems_once[:12])}{rest_text}")
 
     def _is_padded(self, name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Megatron pads the vocabulary to a multiple of tensor-parallel ranks."""
@@ -102,5 +102,5 @@ class MegatronWeights:
 
     def read(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
         """The values of one box in the file's dtype."""
-        whole = self._sources[tensor.name].cut(self._whole(self.name(tensor)))
-        return whole[box.slices()].contiguous()
+        whole_tensor = self._sources[tensor.name].cut(self._whole(self.name(tensor)))
+        return whole_tensor[box.slices()].contiguous()

@@ -79,8 +79,8 @@ def effective(values: Mapping[str, Any], given: set[str], places: Mapping[str, s
         value = values.get(flag.key)
         if flag.status != SUPPORTED or flag.name in (CONFIG, "--write-config") or value is None or value is False:
             continue
-        plain = list(value) if isinstance(value, tuple) else value
-        text = yaml.safe_dump({flag.name[2:]: plain}, default_flow_style=True, width=1 << 20).strip()[1:-1]
+        simple_value = list(value) if isinstance(value, tuple) else value
+        text = yaml.safe_dump({flag.name[2:]: simple_value}, default_flow_style=True, width=1 << 20).strip()[1:-1]
         if flag.key in given:
             lines.append(f"{text}  # {places.get(flag.name, 'command line')}")
         else:

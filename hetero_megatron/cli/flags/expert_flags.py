@@ -31,10 +31,10 @@ def build_moe(args: Arguments, ffn_hidden_size: int) -> MoE | None:
             problem = "--num-experts needs it: experts are gated by SiLU and have no biases"
             raise flag_error(key, "not given", problem, "the flag beside --num-experts")
     top_k, score = args["moe_router_topk"], args["moe_router_score_function"]
-    sigmoid, before = score == "sigmoid", args["moe_router_pre_softmax"]
-    if before and sigmoid:
+    sigmoid, softmax_first = score == "sigmoid", args["moe_router_pre_softmax"]
+    if softmax_first and sigmoid:
         raise flag_error("moe_router_pre_softmax", True, "has no effect on scores by sigmoid")
-    if top_k == 1 and not sigmoid and not before:  # as Megatron
+    if top_k == 1 and not sigmoid and not softmax_first:  # as Megatron
         raise flag_error("moe_router_topk", 1, "a softmax over one expert is 1", "--moe-router-pre-softmax beside it")
     moves = args["moe_router_enable_expert_bias"]
     if moves and not sigmoid:
@@ -50,7 +50,7 @@ def build_moe(args: Arguments, ffn_hidden_size: int) -> MoE | None:
             ffn_hidden_size=args["moe_ffn_hidden_size"] or ffn_hidden_size,
             score=score,
             # The softmax over the best of the logits is that over all, normalised over the best.
-            normalize=top_k > 1 and (sigmoid or not before),
+            normalize=top_k > 1 and (sigmoid or not softmax_first),
             scale=1.0 if scale is None else scale,
             groups=groups,
             top_groups=top_groups,

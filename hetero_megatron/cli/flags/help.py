@@ -87,18 +87,18 @@ def help_text(command: str = "pretrain", everything: bool = True) -> str:
              "                                --model M, data, training ... (--nproc-per-node N: ranks on this host)",
              f"       hetero-megatron {command} --help | --help-all | --version", ""]
     for group, flags in GROUPS.items():
-        shown = [flag for flag in flags if _in_help(flag) and (everything or _common(flag, command))]
-        if shown:
+        flags_shown = [flag for flag in flags if _in_help(flag) and (everything or _common(flag, command))]
+        if flags_shown:
             lines.append(f"{group}:")
-        for flag in shown:
+        for flag in flags_shown:
             default = _default(flag).replace("`", "")
             tail = f" [{default}]" if default and default != "off" else ""
             choices = f" ({' | '.join(map(str, flag.choices))})" if flag.choices else ""
             text = textwrap.wrap(f"{flag.summary or flag.help}{choices}{tail}", 64)
             name = f"  {flag.name}"
             first = [f"{name:<42} {text[0]}"] if len(name) <= 42 else [name, " " * 43 + text[0]]
-            lines += first + [" " * 43 + more for more in text[1:]]
-        if shown:
+            lines += first + [" " * 43 + line_after for line_after in text[1:]]
+        if flags_shown:
             lines.append("")
     if not everything:
         return "\n".join(lines) + "--help-all lists all flags."

@@ -257,12 +257,12 @@ def _window(text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        left, right = (int(part) for part in text.strip("()[] ").split(","))
+        earlier_tokens, right = (int(part) for part in text.strip("()[] ").split(","))
     except ValueError:
         raise flag_error("window_size", text, "is not two integers", "LEFT,RIGHT, e.g. 4095,0") from None
-    if left < 0 or right != 0:
+    if earlier_tokens < 0 or right != 0:
         raise flag_error("window_size", text, "cannot be used as a causal window", "LEFT >= 0 and RIGHT = 0")
-    return left + 1
+    return earlier_tokens + 1
 
 
 def _vocabulary(args: Arguments, data: DataConfig | None) -> int:

@@ -176,9 +176,9 @@ def together(errors: Sequence[UserError]) -> UserError:
     errors = [single for error in errors for single in error.several or (error,)]
     groups: dict[tuple[str, str], list[str]] = {}
     for error in errors:
-        shown = error.field if error.value is None else f"{error.field} = {_short(str(error.value))}"
-        shown = ": ".join(filter(None, (error.where, shown))) if error.where != WHERE else shown
-        groups.setdefault((error.problem, error.accepted), []).append(shown)
+        setting = error.field if error.value is None else f"{error.field} = {_short(str(error.value))}"
+        setting = ": ".join(filter(None, (error.where, setting))) if error.where != WHERE else setting
+        groups.setdefault((error.problem, error.accepted), []).append(setting)
     parts = [
         f"{', '.join(dict.fromkeys(names))}: {problem}" + (f" (accepted: {accepted})" if accepted else "")
         for (problem, accepted), names in groups.items()
@@ -197,8 +197,8 @@ def _short(text: str, limit: int = 40) -> str:
 
 
 def _check_count(flag: Flag, words: list[str]) -> None:
-    wrong = len(words) != flag.nargs if isinstance(flag.nargs, int) else flag.nargs == "+" and not words
-    if wrong:
+    is_wrong = len(words) != flag.nargs if isinstance(flag.nargs, int) else flag.nargs == "+" and not words
+    if is_wrong:
         count_text = {0: "no value", 1: "one value", "+": "one or more values"}.get(flag.nargs, f"{flag.nargs} values")
         raise UserError(
             "wrong number of values", field=flag.name, value=" ".join(words), accepted=count_text, where=WHERE
@@ -253,8 +253,8 @@ def _value(flag: Flag, word: str) -> Any:
 
 
 def _check_bounds(flag: Flag, value: float, word: str) -> None:
-    if (wrong := beyond(value, flag.least, flag.most, flag.above, flag.below)) is not None:
-        raise UserError(wrong[0], field=flag.name, value=word, accepted=wrong[1], where=WHERE)
+    if (violation := beyond(value, flag.least, flag.most, flag.above, flag.below)) is not None:
+        raise UserError(violation[0], field=flag.name, value=word, accepted=violation[1], where=WHERE)
 
 
 FILES, KEYED = "data files", "a *.jsonl, *.parquet or *.arrow corpus"

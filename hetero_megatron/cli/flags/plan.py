@@ -197,16 +197,16 @@ def _searched(
         chips = plural(cluster.world_size, "chip")
         activity = f"searching for a plan on {chips}; hetero-megatron plan would show how that goes"
         print(activity, file=sys.stderr, flush=True)
-    whole = TimeBudget().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
-    answer = search(
-        PlanningProblem(spec, cluster, args["seq_length"], args["global_batch_size"], options), budget=whole
+    budget = TimeBudget().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
+    optimum = search(
+        PlanningProblem(spec, cluster, args["seq_length"], args["global_batch_size"], options), budget=budget
     ).best
-    _ranks(args, launcher, answer.plan.ranks[-1] + 1)
+    _ranks(args, launcher, optimum.plan.ranks[-1] + 1)
     args.notices.append(
-        f"plan {answer.plan.fingerprint()} searched: {answer.step_seconds:.4g} s per step predicted, "
-        f"{answer.prediction.tokens_per_second:,.0f} tokens/s"
+        f"plan {optimum.plan.fingerprint()} searched: {optimum.step_seconds:.4g} s per step predicted, "
+        f"{optimum.prediction.tokens_per_second:,.0f} tokens/s"
     )
-    return answer.plan
+    return optimum.plan
 
 
 def _from_meshes(args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment) -> Plan:

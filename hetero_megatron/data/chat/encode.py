@@ -181,12 +181,12 @@ class _Turns:
             except UserError as error:
                 problem = problem or error
                 continue
-            wrong = wrongly_rendered(messages, rendered.text)
-            if wrong is None:
+            misrendered = wrongly_rendered(messages, rendered.text)
+            if misrendered is None:
                 self._messages = messages
                 return rendered
             problem = problem or UserError(
-                f"the chat template writes {wrong}", field=FLAG, value=self._template.name, where=self._where,
+                f"the chat template writes {misrendered}", field=FLAG, value=self._template.name, where=self._where,
                 accepted="a template that takes them so, or messages in another form",
             )  # fmt: skip
         assert problem is not None
@@ -238,8 +238,8 @@ class _Turns:
 
     def _of_turn(self, i: int) -> tuple[int, int]:
         """Where a turn stands; of the assistant, what it writes after what asks for it."""
-        answer = self._messages[i]["role"] == ASSISTANT
-        before = self._render(self._messages[:i], prompt=answer).text if i else ""
+        is_answer = self._messages[i]["role"] == ASSISTANT
+        before = self._render(self._messages[:i], prompt=is_answer).text if i else ""
         after = self._render(self._messages[: i + 1]).text
         if not (self.text.startswith(before) and self.text.startswith(after) and len(before) <= len(after)):
             raise self._not_a_prefix(i)

@@ -36,8 +36,8 @@ def form_of(record: Mapping[str, Any], where: str) -> str:
     have = {key for key, value in record.items() if value is not None}
     forms = [key for key in LISTS if key in have] + [key for key, other in _SECOND.items() if {key, other} <= have]
     if len(forms) > 1:
-        shown = " and ".join(forms)
-        raise UserError(f"the record has {shown}", field="record", accepted=f"one of {ACCEPTED}", where=where)
+        forms_text = " and ".join(forms)
+        raise UserError(f"the record has {forms_text}", field="record", accepted=f"one of {ACCEPTED}", where=where)
     if is_pair(record) and (not forms or forms[0] not in LISTS):
         raise pair_refused(record, where)
     if not forms:

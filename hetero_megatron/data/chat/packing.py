@@ -38,10 +38,10 @@ def best_fit(lengths: Sequence[int] | np.ndarray, capacity: int, order: np.ndarr
                 del open_by_space[space]
                 spaces.pop(space_index)
         packs[pack].append(item)
-        if left := space - length:
-            if left not in open_by_space:
-                bisect.insort(spaces, left)
-            open_by_space.setdefault(left, []).append(pack)
+        if space_left := space - length:
+            if space_left not in open_by_space:
+                bisect.insort(spaces, space_left)
+            open_by_space.setdefault(space_left, []).append(pack)
     return packs
 
 

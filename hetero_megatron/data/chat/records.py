@@ -165,7 +165,7 @@ class HubRecords:
                 "data sets of the hub need the package datasets", field=self.field, value=self.name,
                 accepted="pip install 'hetero-megatron[data]'",
             ) from None  # fmt: skip
-        shown = datasets.is_progress_bar_enabled()
+        bar_enabled = datasets.is_progress_bar_enabled()
         datasets.disable_progress_bars()
         try:
             return datasets.load_dataset(name, config, split=split, streaming=self.streaming)
@@ -176,7 +176,7 @@ class HubRecords:
                 accepted=f"{_HUB_ACCEPTED}; a name that this machine can download or has downloaded",
             ) from None  # fmt: skip
         finally:
-            if shown:
+            if bar_enabled:
                 datasets.enable_progress_bars()
 
     @property

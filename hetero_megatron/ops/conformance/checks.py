@@ -201,14 +201,14 @@ def _backward(
     names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
 
     def run(check: str, by: Kernel, saved: Sequence[Any]) -> Iterator[Finding]:
-        answer, problem = subject.attempt(check, case.name, lambda: call_backward(spec, by, grads, saved, args))
-        if answer is None:
+        outcome, problem = subject.attempt(check, case.name, lambda: call_backward(spec, by, grads, saved, args))
+        if outcome is None:
             yield subject.finding(check, case.name, problem)
             return
-        gradients, damage = answer
+        gradients, damage = outcome
         problem = judge_all(gradients, wants, eager.gradients, cap, 3.0, names)
-        wrong = [n for n, g in zip(names, gradients, strict=True) if g.dtype != args[spec.args.index(n)].dtype]
-        problem = problem or (f"the gradient of {wrong[0]} has another dtype than it" if wrong else "")
+        wrong_dtypes = [n for n, g in zip(names, gradients, strict=True) if g.dtype != args[spec.args.index(n)].dtype]
+        problem = problem or (f"the gradient of {wrong_dtypes[0]} has another dtype than it" if wrong_dtypes else "")
         yield subject.finding(check, case.name, problem)
         if by is kernel:
             yield subject.finding("bounds", f"{case.name}, backward", "; ".join(damage))
@@ -244,12 +244,12 @@ def _expanded(subject: Subject, case: Case, args: tuple[Any, ...], eager: CallOu
     fresh, problem = subject.attempt("backward", name, lambda: call_forward(spec, kernel, args))
     if fresh is None:
         return
-    answer, problem = subject.attempt("backward", name, lambda: call_backward(spec, kernel, grads, fresh.saved, args))
-    if answer is not None:
+    outcome, problem = subject.attempt("backward", name, lambda: call_backward(spec, kernel, grads, fresh.saved, args))
+    if outcome is not None:
         _, wants = oracle(spec, args, grads)
         _, cap = spec.bounds.of(subject.dtype)
-        plain, _ = call_backward(spec, reference_kernel(spec), grads, eager.saved, args)
-        problem = judge_all(answer[0], wants, plain, cap, 3.0)
+        eager_grads, _ = call_backward(spec, reference_kernel(spec), grads, eager.saved, args)
+        problem = judge_all(outcome[0], wants, eager_grads, cap, 3.0)
     yield subject.finding("backward", name, problem)
 
 
@@ -260,16 +260,16 @@ def _split_backward(subject: Subject, case: Case, args: tuple[Any, ...], outcome
     top, total, _ = (x.clone() for x in outcome.results)
     peak, normalizer = torch.where(top.isfinite(), top, 0.0) + 0.5, total + 1.0
     grad = torch.randn(labels.shape, generator=torch.Generator().manual_seed(9)).to(peak.dtype).to(labels.device)
-    after = [x.clone() for x in (labels, peak, normalizer)]
+    statistics = [x.clone() for x in (labels, peak, normalizer)]
     assert spec.backward is not None
     wants = spec.backward(grad.double(), logits.double(), labels, peak.double(), normalizer.double(), start)
-    plain, _ = call_backward(spec, reference_kernel(spec), [grad], (logits,), args, after)
+    eager_grads, _ = call_backward(spec, reference_kernel(spec), [grad], (logits,), args, statistics)
     _, cap = spec.bounds.of(subject.dtype)
     answer, problem = subject.attempt(
-        "backward", case.name, lambda: call_backward(spec, kernel, [grad], outcome.saved, args, after)
+        "backward", case.name, lambda: call_backward(spec, kernel, [grad], outcome.saved, args, statistics)
     )
     if answer is not None:
-        problem = judge_all(answer[0], [w.cpu() for w in wants], plain, cap, 3.0, spec.gradients)
+        problem = judge_all(answer[0], [w.cpu() for w in wants], eager_grads, cap, 3.0, spec.gradients)
         yield subject.finding("bounds", f"{case.name}, backward", "; ".join(answer[1]))
     yield subject.finding("backward", case.name, problem)
 
@@ -284,11 +284,11 @@ def _trained(
     forward_cap, cap = spec.bounds.of(subject.dtype)
     # A callable of the vendor's own may use up what it saved: models run each backward once.
     times = 1 if kernel.private or kernel.overwrites or kernel.apply is not None else 2
-    answer, problem = subject.attempt(
+    outcome, problem = subject.attempt(
         "training", case.name, lambda: call_trained(spec, kernel, args, grads, times)
     )
-    if answer is not None:
-        results, gradients, damage = answer
+    if outcome is not None:
+        results, gradients, damage = outcome
         names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
         problem = judge_all(results, wants[0], eager.results, forward_cap, 2.0)
         for count, gradients_of_run in enumerate(gradients):

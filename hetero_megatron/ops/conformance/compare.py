@@ -104,25 +104,25 @@ def mismatch(got: torch.Tensor, want: torch.Tensor, eager: torch.Tensor | None, 
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)}, not {tuple(want.shape)}"
     if not want.is_floating_point() and got.dtype == want.dtype:
-        wrong = int((got.cpu() != want).sum())
-        return f"{wrong} of {got.numel()} integers differ" if wrong else ""
+        wrong_count = int((got.cpu() != want).sum())
+        return f"{wrong_count} of {got.numel()} integers differ" if wrong_count else ""
     if not got.is_floating_point():
         return f"it is {got.dtype}, which is no floating-point dtype"
     if (got.isnan().cpu() & ~want.isnan()).any():
         count = int((got.isnan().cpu() & ~want.isnan()).sum())
         return f"{count} of {got.numel()} elements were not written, or are NaN"
     relative, worst = distance(got, want)
-    plain = distance(eager, want) if eager is not None else (0.0, 0.0)
-    if not math.isfinite(plain[0]):  # the definition overflows in this dtype: no measure for others
-        plain = (0.0, 0.0)
-    if relative > max(cap, factor * plain[0]):
+    eager_error = distance(eager, want) if eager is not None else (0.0, 0.0)
+    if not math.isfinite(eager_error[0]):  # the definition overflows in this dtype: no measure for others
+        eager_error = (0.0, 0.0)
+    if relative > max(cap, factor * eager_error[0]):
         return f"error {relative:.2g} is over {cap:.2g}{_guess(got, want)}"
     if eager is None or not got.numel():
         return ""
     finite = want[want.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     rounding = max(cap, torch.finfo(got.dtype).eps) * (largest if largest > NOTHING else 1.0)
-    bound = factor * plain[1] + rounding
+    bound = factor * eager_error[1] + rounding
     return f"one element is off by {worst:.2g}, over {bound:.2g}" if worst > bound else ""
 
 

@@ -39,12 +39,12 @@ def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: tor
         into = box.place(start.to(wide(subject.dtype)).to(subject.device), may_change=True)
         other_args = (box.place(e) if isinstance(e, torch.Tensor) else e for e in ends)
         placed = box.place(dy), box.place(x), *other_args, into, beta
-        before = into.cpu().double() if beta else 0.0
+        sum_before = into.cpu().double() if beta else 0.0
         with box, torch.no_grad():
             _, problem = subject.attempt(
                 "weight gradient", f"{case.name}, beta {beta:g}", lambda: subject.kernel.parts["weight"](*placed)  # noqa: B023
             )
-        error = float((into.cpu().double() - before - want).norm())  # what lies there counts, not what was returned
+        error = float((into.cpu().double() - sum_before - want).norm())  # what lies there counts, not what was returned
         _, sums = subject.spec.bounds.of(into.dtype)
         if not problem and not error <= cap * float(want.norm()) + sums * float(into.norm()):
             problem = f"the sum of {into.dtype} is off by {error / (float(want.norm()) or 1.0):.2g} of what was added"
@@ -66,7 +66,7 @@ def loss_and_gradients(
         if beta is not None:
             start = normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
             into = box.place(start.to(subject.device, wide(subject.dtype)), may_change=True)
-        before = into.cpu().double() if into is not None and beta else torch.zeros_like(want_dw)
+        sum_before = into.cpu().double() if into is not None and beta else torch.zeros_like(want_dw)
         placed = *(box.place(t) for t in (x, weight, labels, dloss)), into, 1.0 if beta is None else beta
         call = functools.partial(subject.kernel.parts["fwd_bwd"], *placed)
         with box, torch.no_grad():
@@ -76,8 +76,8 @@ def loss_and_gradients(
             dw = dw if into is None else into  # what lies there counts, not what was returned
             problem = judge_all([loss, dx], [want_loss, want_dx], [eager.results[0], eager.gradients[0]],
                                 max(forward_cap, cap), 3.0, ("loss", "dx"))  # fmt: skip
-            error, size = float((dw.cpu().double() - before - want_dw).norm()), float(want_dw.norm())
-            if not problem and not error <= cap * size + 1e-6 * float(before.norm()) + 1e-6:
+            error, size = float((dw.cpu().double() - sum_before - want_dw).norm()), float(want_dw.norm())
+            if not problem and not error <= cap * size + 1e-6 * float(sum_before.norm()) + 1e-6:
                 problem = f"dweight is off by {error / (size or 1.0):.2g} of what was added"
             if not problem and dw.dtype != wide(subject.dtype):
                 problem = f"dweight is {dw.dtype}: it is added up in at least fp32"

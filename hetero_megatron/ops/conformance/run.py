@@ -82,8 +82,8 @@ class Sandbox(TorchDispatchMode):
                 base[GUARD:-GUARD] = values.reshape(-1)[0]  # an expanded scalar
             else:
                 inner.copy_(values)
-        before = base.clone() if whole else torch.cat([base[:GUARD], base[-GUARD:]])
-        self._buffers.append(_Buffer(base, before, whole, what))
+        saved_bytes = base.clone() if whole else torch.cat([base[:GUARD], base[-GUARD:]])
+        self._buffers.append(_Buffer(base, saved_bytes, whole, what))
         return inner
 
     def damage(self) -> list[str]:
@@ -93,9 +93,9 @@ class Sandbox(TorchDispatchMode):
             if b.whole and torch.equal(_bits(b.base), _bits(b.before)):
                 continue
             guards = torch.cat([b.base[:GUARD], b.base[-GUARD:]])
-            before = torch.cat([b.before[:GUARD], b.before[-GUARD:]])
-            if not torch.equal(_bits(guards), _bits(before)):
-                index = int((_bits(guards) != _bits(before)).nonzero()[0]) // b.base.element_size()
+            guards_before = torch.cat([b.before[:GUARD], b.before[-GUARD:]])
+            if not torch.equal(_bits(guards), _bits(guards_before)):
+                index = int((_bits(guards) != _bits(guards_before)).nonzero()[0]) // b.base.element_size()
                 where_outside = f"{GUARD - index} before" if index < GUARD else f"{index - GUARD + 1} after"
                 problems.append(f"{OUT_OF_BOUNDS}: {where_outside} {b.what} of {b.base.numel() - 2 * GUARD} elements")
             elif b.whole:
@@ -292,13 +292,13 @@ def _compare(subject: Subject, case: Case) -> dict[str, str]:
     trained = bool(spec.gradients) and not spec.split
     grads = seeds(spec, args) if trained else None
     wants, want_gradients = oracle(spec, args, grads)
-    plain = reference_kernel(spec)
-    eager = call_forward(spec, plain, args, Unguarded)
+    definition = reference_kernel(spec)
+    eager = call_forward(spec, definition, args, Unguarded)
     gradients: list[torch.Tensor] = []
     if grads is None:
         results = call_forward(spec, kernel, args, Unguarded).results
     else:
-        eager.gradients, _ = call_backward(spec, plain, grads, eager.saved, args, guard=Unguarded)
+        eager.gradients, _ = call_backward(spec, definition, grads, eager.saved, args, guard=Unguarded)
         results, (gradients,), _ = call_trained(spec, kernel, args, grads, 1, Unguarded)
     forward_cap, cap = (SLACK * bound for bound in spec.bounds.of(subject.dtype))
     if subject.dtype == torch.float64:

@@ -119,8 +119,8 @@ def measure(
         if kernel.backward is None or spec.split or kernel.private:
             return
         grads, run, options = seeds(spec, args), kernel.backward, args[len(spec.tensors) :]
-        every = [(*values, *forward(values)) for values in copies]
-        saved_tensors = itertools.cycle([[values[spec.index(n)] for n in spec.saves] for values in every])
+        operands = [(*values, *forward(values)) for values in copies]
+        saved_tensors = itertools.cycle([[values[spec.index(n)] for n in spec.saves] for values in operands])
         seconds = best_seconds(lambda: run(*grads, *next(saved_tensors), *options), synchronize)
         yield KernelSpeed(str(kernel), name, case.name, "backward", seconds, floor(spec.backward_cost(*args)))
 

@@ -45,10 +45,10 @@ class GlobalState:
         """
         changes = []
         for name, (get, put) in _SETTINGS.items():
-            before, now = self._settings[name], get()
-            if now != before:
-                changes.append(f"changed torch's {name} from {before} to {now}")
-                put(before)
+            saved_value, present_value = self._settings[name], get()
+            if present_value != saved_value:
+                changes.append(f"changed torch's {name} from {saved_value} to {present_value}")
+                put(saved_value)
         if not torch.equal(torch.get_rng_state(), self._random):
             torch.set_rng_state(self._random)
             if random_too:

@@ -88,16 +88,16 @@ class HopExchange:
             self._handle = self.group.all_to_all(send, self.routes.give_counts, self.routes.take_counts)
             return
         assert memory is not None
-        counts, me = [x.stop - x.start for x in self.runs], self.group.index
+        counts, own_index = [x.stop - x.start for x in self.runs], self.group.index
         own_size = self.size if self._own_travels else 0
         if self.sent_as is not None:
-            other_runs = [memory[run] for i, run in enumerate(self.runs) if i != me]
+            other_runs = [memory[run] for i, run in enumerate(self.runs) if i != own_index]
             send = memory.new_empty(len(memory) - self.size, dtype=self.sent_as)
             torch._foreach_copy_(list(send.split([len(part) for part in other_runs])), other_runs)
             self._hold(send)
         else:  # of more than two, with my own part, so that it is one piece
-            send = memory if self._own_travels else memory[self.runs[1 - me]]
-        counts[me] = own_size
+            send = memory if self._own_travels else memory[self.runs[1 - own_index]]
+        counts[own_index] = own_size
         self._handle = self.group.all_to_all(send, counts, self._counts(own_size, self.size))
 
     @property

@@ -182,8 +182,8 @@ class GradientSync:
         weights, which are summed up after every backward."""
         from hetero_megatron.parallel.grad_sync.reduction import StepReduction
 
-        whole = {index: e for index, e in self.by_bucket.items() if index not in self.divided}
-        self._reduction = StepReduction(reduces, whole, self.sums, self._aside, self._chunks)
+        undivided = {index: e for index, e in self.by_bucket.items() if index not in self.divided}
+        self._reduction = StepReduction(reduces, undivided, self.sums, self._aside, self._chunks)
 
     def last_gradients(self, chunk: int, products: Iterable[torch.Tensor] | None) -> None:
         """What runs next brings the last gradients of a chunk. Called after :meth:`begin`, once per chunk.
@@ -222,8 +222,8 @@ class GradientSync:
         if self._reduction is None:
             self.begin(self.reduces)
         assert self._reduction is not None
-        whole, divided = iter(self._reduction.finish()), self.divided_sums.finish()
-        owned = [divided[index] if index in divided else next(whole) for index in self.by_bucket]
+        undivided_sums, divided = iter(self._reduction.finish()), self.divided_sums.finish()
+        owned = [divided[index] if index in divided else next(undivided_sums) for index in self.by_bucket]
         self._reduction = None
         self.sums.filled.clear()
         for pieces, exchange in zip(owned, self.exchanges, strict=True):

@@ -74,8 +74,8 @@ class StepReduction:
         while self._ended < end:
             if not self._start_next():
                 self._end_next(wait=True)
-        done = {a.micro_batch for a in self._queue[:end]} - {a.micro_batch for a in self._queue[end:]}
-        while self._summed and self._summed[0][0] in done:
+        finished = {a.micro_batch for a in self._queue[:end]} - {a.micro_batch for a in self._queue[end:]}
+        while self._summed and self._summed[0][0] in finished:
             self._join()
 
     def finish(self) -> list[list[torch.Tensor]]:

@@ -109,8 +109,8 @@ class HopRoutes:
             for i, part in parts:
                 source = sources[i]
                 rows = source.box.size // source.box.shape[0]
-                whole = all(s == slice(0, n) for s, n in zip(part[1:], source.box.shape[1:], strict=True))
-                assert whole and source.offset + part[0].start * rows == offset, f"{source.name} is out of its run"
+                is_whole = all(s == slice(0, n) for s, n in zip(part[1:], source.box.shape[1:], strict=True))
+                assert is_whole and source.offset + part[0].start * rows == offset, f"{source.name} is out of its run"
                 offset += (part[0].stop - part[0].start) * rows
         assert offset == sum(s.box.size for s in sources)
         return runs

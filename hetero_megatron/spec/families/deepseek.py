@@ -77,9 +77,9 @@ def _read(
     if rope.scaling is not None and rope.scaling.kind == "proportional":
         raise read.refuse("not known with latent attention", "rope_scaling", "another rope_type")
     sizes = {"head_dim": mla.rope_dim, "num_key_value_heads": read.integer("num_attention_heads")}
-    plain = ConfigReader({**read.config, **sizes}, read.where, read.prefix)
+    plain_read = ConfigReader({**read.config, **sizes}, read.where, read.prefix)
     return decoder(
-        plain, model_type, name, defaults, mla=mla, head_dim=mla.head_dim, out_bias=mla.bias, notices=notices,
+        plain_read, model_type, name, defaults, mla=mla, head_dim=mla.head_dim, out_bias=mla.bias, notices=notices,
         layer_kinds=(LayerKind(rope=replace(rope, dims=mla.rope_dim)),), **changes,
         attn_scale=score_scale(mla, rope.scaling.factor) if rope.scaling is not None else None,
     )  # fmt: skip

@@ -45,11 +45,11 @@ class LayerDump:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: torch.nn.Module, args: Any, out: Any) -> None:
-            whole = out.sum() if isinstance(out, ResidualStream) else out[0] if isinstance(out, tuple) else out
-            if not self.active or not isinstance(whole, torch.Tensor) or name in self._tensors:
+            first_output = out.sum() if isinstance(out, ResidualStream) else out[0] if isinstance(out, tuple) else out
+            if not self.active or not isinstance(first_output, torch.Tensor) or name in self._tensors:
                 return
             self._order.append(name)
-            self._tensors[name] = whole.detach().float().cpu().contiguous().clone()
+            self._tensors[name] = first_output.detach().float().cpu().contiguous().clone()
             out = out[0] if isinstance(out, tuple) else out  # of a stream: its gradient is the sum's
             if out.requires_grad:
 
