@@ -30,10 +30,10 @@ def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
         INIT: lora.residual or True, "modules_to_save": None,
     }  # fmt: skip
     names = module_names(spec)
-    plain = [names.get(name, name) for name in lora.targets if spec.moe is None or name not in MLP_TARGETS]
-    content["target_modules"] = plain
+    plain_names = [names.get(name, name) for name in lora.targets if spec.moe is None or name not in MLP_TARGETS]
+    content["target_modules"] = plain_names
     if lora.sites:
-        content |= site_keys(spec, lora.sites, plain)
+        content |= site_keys(spec, lora.sites, plain_names)
     if spec.moe is not None:
         content["target_parameters"] = parameters_of(lora)
         if "gate_proj" in lora.targets:
@@ -53,11 +53,11 @@ def read_config(directory: str, field: str, spec: ModelSpec) -> Lora:
     scaled, dora = (_switch(content, key, path_name) for key in ("use_rslora", "use_dora"))
     if type(rank) is not int or not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise UserError("has no r or lora_alpha", field=field, value=path_name, accepted=ACCEPTED)
-    plain, experts = _target_modules(content, path_name, spec), _target_parameters(content, path_name)
+    attention, experts = _target_modules(content, path_name, spec), _target_parameters(content, path_name)
     residual_kind = residual(content, path_name)
     try:
         dropout = content.get("lora_dropout") or 0.0
-        lora = Lora(rank, float(alpha), (*plain, *experts), scaled, dropout, dora=dora, residual=residual_kind)
+        lora = Lora(rank, float(alpha), (*attention, *experts), scaled, dropout, dora=dora, residual=residual_kind)
     except UserError as error:
         name = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}[error.field]
         raise UserError(

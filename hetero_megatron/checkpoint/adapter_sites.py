@@ -118,12 +118,12 @@ def _check_experts(found: Mapping[str, Any], lora: Lora, where: str, spec: Model
         "", *PARAMETERS, *(f"0.{t}" for t in MLP_TARGETS), *(f"0.{t}" for t in MIXTRAL))]  # fmt: skip
     every_name = [name.removesuffix(".") for name in every_name]
     for key, patterns in _patterns(found, where).items():
-        usual = lora.rank if key == "rank_pattern" else lora.alpha
+        usual_value = lora.rank if key == "rank_pattern" else lora.alpha
         for name in every_name:
-            if (value := pattern_value(patterns, name, key, where)) not in (None, usual):
+            if (value := pattern_value(patterns, name, key, where)) not in (None, usual_value):
                 raise UserError(
                     f"all adapters of experts have one rank and alpha here ({name})", field=key, value=value,
-                    accepted=f"patterns of other modules, or {usual:g}", where=where,
+                    accepted=f"patterns of other modules, or {usual_value:g}", where=where,
                 )  # fmt: skip
     left_out = ModuleChoice((), _names(found, "exclude_modules", where))
     modules_named = [name for name in found.get("target_modules") or () if _of_experts(str(name))]

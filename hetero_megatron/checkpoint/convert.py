@@ -85,9 +85,9 @@ def from_native(
     checkpoint, spec = _opened(source, step)
     names = [tensor.name for tensor in logical_tensors(spec)]
     dtypes = dict.fromkeys(names, DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
-    along, chunks, nonfinite = checkpoint.model_files(), _chunks(checkpoint, spec), dict[str, None]()
+    model_files, chunks, nonfinite = checkpoint.model_files(), _chunks(checkpoint, spec), dict[str, None]()
     try:
-        save_hf(target, spec, chunks, dtypes, _alone(), along, nonfinite=None if check_finite else nonfinite)
+        save_hf(target, spec, chunks, dtypes, _alone(), model_files, nonfinite=None if check_finite else nonfinite)
     except Damaged as error:
         raise damaged_error(error, checkpoint.field) from error
     except UserError as error:
@@ -96,7 +96,7 @@ def from_native(
         accepted = error.accepted.replace("--save-hf-dtype", "--dtype")
         raise UserError(error.problem, field="TARGET", value=target, accepted=accepted) from error
     summary = {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": _names(dtypes)}
-    return summary | {"nonfinite": list(nonfinite), "notices": along.notices, "target": target}
+    return summary | {"nonfinite": list(nonfinite), "notices": model_files.notices, "target": target}
 
 
 def _names(dtypes: Mapping[str, torch.dtype]) -> str:
@@ -134,8 +134,8 @@ def to_gguf(
     if native:
         checkpoint, spec = _opened(source, step)
         spec = replace(spec, mtp_layers=0)  # llama.cpp reads no modules that predict further tokens
-        along, alone, number = checkpoint.model_files(), _alone(), checkpoint.step
-        dtypes, notices = weight_dtypes(checkpoint, spec), along.notices
+        model_files, alone, number = checkpoint.model_files(), _alone(), checkpoint.step
+        dtypes, notices = weight_dtypes(checkpoint, spec), model_files.notices
 
         def read(tensor: LogicalTensor) -> torch.Tensor:
             values = torch.empty(tensor.shape, dtype=dtypes[tensor.name])
@@ -144,8 +144,8 @@ def to_gguf(
             return values
 
     else:
-        weights, along = HFWeights(source, load_model(source, "SOURCE"), "SOURCE"), from_directory(source)
-        spec, dtypes, notices, number = weights.spec, weights.dtypes(), (*weights.notices, *along.notices), 0
+        weights, model_files = HFWeights(source, load_model(source, "SOURCE"), "SOURCE"), from_directory(source)
+        spec, dtypes, notices, number = weights.spec, weights.dtypes(), (*weights.notices, *model_files.notices), 0
 
         def read(tensor: LogicalTensor) -> torch.Tensor:
             return weights.read(tensor, Box.whole(tensor.shape))
@@ -155,7 +155,9 @@ def to_gguf(
         accepted = ", ".join(_NAMES[known_dtype] for known_dtype in gguf_file.DTYPES)
         raise UserError("GGUF has no such dtype", field="--dtype", value=_NAMES[chosen], accepted=accepted)
     nonfinite = dict[str, None]()
-    file_notices = gguf_file.write_gguf(target, spec, read, chosen, along.files, None if check_finite else nonfinite)
+    file_notices = gguf_file.write_gguf(
+        target, spec, read, chosen, model_files.files, None if check_finite else nonfinite
+    )
     summary = {"direction": f"{'native' if native else 'hf'} to gguf", "step": number}
     summary |= {"model": spec.name, "dtype": _NAMES[chosen], "nonfinite": list(nonfinite)}
     return summary | {"notices": (*notices, *file_notices), "target": target}
@@ -224,7 +226,7 @@ def import_weights(
 
 def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     """The state of a training run before its first step."""
-    absent = (
+    absent_keys = (
         "plan",
         "plan_fingerprint",
         "seed",
@@ -237,7 +239,7 @@ def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     )
     versions = {"hetero_megatron": __version__, "torch": torch.__version__}
     begun = {"step": 0, "consumed_train_samples": 0, "model": asdict(spec), "dtype": dtype, "versions": versions}
-    return begun | dict.fromkeys(absent)
+    return begun | dict.fromkeys(absent_keys)
 
 
 def _write(
@@ -285,12 +287,12 @@ def _whole(tensor: LogicalTensor, dtype: torch.dtype) -> TensorStorageMetadata:
 def _deal(known: dict[str, LogicalTensor], dtypes: dict[str, torch.dtype]) -> list[list[str]]:
     """Tensor names by file, each of at most SHARD_BYTES (a larger tensor gets its own file); wide dtypes first."""
     files: list[list[str]] = [[]]
-    used = 0
+    file_bytes = 0
     for name, tensor in sorted(known.items(), key=lambda entry: -dtypes[entry[1].name].itemsize):
         size = tensor.size * dtypes[tensor.name].itemsize
-        if files[-1] and used + size > SHARD_BYTES:
+        if files[-1] and file_bytes + size > SHARD_BYTES:
             files.append([])
-            used = 0
+            file_bytes = 0
         files[-1].append(name)
-        used += size
+        file_bytes += size
     return files

@@ -95,8 +95,8 @@ class CheckpointDirectory:
             Damaged: ``latest`` is missing although there are several checkpoints, or is altered, or names a checkpoint
                 that is missing or altered.
         """
-        path, named = self.path / LATEST, self._named()
-        if named is None:
+        path, step_and_digest = self.path / LATEST, self._named()
+        if step_and_digest is None:
             steps = self.held()
             if len(steps) > 1:
                 raise Damaged(path, "is missing beside checkpoints")
@@ -104,7 +104,7 @@ class CheckpointDirectory:
                 problem = f"{LATEST} is missing, as after a save that was cut off; the only checkpoint"
                 self.log(notice_line(f"{self.path}: {problem}, {self.place(steps[0]).name}, is taken"))
             return steps[0] if steps else None
-        step, digest = named
+        step, digest = step_and_digest
         place = self.place(step)
         if not place.is_dir():
             raise Damaged(path, f"names {name_of(step)}, which does not exist")
@@ -195,12 +195,12 @@ class CheckpointDirectory:
         """Update ``latest`` without following links or writing through existing names."""
         text = f"{name_of(step)} {sha256(self.at(step) / SUMS)}\n"
         sync_directory(self.path)
-        fresh, latest = self.path / (LATEST + ".new"), self.path / LATEST
-        for path in (fresh, latest):
+        new_path, latest = self.path / (LATEST + ".new"), self.path / LATEST
+        for path in (new_path, latest):
             if path.is_dir() and not path.is_symlink():
                 path.rename(self._free_name(path))
-        write_synced(fresh, text.encode())
-        fresh.replace(latest)
+        write_synced(new_path, text.encode())
+        new_path.replace(latest)
         sync_directory(self.path)
 
     def _retire(self, path: Path) -> None:

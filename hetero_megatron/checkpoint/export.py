@@ -202,9 +202,9 @@ class Export:
             except OSError:  # not there, not ours, read-only
                 return False
 
-        seen = all(self.together(look, bool))
+        is_seen = all(self.together(look, bool))
         self.together(lambda: mark.unlink() if self.world.index == 0 else None)
-        return seen
+        return is_seen
 
     def _write(self, owned: Iterable[Owned]) -> None:
         """Write this rank's boxes to their offsets."""

@@ -100,9 +100,9 @@ def _check_layers(spec: ModelSpec, kind: Architecture) -> None:
     for i, layer in enumerate(spec.layers):
         windowed = bool(kind.pattern) and (i + 1) % kind.pattern != 0
         if (layer.window is not None) != windowed:
-            seen = "all tokens" if layer.window is None else f"{layer.window} tokens"
+            seen_tokens = "all tokens" if layer.window is None else f"{layer.window} tokens"
             expected = f"every {kind.pattern}th one sees all" if kind.pattern else "all see all tokens"
-            raise _refused(f"layer {i} sees {seen}", f"a {kind.name} model of which {expected}")
+            raise _refused(f"layer {i} sees {seen_tokens}", f"a {kind.name} model of which {expected}")
         if layer.rope is None or (windowed and kind.local_theta and layer.rope != Rope(theta=kind.local_theta)):
             raise _refused(f"layer {i} turns otherwise than {kind.name} models do", "the family's own rotary embedding")
 
@@ -134,20 +134,20 @@ def write_gguf(
     fields, notices = tokenizer_fields(files, spec.vocab_size)
     import gguf
 
-    aside = Path(f"{path}{ASIDE}")
+    partial_path = Path(f"{path}{ASIDE}")
     try:
-        writer = gguf.GGUFWriter(aside, kind.name)
+        writer = gguf.GGUFWriter(partial_path, kind.name)
         _describe(writer, gguf, spec, kind, dtype)
         for method, value in fields:
             getattr(writer, method)(value)
         tensors = list(_named(gguf, spec, kind))
         _write_tensors(writer, gguf, spec, kind, tensors, read, dtype, nonfinite)
         writer.close()
-        os.rename(aside, path)
+        os.rename(partial_path, path)
     except OSError as error:
         raise unwritable(error, path, "TARGET") from error
     finally:
-        aside.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
     return notices
 
 

@@ -83,8 +83,8 @@ def _refused(problem: str, accepted: str) -> UserError:
 def _filled(tokens: Mapping[int, tuple[str, int]], vocab_size: int) -> tuple[list[str], list[int]]:
     """Tokens and their kinds by number, all that the model has rows for."""
     if max(tokens, default=0) >= vocab_size or min(tokens, default=0) < 0:
-        beyond = max(tokens, key=lambda number: (number >= vocab_size, -number))
-        raise _refused(f"token {beyond} is beyond the model's {vocab_size:,} rows", "the model's own tokenizer")
+        outside_number = max(tokens, key=lambda number: (number >= vocab_size, -number))
+        raise _refused(f"token {outside_number} is beyond the model's {vocab_size:,} rows", "the model's own tokenizer")
     rows = [tokens.get(number, (f"[PAD{number}]", UNUSED)) for number in range(vocab_size)]
     return [token for token, _ in rows], [kind for _, kind in rows]
 

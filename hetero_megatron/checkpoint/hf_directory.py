@@ -80,13 +80,13 @@ class WeightFiles:
             raise self.refuse(f"cannot be read: {error.strerror}", self.directory) from error
 
     def _choose(self, names: list[str]) -> str:
-        beside = next((n for n in names if n == "adapter_config.json" or _DISTRIBUTED.fullmatch(n)), None)
+        foreign = next((n for n in names if n == "adapter_config.json" or _DISTRIBUTED.fullmatch(n)), None)
         form = next((f for f in FORMS if f in names), None)
-        if beside is not None:
-            kind = "an adapter" if beside == "adapter_config.json" else "shards of a distributed save"
+        if foreign is not None:
+            kind = "an adapter" if foreign == "adapter_config.json" else "shards of a distributed save"
             beside_form = f" beside {form}" if form else ""
             accepted = "the model without it, and the adapter as --load-adapter" if kind == "an adapter" else WRITTEN
-            raise self.refuse(f"holds {kind} ({beside}){beside_form}, which is not read", self.directory, accepted)
+            raise self.refuse(f"holds {kind} ({foreign}){beside_form}, which is not read", self.directory, accepted)
         if form is None:
             other_formats = [n for n in names if n.endswith(_OTHERS)]
             contents = f" (it holds {listed(map(shown, other_formats))})" if other_formats else ""
@@ -116,15 +116,15 @@ class WeightFiles:
                     raise UserError(POINTER)
                 self._handles[file] = _open_safetensors(path) if path.suffix == ".safetensors" else BinFile(path)
             except UserError as error:
-                named = f", which {self.form} names" if index else ""
+                index_text = f", which {self.form} names" if index else ""
                 problem = error.problem.removeprefix("cannot read the file: ")
                 accepted = f"{WRITTEN}; {error.accepted}" if error.accepted else WRITTEN
-                raise self.refuse(f"cannot be read{named}: {problem}", path, accepted) from error
+                raise self.refuse(f"cannot be read{index_text}: {problem}", path, accepted) from error
         return self._handles[file]
 
     def _note_unread_files(self, names: list[str]) -> None:
-        used = {self.form, *self.files}
-        unread = [n for n in names if n not in used and (n in FORMS or _SHARD.fullmatch(n))]
+        read_files = {self.form, *self.files}
+        unread = [n for n in names if n not in read_files and (n in FORMS or _SHARD.fullmatch(n))]
         if unread:
             self.notices.append(f"{self.directory / self.form} is read, and not {listed(map(shown, unread))}")
 

@@ -71,18 +71,18 @@ def lay_out(
         dtype_before = stored.get(source.name, (None, dtype))[1]
         stored[source.name] = source.shape(logical.shape), torch.promote_types(dtype_before, dtype)
     files: list[dict[str, StoredTensor]] = [{}]
-    used = 0
+    file_bytes = 0
     for name, (shape, dtype) in stored.items():
         tensor = StoredTensor("", 0, shape, dtype)
-        if files[-1] and used + tensor.nbytes > shard_bytes:
+        if files[-1] and file_bytes + tensor.nbytes > shard_bytes:
             files.append({})
-            used = 0
+            file_bytes = 0
         files[-1][name] = tensor
-        used += tensor.nbytes
-    many = len(files) > 1
+        file_bytes += tensor.nbytes
+    several_files = len(files) > 1
     out = {}
     for i, in_file in enumerate(files):
-        file = f"{stem}-{i + 1:05d}-of-{len(files):05d}.safetensors" if many else f"{stem}.safetensors"
+        file = f"{stem}-{i + 1:05d}-of-{len(files):05d}.safetensors" if several_files else f"{stem}.safetensors"
         # Wide numbers first, as safetensors itself writes them: every tensor begins at a multiple of its item size.
         ordered = dict(sorted(in_file.items(), key=lambda entry: -entry[1].dtype.itemsize))
         offset = len(file_header(ordered))

@@ -120,10 +120,10 @@ def _create(
 ) -> None:
     """Write headers, full-size files, config, index and accompanying files."""
     _check_target(final, spec)
-    along = from_directory(source) if isinstance(source, str) else source or ModelFiles()
-    config = export_config(spec, along.config, main_dtype(plan))
+    model_files = from_directory(source) if isinstance(source, str) else source or ModelFiles()
+    config = export_config(spec, model_files.config, main_dtype(plan))
     make_work(final, FLAG)
-    along.write(work)
+    model_files.write(work)
     (work / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     make_files(work, plan)
     if len({t.file for t in plan.values()}) > 1:

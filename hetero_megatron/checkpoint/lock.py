@@ -35,8 +35,8 @@ class DirectoryLock:
                 _held.add(self._name)
                 break
             except OSError as error:
-                taken = error.errno == errno.EWOULDBLOCK and self._name not in _held
-                if not taken:
+                is_taken = error.errno == errno.EWOULDBLOCK and self._name not in _held
+                if not is_taken:
                     break
                 if time.monotonic() >= deadline:
                     os.close(handle)

@@ -119,24 +119,24 @@ def plain_names(names: Collection[str], layer: str, head: str, whole: str | None
         whole: what names begin with in a model of more than language; None: there is none.
     """
     adapters = tuple(n for n in names if any(part.startswith(_ADAPTERS) for part in n.split(".")))
-    renamed, off = {name: name for name in names}, dict[str, None]()
-    for part, who in _INSIDE.items():
+    renamed, removed = {name: name for name in names}, dict[str, None]()
+    for part, wrapper in _INSIDE.items():
         if any(part in name.split(".") for name in renamed.values()):
             renamed = {raw: ".".join(p for p in name.split(".") if p != part) for raw, name in renamed.items()}
-            off[f"{part}. ({who})"] = None
+            removed[f"{part}. ({wrapper})"] = None
     base, _, rest = layer.removesuffix(".{}").partition(".")
     removable = (f"{base}.{rest}.", f"{rest}.", *([whole] if whole else []))
     while start := _common(renamed.values(), removable, f"{base}."):
         renamed = {raw: name.removeprefix(start) for raw, name in renamed.items()}
-        off[f"{start} ({_PREFIXES[start]})"] = None
-    added = ""
+        removed[f"{start} ({_PREFIXES[start]})"] = None
+    added_prefix = ""
     values = renamed.values()
     if any(n.startswith(f"{rest}.") for n in values) and not any(n.startswith(f"{base}.") for n in values):
-        added = f"{base}."
-        renamed = {raw: name if name == head else added + name for raw, name in renamed.items()}
-    back: dict[str, str] = {}
-    clash = next(((back[n], raw) for raw, n in renamed.items() if back.setdefault(n, raw) != raw), None)
-    return Names(renamed, tuple(off), added, clash, adapters)
+        added_prefix = f"{base}."
+        renamed = {raw: name if name == head else added_prefix + name for raw, name in renamed.items()}
+    raw_names: dict[str, str] = {}
+    clash = next(((raw_names[n], raw) for raw, n in renamed.items() if raw_names.setdefault(n, raw) != raw), None)
+    return Names(renamed, tuple(removed), added_prefix, clash, adapters)
 
 
 def _common(names: Collection[str], own: tuple[str, ...], base: str) -> str:

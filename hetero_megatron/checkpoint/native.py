@@ -200,7 +200,7 @@ def check_writable(path: str, group: Group) -> None:
     if not problem:
         probe = directory / group.gather_objects(name, str)[0]
         seen_by_ranks = group.gather_objects(probe.exists(), bool)
-        unseen = [rank for rank, seen in zip(group.ranks, seen_by_ranks, strict=True) if not seen]
+        unseen = [rank for rank, is_seen in zip(group.ranks, seen_by_ranks, strict=True) if not is_seen]
         if group.index == 0:
             probe.unlink(missing_ok=True)
         if unseen:
@@ -294,8 +294,10 @@ def _candidates(
         steps = directory.held()
         if step is not None:
             if step not in steps:
-                have = ", ".join(map(str, steps[-8:])) or "no checkpoints"
-                return UserError(f"{directory.path} has no such step", field="--ckpt-step", value=step, accepted=have)
+                steps_text = ", ".join(map(str, steps[-8:])) or "no checkpoints"
+                return UserError(
+                    f"{directory.path} has no such step", field="--ckpt-step", value=step, accepted=steps_text
+                )
             return [step]
         try:
             latest = directory.latest()

@@ -38,25 +38,25 @@ def outer_tensors(
     """(boxes by name of everything this rank writes, or reads; the inner optimizer's numbers). What is the same on all
     islands is written by the first one. Called on all ranks: an exchange that is under way is waited for."""
     owned, numbers = owned_tensors(outer.optimizer, spec, with_optimizer)
-    under_way = outer.under_way()
-    sums = outer.settled(under_way) if under_way is not None else []
+    current_fragment = outer.under_way()
+    sums = outer.settled(current_fragment) if current_fragment is not None else []
     shapes = {t.name: t.shape for t in trained_tensors(spec)}
     parts: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
-    lost: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
+    lost_boxes: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
     for fragment in outer.fragments:
         for i, piece in enumerate(fragment.pieces):
             values = {MODEL: piece.weights}
             if with_optimizer and piece.momentum is not None:
                 values[f"{OUTER}.momentum"] = piece.momentum
-            if with_optimizer and fragment is under_way:
+            if with_optimizer and fragment is current_fragment:
                 values[f"{OUTER}.sum"] = sums[i]
             if piece.lost is not None:
-                lost[piece.name].append((piece.box, piece.lost))
+                lost_boxes[piece.name].append((piece.box, piece.lost))
             for kind, tensor in values.items() if reading or outer.index == 0 else ():
                 parts[f"{kind}.{piece.name}"].append((piece.box, tensor))
     tensors = {key: BoxedTensor(shapes[_name(key)], boxes) for key, boxes in parts.items()}
     if with_optimizer:
-        owned |= {f"{LOST}.{name}": BoxedTensor(shapes[name], boxes) for name, boxes in lost.items()}
+        owned |= {f"{LOST}.{name}": BoxedTensor(shapes[name], boxes) for name, boxes in lost_boxes.items()}
         tensors |= {f"island.{outer.index}.{key}": tensor for key, tensor in owned.items()}
     return tensors, numbers
 
@@ -91,14 +91,16 @@ def check_outer(found: Checkpoint, plan: Plan) -> None:
             f"the checkpoint is one of outer steps between {plural(islands, 'island')}, and the plan has none",
             field=found.field, value=str(found.path), accepted=accepted,
         )  # fmt: skip
-    differ = [f"{key} {saved[key]} (here {getattr(outer, key)})" for key in _PHASE if saved[key] != getattr(outer, key)]
+    changes = [
+        f"{key} {saved[key]} (here {getattr(outer, key)})" for key in _PHASE if saved[key] != getattr(outer, key)
+    ]
     if islands != len(outer.islands):
-        differ.insert(0, f"{islands} {word(islands, 'island')} (here {len(outer.islands)})")
+        changes.insert(0, f"{islands} {word(islands, 'island')} (here {len(outer.islands)})")
     if (saved["rates"]["momentum"] > 0) != (outer.momentum > 0):
-        differ.append(f"momentum {saved['rates']['momentum']:g} (here {outer.momentum:g})")
-    if differ:
+        changes.append(f"momentum {saved['rates']['momentum']:g} (here {outer.momentum:g})")
+    if changes:
         raise UserError(
-            f"the checkpoint was made with other outer steps: {', '.join(differ)}",
+            f"the checkpoint was made with other outer steps: {', '.join(changes)}",
             field=found.field, value=str(found.path), accepted=accepted,
         )  # fmt: skip
 
@@ -134,9 +136,9 @@ def load_outer(found: Checkpoint, outer: OuterSteps, spec: ModelSpec, group: Gro
         fragment.tokens = [float(count) for count in tokens]
     if outer_saved["under_way"]:
         outer.exchange = Exchange(None, [], [])
-        under_way = outer.under_way()
-        assert under_way is not None
-        outer.exchange.sums = [torch.zeros_like(piece.weights) for piece in under_way.pieces]
+        current_fragment = outer.under_way()
+        assert current_fragment is not None
+        outer.exchange.sums = [torch.zeros_like(piece.weights) for piece in current_fragment.pieces]
     saved = found.state["optimizer"] or {}
     names = (key.split(".") for key in found.metadata.state_dict_metadata if key.startswith(f"island.0.{OPTIMIZER}."))
     make_states(outer.optimizer, sorted({parts[3] for parts in names}), saved.get("numbers", {}))

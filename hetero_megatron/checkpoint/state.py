@@ -63,8 +63,8 @@ def _common(key: str, values: Sequence[Any]) -> float:
 
 
 def _logical(key: str) -> str:
-    kind, _, rest = key.partition(".")
-    return rest if kind == MODEL else rest.partition(".")[2]
+    kind, _, logical_name = key.partition(".")
+    return logical_name if kind == MODEL else logical_name.partition(".")[2]
 
 
 def merge_numbers(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -133,9 +133,9 @@ def make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Mapp
         return
     native = isinstance(inner, torch.optim.AdamW | torch.optim.SGD)  # others count steps in an int
     on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
-    both = len(names) > 1 and "momentum_buffer" in names  # Muon's, and Adam's of what are no matrices
-    for matrix, master in ((both and "matrices" in g, m) for g in inner.param_groups for m in g["params"]):
-        state_names = [name for name in names if not both or (name == "momentum_buffer") == matrix]
+    is_mixed = len(names) > 1 and "momentum_buffer" in names  # Muon's, and Adam's of what are no matrices
+    for matrix, master in ((is_mixed and "matrices" in g, m) for g in inner.param_groups for m in g["params"]):
+        state_names = [name for name in names if not is_mixed or (name == "momentum_buffer") == matrix]
         state: dict[str, Any] = {name: torch.zeros_like(master) for name in state_names}
         for key, number in numbers.items() if not matrix else ():
             device = master.device if on_device else torch.device("cpu")

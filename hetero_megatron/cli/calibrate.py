@@ -72,9 +72,9 @@ def _check_dtypes(names: Sequence[str], cluster: Cluster) -> None:
     common = [name for name in DTYPES if all(name in dtypes for dtypes in chips.values())]
     for name in names:
         if name not in common:
-            lacking = ", ".join(chip for chip, dtypes in chips.items() if name not in dtypes)
+            chips_lacking = ", ".join(chip for chip, dtypes in chips.items() if name not in dtypes)
             raise UserError(
-                f"{lacking} does not compute in it", field="--dtype", value=name, where=cluster.file,
+                f"{chips_lacking} does not compute in it", field="--dtype", value=name, where=cluster.file,
                 accepted=", ".join(common) or "no dtype is common to all chips: give each type a cluster file",
             )  # fmt: skip
 
@@ -236,8 +236,8 @@ def _facts(
         "software": f"hetero-megatron {__version__}, torch {torch.__version__}{library}", "command": command,
         "shapes": shapes,
     }  # fmt: skip
-    short = {key: printable(text)[:LONGEST_NAME] for key, text in machine.items()}
-    facts_of_ranks = comm.group(tuple(range(cluster.world_size))).gather_objects(short, dict[str, str])
+    shortened = {key: printable(text)[:LONGEST_NAME] for key, text in machine.items()}
+    facts_of_ranks = comm.group(tuple(range(cluster.world_size))).gather_objects(shortened, dict[str, str])
     return {rank.chip: facts for rank, facts in zip(reversed(cluster.ranks), reversed(facts_of_ranks), strict=True)}
 
 

@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="FILE", help="contribute: where to write (default CARD.yaml); a file of\n"
                         "the same card is added to")  # fmt: skip
     args = parser.parse_args(list(argv))
-    least, most = COUNTS[args.what]
-    if not least <= len(args.names) <= most:
+    least, most_names = COUNTS[args.what]
+    if not least <= len(args.names) <= most_names:
         noun = "file" if args.what in ("contribute", "check") else "card"
         field = noun.upper()
         raise UserError(f"{plural(len(args.names), noun)} for {args.what}", field=field, accepted=WORDS[args.what])
@@ -75,8 +75,8 @@ def find(name: str) -> Chip:
     """A card of the catalogue. UserError: there is none, with the nearest."""
     if name in CHIPS:
         return CHIPS[name]
-    near = difflib.get_close_matches(name, list(CHIPS), n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    nearest = difflib.get_close_matches(name, list(CHIPS), n=1)
+    hint = f" (did you mean {nearest[0]}?)" if nearest else ""
     raise UserError(f"no such card{hint}", field="CARD", value=name, accepted=", ".join(CHIPS))
 
 
@@ -85,20 +85,20 @@ def facts(chip: Chip) -> dict[str, Any]:
     is in ``cluster/cards`` of it."""
     products = {dtype: _products(chip, dtype, peak) for dtype, peak in chip.flops.items()}
     memory = None if chip.memory_bandwidth is None else chip.memory_bandwidth * MEMORY_BANDWIDTH
-    by = measurements(chip, "").get("bytes_per_second")
+    measured = measurements(chip, "").get("bytes_per_second")
     return {
-        "memory": chip.memory, "bytes_per_second": memory if by is None else by.rates["bytes_per_second"],
-        "memory_measured_by": None if by is None else by.told, "link": chip.link_bandwidth,
+        "memory": chip.memory, "bytes_per_second": memory if measured is None else measured.rates["bytes_per_second"],
+        "memory_measured_by": None if measured is None else measured.told, "link": chip.link_bandwidth,
         "host": chip.host_bandwidth, "source": chip.source, "vendor": chip.vendor, "products": products,
         "measured": [_measurement(one) for one in measured_card(chip.name)],
     }  # fmt: skip
 
 
 def _products(chip: Chip, dtype: str, peak: float) -> dict[str, Any]:
-    share, by = share_of_peak(chip.name, dtype), measurements(chip, dtype)
+    share, measured = share_of_peak(chip.name, dtype), measurements(chip, dtype)
     rates = {key: rate for key, rate in measured_rates(chip, dtype).items() if key in PRODUCTS}
     reached = rates.get("gemm_flops", peak * share.value)
-    source = by["gemm_flops"].told if "gemm_flops" in rates else share.source
+    source = measured["gemm_flops"].told if "gemm_flops" in rates else share.source
     return {
         "peak": peak, "share": reached / peak, "reached": reached, "measured_by": source or None,
         "half_at": round(rates.get("gemm_half", half_saturation(reached))),

@@ -55,21 +55,21 @@ def contribute(file: str, card: str | None, by: str | None, out: str | None, as_
     for flag, value, accepted in (("--as", card, f"one of {', '.join(CHIPS)}"), ("--by", by, "a name, or a project")):
         if value is None:
             raise UserError("says whose entry it is", field=flag, accepted=accepted)
-    name, who = known_card(Entry(card, "--as", WHERE)), Entry(by, "--by", WHERE).text()
+    name, contributor = known_card(Entry(card, "--as", WHERE)), Entry(by, "--by", WHERE).text()
     sections = _sections(file, name)
-    added = [_item(entry, name, who, dtype) for dtype, entry in sections.items()]
+    entries = [_item(entry, name, contributor, dtype) for dtype, entry in sections.items()]
     omitted = {key for entry in sections.values() for key in entry.value if key in REFUSED} - {"measured"}
     target = Path(out or f"{name}.yaml")
     if target.stem != name:
         raise UserError("a file is called as its card", field="--out", value=out, accepted=f"{name}.yaml")
-    text = card_text(name, added, read_text(target, "--out") if target.is_file() else "", str(target))
+    text = card_text(name, entries, read_text(target, "--out") if target.is_file() else "", str(target))
     write_text(target, "--out", text)
     if as_json:
         print_json(
-            {"file": str(target), "card": name, "dtypes": [one["dtype"] for one in added], "left": sorted(omitted)}
+            {"file": str(target), "card": name, "dtypes": [one["dtype"] for one in entries], "left": sorted(omitted)}
         )
         return 0
-    print(f"{target}: {name} in {', '.join(one['dtype'] for one in added)}, measured by {who}")
+    print(f"{target}: {name} in {', '.join(one['dtype'] for one in entries)}, measured by {contributor}")
     if omitted:
         print(f"left out, as it is of the cluster: {', '.join(sorted(omitted))}")
     print("a pull request adds it to hetero_megatron/cluster/cards/")

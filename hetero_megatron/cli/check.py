@@ -137,8 +137,8 @@ def _judged(group: list[str], words: list[str], errors: Sequence[UserError], idl
         return Judged(name, values, NOTICED, flag.help)
     if unknown := [part for word in group for part in unresolved(word)]:
         return Judged(name, values, OPEN, f"{', '.join(unknown)}: known only when the script runs")
-    if wrong := [error for error in errors if error.field == "word" and error.value in words]:
-        return Judged(name, values, REFUSED, wrong[0].problem, wrong[0].accepted)
+    if word_errors := [error for error in errors if error.field == "word" and error.value in words]:
+        return Judged(name, values, REFUSED, word_errors[0].problem, word_errors[0].accepted)
     return Judged(name, values, HONOURED)
 
 
@@ -169,17 +169,17 @@ def _least(args: Arguments) -> int:
 def format_verdict(verdict: Verdict, script: str) -> str:
     """For the terminal."""
     lines = [f"{script}:{verdict.line}: {verdict.program}, {plural(verdict.ranks, 'rank')}"]
-    good = [flag for flag in verdict.flags if flag.status == HONOURED]
-    lines.append(f"  {HONOURED} ({len(good)}): " + ", ".join(" ".join([f.flag, *f.values]) for f in good))
+    honoured = [flag for flag in verdict.flags if flag.status == HONOURED]
+    lines.append(f"  {HONOURED} ({len(honoured)}): " + ", ".join(" ".join([f.flag, *f.values]) for f in honoured))
     for status in (NOTICED, OPEN, REFUSED):
         rows = [flag for flag in verdict.flags if flag.status == status]
-        lost = verdict.refused if status == REFUSED else []
-        if rows or lost:
-            lines.append(f"  {status} ({len(rows) + len(lost)}):")
+        refused_words = verdict.refused if status == REFUSED else []
+        if rows or refused_words:
+            lines.append(f"  {status} ({len(rows) + len(refused_words)}):")
         for row in rows:
             accepted = f". Accepted: {row.accepted}" if row.accepted else ""
             lines.append(f"    {' '.join([row.flag, *row.values])}: {row.reason}{accepted}")
-        for problem in lost:
+        for problem in refused_words:
             lines.append(f"    {problem['field']}: {problem['reason']}. Accepted: {problem['accepted']}")
     lines += [f"  notice: {' '.join(notice.split())}" for notice in verdict.notices]
     return "\n".join(lines)

@@ -134,8 +134,8 @@ def _run(
     if faults := tell(check.check_groups(comm, groups, min(options.bytes, 1 << 20))):
         return faults, []
     pairs = link_pairs(cluster) if cluster is not None else _pairs(comm)
-    both = list(dict.fromkeys(p for a, b in pairs for p in ((a, b), (b, a))))
-    own_speeds = check.measure(comm, control, both, options.bytes)
+    both_ways = list(dict.fromkeys(p for a, b in pairs for p in ((a, b), (b, a))))
+    own_speeds = check.measure(comm, control, both_ways, options.bytes)
     speeds = [s for one in control.gather_objects(own_speeds, list[check.LinkSpeed]) for s in one]
     return [f for s in speeds if (f := _slow(s, cluster)) is not None], speeds
 
@@ -154,8 +154,8 @@ def _promised(speed: LinkSpeed, cluster: Cluster | None) -> float | None:
     if link is None:
         return None
     assert cluster is not None
-    one, two = cluster.group_of(speed.source), cluster.group_of(speed.target)
-    return 1 / cluster.seconds_per_byte(link, one, two, shared=False, rate=link.emulated)
+    one, target_group = cluster.group_of(speed.source), cluster.group_of(speed.target)
+    return 1 / cluster.seconds_per_byte(link, one, target_group, shared=False, rate=link.emulated)
 
 
 def _slow(speed: LinkSpeed, cluster: Cluster | None) -> Fault | None:

@@ -163,8 +163,8 @@ def _from_megatron(
     tensors = open_megatron(source, step)
     spec, notices = spec_of_arguments(tensors.arguments, model, tensors.vocabulary_rows())
     folder = model_folder(model)
-    along = from_directory(folder) if folder is not None else ModelFiles()
+    model_files = from_directory(folder) if folder is not None else ModelFiles()
     direction = f"Megatron's {tensors.form} to native"
     weights = MegatronWeights(tensors, spec)
     weights.notices.extend(notices)
-    return import_weights(weights, along, direction, target, dtype, check_finite)
+    return import_weights(weights, model_files, direction, target, dtype, check_finite)

@@ -47,9 +47,9 @@ def examine() -> list[DoctorLine]:
 
 def _python() -> DoctorLine:
     version = platform.python_version()
-    good = sys.version_info >= (3, 11)
+    recent = sys.version_info >= (3, 11)
     return DoctorLine(
-        "python", OK if good else BROKEN, f"{version} ({sys.executable})", "" if good else "3.11 or later"
+        "python", OK if recent else BROKEN, f"{version} ({sys.executable})", "" if recent else "3.11 or later"
     )
 
 

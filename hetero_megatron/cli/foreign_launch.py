@@ -73,8 +73,8 @@ def _is_trainer(words: Sequence[str], at: int) -> bool:
     if word in ("pretrain", "finetune"):
         return at > 0 and words[at - 1].rpartition("/")[2] in ("hetero-megatron", "hetero_megatron")
     script = _TRAINER.fullmatch(word) is not None and not any(other in word for other in _OTHERS)
-    return script and any(rest.startswith("--") or _OVERRIDE.fullmatch(rest) or unresolved(rest)
-                          for rest in words[at + 1 :])  # fmt: skip
+    return script and any(word_after.startswith("--") or _OVERRIDE.fullmatch(word_after) or unresolved(word_after)
+                          for word_after in words[at + 1 :])  # fmt: skip
 
 
 def _ranks(words: Sequence[str]) -> int | None:

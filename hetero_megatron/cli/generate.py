@@ -45,10 +45,10 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
     """Returns the exit code; an error is one line on standard error."""
     launcher = LauncherEnvironment()
     try:
-        args, rest = parse(argv)
+        args, other_words = parse(argv)
         launcher = read_launcher(environment)
         with at_once(launcher.rank == 0):
-            generated = generate(args, rest, launcher, environment)
+            generated = generate(args, other_words, launcher, environment)
         if launcher.rank == 0:
             _print(args, generated)
         return 0
@@ -90,7 +90,7 @@ def _parser() -> ArgumentParser:
 
 def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """(own flags, words for the model and the plan)."""
-    args, rest = _parser().parse_known_args(list(argv))
+    args, other_words = _parser().parse_known_args(list(argv))
     for flag, number in {"--top-p": args.top_p, "--top-k": args.top_k}.items():
         if number not in (None, 0, 1.0) and not args.temperature:
             accepted = "--temperature 1 beside it, or leave the flag out"
@@ -99,15 +99,15 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         accepted = "--prompt TEXT or --prompt-file FILE"
         raise UserError("missing: nothing to continue", field="--prompt", accepted=accepted)
     if args.load is None and args.load_hf is None:
-        for word in rest:
-            if near := did_you_mean(name := word.partition("=")[0], ("--load-hf", "--load"), 0.75):
-                raise UserError(f"no such flag{near}", field=name)
+        for word in other_words:
+            if hint := did_you_mean(name := word.partition("=")[0], ("--load-hf", "--load"), 0.75):
+                raise UserError(f"no such flag{hint}", field=name)
         raise UserError("missing: no model", field="--load-hf", accepted="--load-hf DIR or --load DIR")
     if args.ckpt_step is not None and args.load is None:
         raise UserError("has no effect without --load", field="--ckpt-step", value=args.ckpt_step)
     if args.load_adapter is not None and (args.load is not None or args.load_hf is None):
         raise UserError("needs its base", field="--load-adapter", value=args.load_adapter, accepted="--load-hf DIR")
-    return args, rest
+    return args, other_words
 
 
 def generate(

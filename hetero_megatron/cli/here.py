@@ -44,13 +44,13 @@ def main(command: str, words: Sequence[str]) -> int:
 
 def _count(words: Sequence[str]) -> tuple[int, list[str]]:
     """(ranks, the other words)."""
-    rest, count = list(words), ""
+    other_words, count = list(words), ""
     for index, word in enumerate(words):
         name, separator, value = word.partition("=")
         if name in FLAGS:
             count = value if separator else (list(words) + [""])[index + 1]
-            del rest[index : index + (1 if separator else 2)]
+            del other_words[index : index + (1 if separator else 2)]
             break
-    if not re.fullmatch(r"[0-9]{1,6}", count) or not 1 <= int(count) <= MAX_RANKS or asks_for_ranks(rest):
+    if not re.fullmatch(r"[0-9]{1,6}", count) or not 1 <= int(count) <= MAX_RANKS or asks_for_ranks(other_words):
         raise UserError("is no number of ranks", field=FLAGS[0], value=count, accepted="1 or more, once")
-    return int(count), rest
+    return int(count), other_words

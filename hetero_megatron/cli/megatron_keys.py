@@ -161,8 +161,8 @@ def check_stored(stored: Mapping[str, Any], where: str) -> tuple[str, ...]:
             KEYS.problem, field="encoder_num_layers", value=stored["encoder_num_layers"], where=where,
             accepted=f"null, or num_layers ({stored.get('num_layers')})",
         )  # fmt: skip
-    turned = stored.get("position_embedding_type") == "rope" or stored.get("use_rotary_position_embeddings") is True
-    if stored.get("add_position_embedding") is False and not turned and "position_embedding_type" in stored:
+    has_rope = stored.get("position_embedding_type") == "rope" or stored.get("use_rotary_position_embeddings") is True
+    if stored.get("add_position_embedding") is False and not has_rope and "position_embedding_type" in stored:
         raise UserError(
             "a model without positions is not supported", field="add_position_embedding", value=False, where=where,
             accepted="true, or position_embedding_type rope",

@@ -75,8 +75,8 @@ def json_alone(command: str, words: Sequence[str]) -> Iterator[None]:
 
 def _handlers_of(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
     """What logs to this stream by libraries that are there already, as in a notebook."""
-    named = logging.root.manager.loggerDict.values()
-    loggers = [logging.root, *(logger for logger in named if isinstance(logger, logging.Logger))]
+    known_loggers = logging.root.manager.loggerDict.values()
+    loggers = [logging.root, *(logger for logger in known_loggers if isinstance(logger, logging.Logger))]
     handlers = (handler for logger in loggers for handler in logger.handlers)
     return [one for one in handlers if isinstance(one, logging.StreamHandler) and one.stream is stream]
 

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         return context_only(argv)
     args = _parser().parse_args(list(argv))
     _check(args)
-    beside = ClusterBesidePlan(args.out, args.cluster, bool(args.without or args.add) or args.objective != "tokens")
+    copy = ClusterBesidePlan(args.out, args.cluster, bool(args.without or args.add) or args.objective != "tokens")
     spec_read = load_model(args.model)
     model = Model.of(with_lora(args, spec_read), args.model).stretched(args.seq_length)
     cluster = cluster_asked = Cluster.read(args.cluster)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     if args.out:
         write_text(args.out, "--out", planned.file)
     try:  # the report may take longer than the search did
-        beside.finish(planned.cluster.text() if planned.cluster is not cluster_asked else None, quiet=args.json)
+        copy.finish(planned.cluster.text() if planned.cluster is not cluster_asked else None, quiet=args.json)
         if not args.json:
             print(_without_packed(planned.file), planned.explain(), "", sep="\n", flush=True)
         tell = None if say is None else partial(say, what="report")
@@ -185,10 +185,10 @@ def _parser() -> ArgumentParser:
 
 
 def _check(args: Namespace) -> None:
-    wants = args.objective == "deadline"
+    has_deadline = args.objective == "deadline"
     for name in ("deadline_hours", "train_tokens"):
-        if (getattr(args, name) is None) == wants:
-            problem = "missing beside --objective deadline" if wants else "it needs --objective deadline"
+        if (getattr(args, name) is None) == has_deadline:
+            problem = "missing beside --objective deadline" if has_deadline else "it needs --objective deadline"
             raise UserError(problem, field="--" + name.replace("_", "-"), accepted="a number above 0")
     if args.compare and args.no_baselines:
         raise UserError("it contradicts --compare", field="--no-baselines", accepted="one of the two")
@@ -233,14 +233,14 @@ def _exportable(args: Namespace) -> dict[str, Any]:
     if not args.export or args.runtime:
         return {}
     kind = args.export.partition(":")[0]
-    only = _EXPORTED | ({"recompute": "none"} if kind == "sailor" else {})
-    for name, value in only.items():
+    only_choice = _EXPORTED | ({"recompute": "none"} if kind == "sailor" else {})
+    for name, value in only_choice.items():
         flag_value = getattr(args, name)
         if flag_value not in (value, "auto", None, False):
             flag = "--" + name.replace("_", "-")
             accepted = "the command without it" if value is False else str(value)
             raise UserError(f"{kind} cannot say it (--export)", field=flag, value=flag_value, accepted=accepted)
-    return {"shares": False, **only}
+    return {"shares": False, **only_choice}
 
 
 _ASKED = (

@@ -85,8 +85,8 @@ def _list(args: argparse.Namespace) -> int:
     print(f"{'platform':<12}{'vendor':<16}{'device':<8}{'backend':<9}{'here':<14}tested by this project")
     for row in platforms:
         tested = "yes" if row["tested"] else "UNTESTED: written from the adapter's documentation"
-        absent = "FAILS" if row["failure"] else "no device" if row["installed"] else "no adapter"
-        devices = f"{row['devices']} x" if row["devices"] else absent
+        absence = "FAILS" if row["failure"] else "no device" if row["installed"] else "no adapter"
+        devices = f"{row['devices']} x" if row["devices"] else absence
         backend = "/".join(row["backends"])
         print(f"{row['name']:<12}{row['vendor']:<16}{row['device']:<8}{backend:<9}{devices:<14}{tested}")
         if row["failure"]:

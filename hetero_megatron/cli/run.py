@@ -186,10 +186,10 @@ def _access(options: dict[str, str], cluster: Path | None) -> Access | None:
         raise UserError("contradicts --via", field="--testbed", accepted="one of them")
     from hetero_megatron.launch.job import Access
 
-    usual = Access()
+    defaults = Access()
     return Access(
-        options.get("--ssh-command", usual.ssh), options.get("--address", ""),
-        _number(options, "--connect-timeout", usual.connect_seconds), _number(options, "--lease", usual.lease),
+        options.get("--ssh-command", defaults.ssh), options.get("--address", ""),
+        _number(options, "--connect-timeout", defaults.connect_seconds), _number(options, "--lease", defaults.lease),
     )  # fmt: skip
 
 

@@ -116,17 +116,17 @@ class _Shell:
             end = text.find("`", at + 1)
             end = len(text) - 1 if end < 0 else end
             return end + 1, [mark(text[at : end + 1])]
-        rest = text[at + 1 :]
-        if rest.startswith("(("):
+        text_after = text[at + 1 :]
+        if text_after.startswith("(("):
             end = text.find("))", at)
             end = len(text) - 2 if end < 0 else end
             return end + 2, [self._sum(text[at + 3 : end], text[at : end + 2])]
         for opening, closing in (("(", ")"), ("{", "}")):
-            if rest.startswith(opening):
+            if text_after.startswith(opening):
                 end = _end_of(text, at + 1, opening, closing)
                 inner = text[at + 2 : end]
                 return end + 1, [mark(text[at : end + 1])] if opening == "(" else self._braces(inner)
-        name = _NAME.match(rest) or re.match(r"[0-9@*#?$!]", rest)
+        name = _NAME.match(text_after) or re.match(r"[0-9@*#?$!]", text_after)
         if name is None:
             return at + 1, ["$"]
         return at + 1 + name.end(), self._list(name[0])

@@ -125,8 +125,8 @@ def _json_only(words: list[str]) -> bool:
 def _status(words: list[str]) -> int:
     as_json = _json_only(words)
     testbeds = [{"id": t.id, "alive": t.alive, **t.record()} for t in state.all_testbeds()]
-    live = {entry["id"] for entry in testbeds if entry["alive"]}
-    stray = sorted(pid for pid, directory in process.marked().items() if Path(directory).name not in live)
+    live_ids = {entry["id"] for entry in testbeds if entry["alive"]}
+    stray = sorted(pid for pid, directory in process.marked().items() if Path(directory).name not in live_ids)
     if as_json:
         print_json({"testbeds": testbeds, "processes_of_dead_testbeds": stray})
         return 0

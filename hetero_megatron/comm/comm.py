@@ -181,11 +181,11 @@ class Comm:
     def _connected(self, ranks: Sequence[int], patience: timedelta, connect: Callable[[], T], activity: str) -> T:
         """What ``connect`` returns, which makes a gloo group of ``ranks``; CommError after ``patience``, or as soon as
         one of them is gone."""
-        other_ranks, lost, turns = self._others(ranks), list[int](), itertools.count()
+        other_ranks, lost_ranks, turns = self._others(ranks), list[int](), itertools.count()
 
         def gone() -> Sequence[int]:
-            lost.extend(self.connectivity.gone(other_ranks, next(turns)))
-            return lost or (other_ranks if self.over() else lost)
+            lost_ranks.extend(self.connectivity.gone(other_ranks, next(turns)))
+            return lost_ranks or (other_ranks if self.over() else lost_ranks)
 
         def run() -> T:
             with self.hooks.on_other_cores():
@@ -195,7 +195,7 @@ class Comm:
         try:
             return with_timeout(patience.total_seconds(), run, gone) if other_ranks else run()
         except (RuntimeError, ValueError) as error:
-            peers = tuple(dict.fromkeys([*lost, *other_ranks]))  # first those that the message is to name
+            peers = tuple(dict.fromkeys([*lost_ranks, *other_ranks]))  # first those that the message is to name
             raise self.failure(peers, time.perf_counter() - start, error, activity) from error
 
     def _backend(self, direct: str) -> str:
@@ -285,20 +285,20 @@ class Comm:
         """Send a contiguous tensor, which must not change until the handle is complete."""
         size = tensor.numel() * tensor.element_size()
         self.sent_bytes[dst] += size
-        way = self._channel(self.rank, dst)
-        if isinstance(way, Bridge):
-            work = self.start((dst,), lambda: Works(way.isend(tensor, dst, tag)), {dst: size})
+        channel = self._channel(self.rank, dst)
+        if isinstance(channel, Bridge):
+            work = self.start((dst,), lambda: Works(channel.isend(tensor, dst, tag)), {dst: size})
         else:
-            work = self.start((dst,), lambda: dist.isend(tensor, dst, way, tag), {dst: size})
+            work = self.start((dst,), lambda: dist.isend(tensor, dst, channel, tag), {dst: size})
         return Work(self, work, None, (dst,), tensor)
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
         """Receive into a contiguous tensor."""
-        way = self._channel(src, self.rank)
-        if isinstance(way, Bridge):
-            work: TorchWork | None = self.start((src,), lambda: Works(way.irecv(tensor, src, tag)))
+        channel = self._channel(src, self.rank)
+        if isinstance(channel, Bridge):
+            work: TorchWork | None = self.start((src,), lambda: Works(channel.irecv(tensor, src, tag)))
         else:
-            work = self.start((src,), lambda: dist.irecv(tensor, src, way, tag))
+            work = self.start((src,), lambda: dist.irecv(tensor, src, channel, tag))
         return Work(self, work, tensor, (src,))
 
     def start(

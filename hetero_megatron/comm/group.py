@@ -202,9 +202,9 @@ class Group:
 
         def start() -> dist.Work | Works:
             if self._bridge is not None or messages:
-                gives, takes = send.split(list(send_counts)), recv.split(list(recv_counts))
-                takes[self.index].copy_(gives[self.index])
-                return self._messages(gives, takes)
+                gives, incoming = send.split(list(send_counts)), recv.split(list(recv_counts))
+                incoming[self.index].copy_(gives[self.index])
+                return self._messages(gives, incoming)
             return dist.all_to_all_single(
                 recv, send, list(recv_counts), list(send_counts), group=self._handle, async_op=True
             )
@@ -267,10 +267,10 @@ class Group:
         return MessageWorks([work for work in works if work is not None])
 
     def _one_launch(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> dist.Work | None:
-        nothing = send[self.index].new_empty(0)
-        gives = self._ascending([nothing if i == self.index else x for i, x in enumerate(send)])
-        takes = self._ascending([nothing if i == self.index else x for i, x in enumerate(receive)])
-        return dist.all_to_all(takes, gives, group=self._handle, async_op=True)  # type: ignore[no-any-return]
+        empty = send[self.index].new_empty(0)
+        gives = self._ascending([empty if i == self.index else x for i, x in enumerate(send)])
+        incoming = self._ascending([empty if i == self.index else x for i, x in enumerate(receive)])
+        return dist.all_to_all(incoming, gives, group=self._handle, async_op=True)  # type: ignore[no-any-return]
 
     def count(self, send: torch.Tensor, send_counts: Sequence[int]) -> None:
         """Add to the byte counts of each other member."""

@@ -180,14 +180,16 @@ class Rendezvous:
         """The error for a failed join: ranks that did not join, or that cannot be reached."""
         seconds, other_ranks = time.monotonic() - self.started, self.others
         records = self._records
-        came = within(PATIENCE, lambda: self._joined_ranks(records)) if records is not None else None
-        states = Connectivity(self.rank, [(came or {}).get(r) for r in range(len(other_ranks) + 1)]).look(came or ())
-        absent = [r for r in other_ranks if came is not None and r not in came]
-        peers = [r for r in other_ranks if states.get(r) == UNREACHABLE] or absent or other_ranks
-        if came is None:
+        joined = within(PATIENCE, lambda: self._joined_ranks(records)) if records is not None else None
+        states = Connectivity(self.rank, [(joined or {}).get(r) for r in range(len(other_ranks) + 1)]).look(
+            joined or ()
+        )
+        absent_ranks = [r for r in other_ranks if joined is not None and r not in joined]
+        peers = [r for r in other_ranks if states.get(r) == UNREACHABLE] or absent_ranks or other_ranks
+        if joined is None:
             reason = f"the rendezvous store at {self.where} does not answer, or not all came to it"
-        elif absent and UNREACHABLE not in states.values():
-            reason = f"rank {', '.join(map(str, absent[:8]))} never came"
+        elif absent_ranks and UNREACHABLE not in states.values():
+            reason = f"rank {', '.join(map(str, absent_ranks[:8]))} never came"
         else:
             reason = explain(peers, states)
         return CommError(
@@ -198,8 +200,8 @@ class Rendezvous:
 
     def _joined_ranks(self, records: Records) -> dict[int, Address | None]:
         """Addresses of the ranks that have written their record."""
-        came = [r for r in self.others if records.store.check([_key(r)])]
-        return dict(zip(came, (m.address for m in records.get([_key(r) for r in came], RankRecord)), strict=True))
+        joined = [r for r in self.others if records.store.check([_key(r)])]
+        return dict(zip(joined, (m.address for m in records.get([_key(r) for r in joined], RankRecord)), strict=True))
 
 
 def _key(rank: int) -> str:

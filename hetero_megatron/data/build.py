@@ -123,8 +123,8 @@ class Datasets:
         """Of streams that this rank reads, see :func:`stream_fingerprint`; for the nodes to compare."""
         from hetero_megatron.data.stream_fingerprint import stream_fingerprint
 
-        named = {"train": self.train, "valid": self.valid, "test": self.test}
-        return {name: stream_fingerprint(dataset) for name, dataset in named.items()}
+        datasets = {"train": self.train, "valid": self.valid, "test": self.test}
+        return {name: stream_fingerprint(dataset) for name, dataset in datasets.items()}
 
     def state_dict(self, consumed_train_samples: int) -> dict[str, Any]:
         """State to save besides the number of samples (JSON); empty unless streaming."""
@@ -231,8 +231,8 @@ def _tokenizer_line(config: DataConfig, tokenizer: Tokenizer, rows: int) -> str:
     source = config.tokenizer_source or ("given" if config.tokenizer_type else "by default")
     end = "without an end of document" if tokenizer.eod is None else f"{tokenizer.eod} ends a document"
     beyond_rows = tokenizer.vocab_size > rows
-    beyond = f"; those from {rows:,} on have no row in the model and must not occur" if beyond_rows else ""
-    return f"data: tokenizer {tokenizer.name} ({source}): ids 0 to {tokenizer.vocab_size - 1:,}, {end}{beyond}"
+    beyond_text = f"; those from {rows:,} on have no row in the model and must not occur" if beyond_rows else ""
+    return f"data: tokenizer {tokenizer.name} ({source}): ids 0 to {tokenizer.vocab_size - 1:,}, {end}{beyond_text}"
 
 
 def config_tokenizer(config: DataConfig, model_vocab_size: int | None = None) -> Tokenizer:

@@ -103,9 +103,9 @@ def is_indexed(path: str) -> bool:
     prefix = indexed_prefix(path)
     has_files = [os.path.isfile(prefix + end) for end in (".idx", ".bin")]
     if any(has_files) and not all(has_files) and not os.path.exists(prefix):
-        have, lack = (".idx", ".bin") if has_files[0] else (".bin", ".idx")
+        present, lack = (".idx", ".bin") if has_files[0] else (".bin", ".idx")
         raise UserError(
-            f"there is {prefix}{have} but no {prefix}{lack}", field="--data-path", value=path, accepted="both files"
+            f"there is {prefix}{present} but no {prefix}{lack}", field="--data-path", value=path, accepted="both files"
         )
     return all(has_files)
 

@@ -130,11 +130,11 @@ def _cached(files: Iterable[Path]) -> set[Path]:
     for file in files:
         folders.setdefault(file.parent, []).append(file)
     cached: set[Path] = set()
-    for folder, beside in folders.items():
+    for folder, siblings in folders.items():
         saved = _saved_names(folder / "state.json")
-        if not any(f.name in saved for f in beside):  # no save_to_disk, or one that cannot be read
-            saved = {f.name for f in beside if not f.name.startswith("cache-")}
-        cached |= {f for f in beside if f.name not in saved}
+        if not any(f.name in saved for f in siblings):  # no save_to_disk, or one that cannot be read
+            saved = {f.name for f in siblings if not f.name.startswith("cache-")}
+        cached |= {f for f in siblings if f.name not in saved}
     return cached
 
 
@@ -149,14 +149,14 @@ def _saved_names(state: Path) -> set[str]:
 def _refuse_splits(folder: Path, files: Sequence[Path], field: str) -> None:
     """Refuse a folder with data of several splits: trained on as a whole, the test data would be training data."""
     splits: dict[tuple[str, str], list[Path]] = {}
-    rest = 0
+    unsplit = 0
     for file in files:
         split = _split(file.relative_to(folder))
         if split is not None:
             splits.setdefault(split, []).append(file)
         elif uncompressed_name(file).suffix.lower() not in KEYED:
-            rest += 1  # texts may have any name: they are splits only if all of them are
-    if len(splits) < 2 or rest:
+            unsplit += 1  # texts may have any name: they are splits only if all of them are
+    if len(splits) < 2 or unsplit:
         return
     splits_text = "; ".join(f"{name}: {_some(split_files)}" for (_, name), split_files in splits.items())
     paths = {split: _path_of(split_files, files, folder) for split, split_files in splits.items()}

@@ -162,11 +162,11 @@ class Guard(Generic[Item, Result]):
     def _waited(self) -> bool:
         """Whether the child says something; False: it stands still."""
         assert self._pipe is not None
-        last, used = time.monotonic(), -1.0
+        last, cpu_seconds = time.monotonic(), -1.0
         while not self._pipe.poll(1.0):
             spent = _cpu_seconds(self._pid)
-            if spent != used:
-                last, used = time.monotonic(), spent
+            if spent != cpu_seconds:
+                last, cpu_seconds = time.monotonic(), spent
             elif time.monotonic() - last > SILENCE:
                 return False
         return True
@@ -180,13 +180,15 @@ class Guard(Generic[Item, Result]):
         with suppress(ChildProcessError):  # somebody else in this process waits for all children
             _, status = os.waitpid(pid, 0)
         self.close()
-        by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        if by == signal.SIGPROF:
+        signum = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if signum == signal.SIGPROF:
             reason = f"takes more than {self._seconds:g} s of CPU time"
-        elif by in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
-            reason = f"needs more than {self._memory >> 20:,} MiB of memory, or crashes ({signal.Signals(by).name})"
+        elif signum in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
+            reason = f"needs more than {self._memory >> 20:,} MiB of memory, or crashes ({signal.Signals(signum).name})"
         else:
-            reason = f"ends its process ({signal.Signals(by).name if by else f'exit code {os.WEXITSTATUS(status)}'})"
+            reason = (
+                f"ends its process ({signal.Signals(signum).name if signum else f'exit code {os.WEXITSTATUS(status)}'})"
+            )
         return self._refuse(batch[min(number, len(batch) - 1)], _CALLS[call], reason)
 
     def _start(self) -> None:
@@ -266,9 +268,9 @@ class _Child:
         faulthandler.disable()
         gc.freeze()
         sys.setrecursionlimit(_depth() + DEPTH)  # libraries raise the parent's: PyTorch's compiler, for one
-        nothing = os.open(os.devnull, os.O_RDWR)
+        null_handle = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):  # libraries write there when they fail
-            os.dup2(nothing, number)
+            os.dup2(null_handle, number)
         kept_numbers = {0, 1, 2, self._pipe.fileno()}
         for number in map(int, os.listdir("/proc/self/fd")):
             if number not in kept_numbers:

@@ -35,10 +35,10 @@ _FAREWELL_SECONDS = 1  # that a client which does not read may hold up the end o
 def socket_folder() -> str:
     """Where sockets can be made: the folder for temporary files, or /tmp if its path is too long for one."""
     try:
-        usual = tempfile.gettempdir()
+        temporary = tempfile.gettempdir()
     except FileNotFoundError as error:
         raise _no_folder(error) from None
-    return usual if len(usual.encode()) + len("/samples-12345678/socket") <= LONGEST_SOCKET_PATH else "/tmp"
+    return temporary if len(temporary.encode()) + len("/samples-12345678/socket") <= LONGEST_SOCKET_PATH else "/tmp"
 
 
 def _no_folder(error: OSError) -> UserError:

@@ -60,7 +60,7 @@ def read_model(path: str, field: str) -> PieceModel:
     for reason, true in reasons.items():
         if true:
             raise UserError(f"{reason}, which is not read here", field=field, value=path, accepted=_ACCEPTED)
-    unknown, bos, eos = (int(trained.get(number, usual)) for number, usual in ((40, 0), (41, 1), (42, 2)))
+    unknown, bos, eos = (int(trained.get(number, default)) for number, default in ((40, 0), (41, 1), (42, 2)))
     if not all(0 <= i < len(pieces) for i in (unknown, bos, eos)):
         problem = "has no beginning or end of a sequence"
         raise UserError(problem, field=field, value=path, accepted=_ACCEPTED)

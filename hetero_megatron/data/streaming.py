@@ -47,7 +47,7 @@ class _SampleReader:
         cursor, _, skip = self._pending[0]
         # Only what is needed: a document may be a whole file, and is sliced here once per sample.
         tokens = np.concatenate([piece[used : used + self._length + 1] for _, piece, used in self._pending])
-        lengths = [len(piece) - used for _, piece, used in self._pending]
+        lengths = [len(piece) - tokens_used for _, piece, tokens_used in self._pending]
         starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
         starts = starts[1:] if skip else starts
         tokens = tokens[: self._length + 1]
@@ -62,11 +62,11 @@ class _SampleReader:
     def _drop(self, count: int) -> None:
         self._have -= count
         while count:
-            cursor_before, tokens, used = self._pending[0]
-            step = min(count, len(tokens) - used)
-            self._pending[0] = (cursor_before, tokens, used + step)
+            cursor_before, tokens, tokens_used = self._pending[0]
+            step = min(count, len(tokens) - tokens_used)
+            self._pending[0] = (cursor_before, tokens, tokens_used + step)
             count -= step
-            if used + step == len(tokens):
+            if tokens_used + step == len(tokens):
                 self._pending.pop(0)
 
     def _read(self, cursor: Cursor) -> Iterator[tuple[Cursor, np.ndarray]]:

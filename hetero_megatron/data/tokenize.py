@@ -112,9 +112,9 @@ def _documents(corpus: Corpus, tokenizer: Tokenizer, log: Log, limit: int | None
         for document, cursor_after in encoded_documents(corpus.documents(), tokenizer, corpus, limit):
             if document is not None:
                 yield document
-            read = corpus.bytes_before(cursor_after)
-            line.add(read - bytes_done)
-            bytes_done = read
+            bytes_read = corpus.bytes_before(cursor_after)
+            line.add(bytes_read - bytes_done)
+            bytes_done = bytes_read
             if time.monotonic() - last > _REPORT_SECONDS:
                 last = time.monotonic()
                 log(f"data: {line}")

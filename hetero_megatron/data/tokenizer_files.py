@@ -69,10 +69,10 @@ def _require_end(tokenizer: Mapping[str, Any], path: Path) -> None:
             f"the decoder makes text up to {grown:,.0f} times as long", field=f"{_FIELD}.decoder", value=str(path),
             accepted=f"at most {_LONGER} times",
         )  # fmt: skip
-    added = tokenizer.get("added_tokens")
-    if tokenizer.get("normalizer") is None or not isinstance(added, list):
+    added_tokens = tokenizer.get("added_tokens")
+    if tokenizer.get("normalizer") is None or not isinstance(added_tokens, list):
         return
-    if any(isinstance(token, dict) and token.get("normalized") for token in added):
+    if any(isinstance(token, dict) and token.get("normalized") for token in added_tokens):
         guard = Guard(_load, lambda file, _, why: UserError(
             f"loading it {why}", field=_FIELD, value=file, accepted="a tokenizer.json whose normaliser comes to an end"
         ), _LOAD_SECONDS, _LOAD_MEMORY)  # fmt: skip

@@ -131,8 +131,8 @@ def _suppressed(
     s: torch.Tensor, row: PromptRow, ids: list[int], settings: ScoreSettings, ends: Sequence[int]
 ) -> torch.Tensor:
     s[_inside(settings.suppress_tokens, s)] = -math.inf
-    late = len(row.prompt) == 1 and settings.forced_bos_token_id is not None
-    if len(row.answer) == late:
+    forced_tokens = len(row.prompt) == 1 and settings.forced_bos_token_id is not None
+    if len(row.answer) == forced_tokens:
         s[_inside(settings.begin_suppress_tokens, s)] = -math.inf
     return s
 
@@ -188,10 +188,10 @@ def _min_p(scores: torch.Tensor, share: float) -> torch.Tensor:
 def _typical(scores: torch.Tensor, mass: float) -> torch.Tensor:
     """Tokens whose surprise is nearest to the entropy (Meister et al., 2022)."""
     logs = scores.log_softmax(-1)
-    away, order = torch.sort((-logs - _entropy(scores)).abs(), dim=-1)
+    deviation, order = torch.sort((-logs - _entropy(scores)).abs(), dim=-1)
     reached = scores.gather(-1, order).softmax(-1).cumsum(-1) < mass
     last = reached.sum(-1, keepdim=True).clamp_max(scores.shape[-1] - 1)
-    dropped = away > away.gather(-1, last)
+    dropped = deviation > deviation.gather(-1, last)
     dropped[:, 0] = False
     return dropped.scatter(-1, order, dropped)
 

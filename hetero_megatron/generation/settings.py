@@ -112,29 +112,29 @@ def read_settings(found: Mapping[str, Any], vocabulary: int, where: str, draws: 
         UserError: a setting that is refused, or a value that transformers would refuse.
     """
     KEYS.check_fixed(found, where, _OR_IGNORE)
-    read = _Reader({key: value for key, value in found.items() if value is not None}, vocabulary, where)
-    decay = read.value("exponential_decay_length_penalty", None)
+    reader = _Reader({key: value for key, value in found.items() if value is not None}, vocabulary, where)
+    decay = reader.value("exponential_decay_length_penalty", None)
     for key in ("forced_bos_token_id", "forced_eos_token_id"):
-        if (forced := read.ids(key)) and set(forced) <= set(read.ids("suppress_tokens")):
-            raise read.refuse(key, "is also in suppress_tokens", "tokens that may be chosen")
+        if (forced := reader.ids(key)) and set(forced) <= set(reader.ids("suppress_tokens")):
+            raise reader.refuse(key, "is also in suppress_tokens", "tokens that may be chosen")
     return ScoreSettings(
-        ends=read.ids("eos_token_id") if "eos_token_id" in read.found else None,
-        sequence_bias=read.biases(),
-        encoder_repetition_penalty=read.number("encoder_repetition_penalty", 1.0, above=0),
-        repetition_penalty=read.number("repetition_penalty", 1.0, above=0),
-        no_repeat_ngram_size=read.count("no_repeat_ngram_size"),
-        encoder_no_repeat_ngram_size=read.count("encoder_no_repeat_ngram_size"),
-        bad_words_ids=read.sequences("bad_words_ids"),
-        min_length=read.count("min_length"),
-        min_new_tokens=read.count("min_new_tokens") if "min_new_tokens" in read.found else None,
-        forced_bos_token_id=read.one_id("forced_bos_token_id"),
-        forced_eos_token_id=read.ids("forced_eos_token_id", inside=True),
-        remove_invalid_values=read.switch("remove_invalid_values"),
-        exponential_decay_length_penalty=None if decay is None else read.decay(decay),
-        suppress_tokens=read.ids("suppress_tokens"),
-        begin_suppress_tokens=read.ids("begin_suppress_tokens"),
-        stop_strings=read.texts("stop_strings"),
-        filters=_filters(read) if draws else Filters(),
+        ends=reader.ids("eos_token_id") if "eos_token_id" in reader.found else None,
+        sequence_bias=reader.biases(),
+        encoder_repetition_penalty=reader.number("encoder_repetition_penalty", 1.0, above=0),
+        repetition_penalty=reader.number("repetition_penalty", 1.0, above=0),
+        no_repeat_ngram_size=reader.count("no_repeat_ngram_size"),
+        encoder_no_repeat_ngram_size=reader.count("encoder_no_repeat_ngram_size"),
+        bad_words_ids=reader.sequences("bad_words_ids"),
+        min_length=reader.count("min_length"),
+        min_new_tokens=reader.count("min_new_tokens") if "min_new_tokens" in reader.found else None,
+        forced_bos_token_id=reader.one_id("forced_bos_token_id"),
+        forced_eos_token_id=reader.ids("forced_eos_token_id", inside=True),
+        remove_invalid_values=reader.switch("remove_invalid_values"),
+        exponential_decay_length_penalty=None if decay is None else reader.decay(decay),
+        suppress_tokens=reader.ids("suppress_tokens"),
+        begin_suppress_tokens=reader.ids("begin_suppress_tokens"),
+        stop_strings=reader.texts("stop_strings"),
+        filters=_filters(reader) if draws else Filters(),
     )
 
 

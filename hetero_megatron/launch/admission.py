@@ -58,18 +58,18 @@ class Admission:
         """
         messages = []
         while (request := self._store.join_request(self._asked)) is not None:
-            refused, file = self._check(request, present | {host.node for host in self._waiting}, cluster)
+            refusal, file = self._check(request, present | {host.node for host in self._waiting}, cluster)
             members: list[int] = []
-            if not refused:
+            if not refusal:
                 members = list(range(self._next, self._next + request.chips))
                 self._next += request.chips
                 self._waiting.append(Newcomer(request.node, tuple(members), file))
                 described = file is not None or cluster is not None
                 self.seats |= {m: Seat(request.node, i, None if described else i) for i, m in enumerate(members)}
                 self.admitted = True
-            self._store.answer(self._asked, JoinAnswer(refused, members))
+            self._store.answer(self._asked, JoinAnswer(refusal, members))
             self._asked += 1
-            decision = f"refused: {refused}" if refused else "admitted; it joins after a step, once it is ready"
+            decision = f"refused: {refusal}" if refusal else "admitted; it joins after a step, once it is ready"
             messages.append(f"{request.node} ({plural(request.chips, 'chip')}) asks to join: {decision}")
         return messages
 
@@ -102,9 +102,9 @@ class Admission:
 
     def take(self, members: list[int]) -> list[str]:
         """They are in an epoch from here on; what is to be said of it."""
-        taken = [host for host in self._waiting if set(host.members) & set(members)]
-        self._waiting = [host for host in self._waiting if host not in taken]
-        return [f"{host.node} joined ({plural(len(host.members), 'rank')})" for host in taken]
+        joined_hosts = [host for host in self._waiting if set(host.members) & set(members)]
+        self._waiting = [host for host in self._waiting if host not in joined_hosts]
+        return [f"{host.node} joined ({plural(len(host.members), 'rank')})" for host in joined_hosts]
 
     def cluster_with(self, nodes: set[str]) -> Path | None:
         """The newest cluster file that one of these nodes came with."""
@@ -152,11 +152,11 @@ class Admission:
 
 def _too_slow(theirs: Mapping[int, Speed], known: Mapping[int, Speed], least: float) -> str:
     for speed in theirs.values():
-        alike = [other.flops for other in known.values() if other.kind == speed.kind]
-        if alike and speed.flops < least * median(alike):
-            usual = f"where {len(alike)} of the job compute {median(alike):.3g}"
+        rates_of_kind = [other.flops for other in known.values() if other.kind == speed.kind]
+        if rates_of_kind and speed.flops < least * median(rates_of_kind):
+            comparison = f"where {len(rates_of_kind)} of the job compute {median(rates_of_kind):.3g}"
             accepted = f"accepted: at least {least:g} of that (--least-speed of the job)"
-            return f"its {speed.kind} computes {speed.flops:.3g} FLOP/s {usual}; {accepted}"
+            return f"its {speed.kind} computes {speed.flops:.3g} FLOP/s {comparison}; {accepted}"
     return ""
 
 

@@ -53,9 +53,9 @@ def silent_hosts(connections: Sequence[Connection], seconds: float, patient: boo
     had their time."""
     end = time.monotonic() + seconds
     while silent := [c for c in connections if c.facts is None]:
-        lost = [c for c in silent if c.lost]
-        if len(lost) == len(silent) or (lost and not patient):
-            return lost
+        lost_hosts = [c for c in silent if c.lost]
+        if len(lost_hosts) == len(silent) or (lost_hosts and not patient):
+            return lost_hosts
         if time.monotonic() > end:
             return silent
         time.sleep(0.02)
@@ -66,13 +66,13 @@ def _no_answer(connections: Sequence[Connection], cluster: Cluster, seconds: flo
     first = connections[0]
     reason = first.lost or f"no answer in {seconds:g} s"
     other_nodes = ", ".join(c.host.node for c in connections[1:_SHOWN])
-    rest = f" (nor do {other_nodes}{', …' if len(connections) > _SHOWN else ''})" if other_nodes else ""
+    also = f" (nor do {other_nodes}{', …' if len(connections) > _SHOWN else ''})" if other_nodes else ""
     accepted = "a host that answers `ssh HOST true` without a password"
     if "No module named" in reason or "not found" in reason or "No such file" in reason:
         accepted = f"Hetero-Megatron in {first.host.python} there, or launch: {{python: …}} in the cluster file, or "
         accepted += "python: of its node group"
     return UserError(
-        f"cannot be started on: {reason}{rest}", field=first.host.node, value=first.host.address, accepted=accepted,
+        f"cannot be started on: {reason}{also}", field=first.host.node, value=first.host.address, accepted=accepted,
         where=cluster.file,
     )  # fmt: skip
 
@@ -102,15 +102,15 @@ def check_facts(facts: Mapping[str, Mapping[str, Any]], connections: Sequence[Co
             accepted = "one version on all hosts" + (" with chips of one vendor" if key != "version" else "")
             raise UserError(f"versions differ: {versions}", field=name, accepted=accepted, where=cluster.file)
         print(notice_line(f"launcher: {name}: {versions}"), flush=True)
-    seen: dict[str, str] = {}
+    node_of: dict[str, str] = {}
     for node, values in facts.items():
         identity = str(values.get("identity", ""))
-        if identity and identity in seen:
+        if identity and identity in node_of:
             raise UserError(
-                f"is the same host as {seen[identity]} ({values.get('hostname', '?')})", field="nodes", value=node,
+                f"is the same host as {node_of[identity]} ({values.get('hostname', '?')})", field="nodes", value=node,
                 accepted="each host once; several labels on one host: hetero-megatron run", where=cluster.file,
             )  # fmt: skip
-        seen[identity] = node
+        node_of[identity] = node
     for connection in connections:
         interfaces = facts[connection.host.node].get("interfaces", [])
         for name in filter(None, connection.host.interface.split(",")):

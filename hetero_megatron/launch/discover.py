@@ -34,15 +34,15 @@ def catalogue_name(name: str, memory: float) -> str | None:
         if part in name and _same_size(memory, chip_name):
             return chip_name
     words = _words(name)
-    fits = []
+    candidates = []
     for chip in CHIPS.values():
         name_words = {word for word in _words(chip.name) if not word.isdigit()}
         sizes = {word for word in _words(chip.name) if word.isdigit()}
         device_words = words | {str(round(chip.memory / GIB))}
         if name_words <= words and sizes <= device_words and _same_size(memory, chip.name):
-            fits.append((len(name_words) + len(sizes), chip.name))
-    fits.sort(reverse=True)
-    return fits[0][1] if fits and (len(fits) == 1 or fits[0][0] > fits[1][0]) else None
+            candidates.append((len(name_words) + len(sizes), chip.name))
+    candidates.sort(reverse=True)
+    return candidates[0][1] if candidates and (len(candidates) == 1 or candidates[0][0] > candidates[1][0]) else None
 
 
 def _same_size(memory: float, chip: str) -> bool:
@@ -72,17 +72,17 @@ def cluster_document(answers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str
         chip, count = _chip(address, host_facts, chips, notices)
         interface = _interface(host_facts["interfaces"])
         last = nodes[-1] if nodes else None
-        same = {"chip": chip, "chips_per_node": count, "interface": interface}
-        if last is not None and all(last.get(key) == value for key, value in same.items()):
+        settings_of_node = {"chip": chip, "chips_per_node": count, "interface": interface}
+        if last is not None and all(last.get(key) == value for key, value in settings_of_node.items()):
             last["hosts"].append(address)
             last["count"] += 1
         else:
             name = require_text(str(host_facts["hostname"]), address)
-            nodes.append({"name": name, "count": 1, **same, "hosts": [address]})
-    taken: set[str] = set()
+            nodes.append({"name": name, "count": 1, **settings_of_node, "hosts": [address]})
+    taken_names: set[str] = set()
     for node in nodes:
-        node["name"] = _name(node, taken)
-        taken.add(node["name"])
+        node["name"] = _name(node, taken_names)
+        taken_names.add(node["name"])
         if not node["interface"]:
             del node["interface"]
     document: dict[str, Any] = {"version": 1, "nodes": nodes}

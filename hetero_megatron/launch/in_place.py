@@ -152,17 +152,17 @@ class InPlaceSupervisor:
             if member not in self._codes:
                 self._codes[member] = code
                 self._ended(member, code)
-        refused = [m for m in self.members if self._codes.get(m) == USER_ERROR and m not in self._new]
-        if not self._alive and not refused and self._waits():
+        refusing = [m for m in self.members if self._codes.get(m) == USER_ERROR and m not in self._new]
+        if not self._alive and not refusing and self._waits():
             if not self._admission.ready():
                 self._prepared = None  # they were lost before they joined
             self._let_join()
             return self._next(self._lost) if self._prepared is not None else None
-        if not self._alive or refused and self._overdue():
+        if not self._alive or refusing and self._overdue():
             return self._end()
         if self._signalled is not None:  # no epoch begins any more
             return self._end() if any(self._codes.get(m) for m in self.members) and self._overdue() else None
-        if refused:
+        if refusing:
             return None
         self._let_join()
         stopped = self._store.has_stopped(self._number, self._alive)
@@ -268,9 +268,9 @@ class InPlaceSupervisor:
             by_seat = {(self._seats[m].node, self._seats[m].local): m for m in members}
             members = [by_seat[rank.node, rank.local] for rank in load_cluster(cluster).ranks]
             seats_left = [self._seats[m] for m in members]
-        same = tuple(seats_left) == self.setup.seats and file == self.setup.cluster
-        plan = self.setup.plan if same else self.planner(seats_left, cluster) if seats_left else None
-        return NextEpoch(members, plan, self.setup.cluster if same else cluster, file)
+        is_unchanged = tuple(seats_left) == self.setup.seats and file == self.setup.cluster
+        plan = self.setup.plan if is_unchanged else self.planner(seats_left, cluster) if seats_left else None
+        return NextEpoch(members, plan, self.setup.cluster if is_unchanged else cluster, file)
 
     def _next(self, failed: bool) -> int | None:
         """The next epoch, with all that are there."""
@@ -281,9 +281,9 @@ class InPlaceSupervisor:
             if self._losses > self.max_losses:
                 self.log(f"gave up after {plural(self.max_losses, 'loss', 'losses')}")
                 return self._end() or PEER_ERROR
-        away = {self._seats[m].node for m in self._gone}
+        lost_nodes = {self._seats[m].node for m in self._gone}
         ready = self._admission.ready()
-        members = [*(m for m in self._alive if self._seats[m].node not in away), *ready]
+        members = [*(m for m in self._alive if self._seats[m].node not in lost_nodes), *ready]
         self._left |= {*self._gone, *self.members} - {*members}
         chosen = self._prepared
         if chosen is None or set(chosen.members) != set(members):
@@ -293,7 +293,7 @@ class InPlaceSupervisor:
             chosen = self._who_goes_on(members)
         if chosen.plan is None:
             ranks_left = plural(len(members), "rank")
-            self.log(f"no plan for the {ranks_left} that are left without {', '.join(sorted(away))}; accepted: a "
+            self.log(f"no plan for the {ranks_left} that are left without {', '.join(sorted(lost_nodes))}; accepted: a "
                      f"--fallback-plan for at most {ranks_left}")  # fmt: skip
             return USER_ERROR
         self._publish(chosen, ready, notice, time.monotonic() - begin)

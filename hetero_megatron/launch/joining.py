@@ -184,8 +184,8 @@ class Joining:
                 if self._signal and not forwarded:  # they hand over after the step, and leave
                     forwarded = self._signal
                     job.signal(signal.SIGTERM)
-                if refused := self.store.refused(job.ranks[0]):
-                    raise UserError(refused, field="--join", value=self.node)
+                if refusal := self.store.refused(job.ranks[0]):
+                    raise UserError(refusal, field="--join", value=self.node)
                 if self.store.job_ended() and not any(self.store.first_epoch(m) is not None for m in job.ranks):
                     self.log(f"{self.node}: the job ended before it joined")
                     return 0

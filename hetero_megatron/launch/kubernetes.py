@@ -105,8 +105,8 @@ def _pytorch_job(cluster: Cluster, command: Sequence[str], metadata: dict[str, s
     groups = _first_hosts(cluster)
     if len(groups) == 1 and groups[0][0].count > 1:  # the first node of the only group is the master
         group, host = groups[0]
-        rest = replace(host, index=1)
-        groups = [(replace(group, count=1), host), (replace(group, count=group.count - 1), rest)]
+        worker_host = replace(host, index=1)
+        groups = [(replace(group, count=1), host), (replace(group, count=group.count - 1), worker_host)]
     if len(groups) > 2 or groups[0][0].count > 1:
         raise UserError(
             "a PyTorchJob has one master and workers of one kind", field="--kind", value="pytorchjob",

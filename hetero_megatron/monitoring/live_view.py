@@ -124,11 +124,11 @@ def render(view: LiveView, name: str) -> Group:
 
 def _bar(load: RankLoad) -> Text:
     text = Text()
-    used = 0
+    cells_used = 0
     for share, mark, style in ((load.busy, "█", "blue"), (load.bubble, "░", "white"), (load.waiting, "▒", "yellow")):
-        cells = min(BAR - used, round(BAR * share))
+        cells = min(BAR - cells_used, round(BAR * share))
         text.append(mark * max(cells, 0), style=style)
-        used += max(cells, 0)
+        cells_used += max(cells, 0)
     return text
 
 

@@ -33,10 +33,10 @@ class LineFile:
         try:
             self._follow()
             handle = self._file.fileno()
-            size, rest = os.fstat(handle).st_size, memoryview(line)
+            size, unwritten = os.fstat(handle).st_size, memoryview(line)
             try:
-                while rest:
-                    rest = rest[os.write(handle, rest) :]
+                while unwritten:
+                    unwritten = unwritten[os.write(handle, unwritten) :]
             except OSError:
                 os.ftruncate(handle, size)
                 raise
@@ -55,9 +55,9 @@ class LineFile:
                 self._say("is no longer there, nor is its folder: lines go on in the file that was")
                 return
         if at_path is None or (at_path.st_dev, at_path.st_ino) != (opened.st_dev, opened.st_ino):
-            fresh = open_append(self.path)
+            new_file = open_append(self.path)
             self._file.close()
-            self._file = fresh
+            self._file = new_file
             self._say("was removed or replaced while the run writes it: it goes on in a new one")
 
     def _say(self, text: str) -> None:

@@ -303,7 +303,7 @@ def to_drop(pairs: Collection[Pair], nodes: Sequence[str]) -> set[str]:
         without = {worst} | search(frozenset(p for p in left if worst not in p), exact)
         if not exact:
             return without
-        gone = partners[worst]  # if the worst one stays, all its partners go
-        return min(without, gone | search(frozenset(p for p in left if not p & gone), exact), key=cost)
+        removed = partners[worst]  # if the worst one stays, all its partners go
+        return min(without, removed | search(frozenset(p for p in left if not p & removed), exact), key=cost)
 
     return search(frozenset(pairs), len(troubled) <= EXACT)

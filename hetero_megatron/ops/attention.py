@@ -81,9 +81,9 @@ class _SharedHeads(torch.autograd.Function):
         q, k, v, out, lse, bias = ctx.saved_tensors
         kv_heads, repeat = k.shape[2], q.shape[2] // k.shape[2]
         repeated = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
-        turned = (x.transpose(1, 2) for x in (grads[0], q, *repeated, out))
+        transposed = (x.transpose(1, 2) for x in (grads[0], q, *repeated, out))
         dq, *dkv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *turned, lse, 0.0, bias is None, attn_mask=bias
+            *transposed, lse, 0.0, bias is None, attn_mask=bias
         )
         dk, dv = (
             x.unflatten(1, (kv_heads, repeat)).sum(2, dtype=torch.float32).to(k.dtype).transpose(1, 2) for x in dkv

@@ -198,24 +198,24 @@ def fused_attention(
         return tuple(x.to(lse.dtype) for x in gradients(dout, q, k, v, out, lse, causal))
 
     def reasons(signature: Signature) -> list[str]:
-        lacking = rest.reasons(signature)
-        without = [f"{rest.provider}, which it leaves windows and documents to, cannot serve: {'; '.join(lacking)}"]
-        return supports(signature) + (without if lacking and not alone else [])
+        why_not = rest.reasons(signature)
+        without = [f"{rest.provider}, which it leaves windows and documents to, cannot serve: {'; '.join(why_not)}"]
+        return supports(signature) + (without if why_not and not alone else [])
 
     parts = {"share": share, "delta": attn_delta if alone else rest.parts["delta"]}
-    able = replace(capability, features=tuple(f for f in rest.capability.features if f != "dropout"))
+    square_capability = replace(capability, features=tuple(f for f in rest.capability.features if f != "dropout"))
     return Kernel(
-        "attention", provider, kind, forward, backward, able, reasons, parts=parts, priority=priority,
+        "attention", provider, kind, forward, backward, square_capability, reasons, parts=parts, priority=priority,
         interpreted=rest.interpreted, version=3,
     )  # fmt: skip
 
 
 def _require(rest: Kernel, provider: str, q: torch.Tensor) -> None:
     """UserError where ``rest`` cannot serve what ``provider`` leaves to it."""
-    if lacking := rest.reasons(Signature("attention", q.device.type, q.dtype)):
+    if rest_reasons := rest.reasons(Signature("attention", q.device.type, q.dtype)):
         raise UserError(
             f"windows, documents and parts of sequences are {rest.provider}'s, which cannot serve: "
-            f"{'; '.join(lacking)}", field="attention", value=provider,
+            f"{'; '.join(rest_reasons)}", field="attention", value=provider,
             accepted="whole causal sequences (no --reset-attention-mask, no sliding window), or what it needs",
         )  # fmt: skip
 

@@ -79,8 +79,8 @@ def make_function(spec: OpSpec, kernel: Kernel, traced: bool = False) -> type[to
     run_forward = _with_views(kernel.forward, len(spec.results)) if traced else kernel.forward
     tensors, count = len(spec.tensors), len(spec.results)
     fixed = tuple(spec.results.index(name) for name in spec.fixed)
-    live = count - len(fixed)
-    assert fixed == tuple(range(live, count)), f"{spec.name}: results without gradients come last"
+    live_count = count - len(fixed)
+    assert fixed == tuple(range(live_count, count)), f"{spec.name}: results without gradients come last"
     pick = _picker([spec.index(name) for name in spec.saves], traced)
     place = [spec.gradients.index(name) if name in spec.gradients else None for name in spec.args]
     direct = place == list(range(len(spec.gradients)))  # the gradients are those of all arguments, in order
@@ -94,15 +94,15 @@ def make_function(spec: OpSpec, kernel: Kernel, traced: bool = False) -> type[to
             outputs = run_forward(*args)
             ctx.save_for_backward(*(outputs[count:] if private else pick(args + outputs)))
             ctx.options = args[tensors:]
-            if live == 1:  # its gradient is there whenever backward runs: no zeros are made for the fixed ones
+            if live_count == 1:  # its gradient is there whenever backward runs: no zeros are made for the fixed ones
                 ctx.set_materialize_grads(False)
             if fixed:
-                ctx.mark_non_differentiable(*outputs[live:count])
+                ctx.mark_non_differentiable(*outputs[live_count:count])
             return outputs[0] if count == 1 else outputs[:count]
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            gradients = run_backward(*grads[:live], *ctx.saved_tensors, *ctx.options)
+            gradients = run_backward(*grads[:live_count], *ctx.saved_tensors, *ctx.options)
             if direct:
                 return gradients
             if leading:

@@ -65,8 +65,8 @@ def add_product(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor, beta: floa
     if into.dtype != b.dtype and _adds_to_wider(into.device.type):
         return torch.ops.aten.addmm.dtype_out(into, a, b, into.dtype, beta=beta, out=into)  # type: ignore[no-any-return]
     if into.dtype != b.dtype and into.device.type != "cpu":  # accelerators multiply 16 bits many times as fast
-        added = a @ b  # rounded once more than where the product is added in the sum's precision
-        return into.add_(added) if beta else into.copy_(added)
+        product_added = a @ b  # rounded once more than where the product is added in the sum's precision
+        return into.add_(product_added) if beta else into.copy_(product_added)
     return into.addmm_(a.to(into.dtype), b.to(into.dtype), beta=beta)
 
 
@@ -258,9 +258,9 @@ def joint_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if part.storage_offset() != end or part.untyped_storage()._cdata != storage or not part.is_contiguous():
             return None
         end += part.numel()
-    rest = first.shape[1:]
-    strides = [rest[i:].numel() for i in range(len(rest) + 1)]
-    return first.as_strided((sum(part.shape[0] for part in parts), *rest), strides)
+    row_shape = first.shape[1:]
+    strides = [row_shape[i:].numel() for i in range(len(row_shape) + 1)]
+    return first.as_strided((sum(part.shape[0] for part in parts), *row_shape), strides)
 
 
 def joint_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -348,8 +348,8 @@ def _where_together(joint: Callable[..., tuple[torch.Tensor, ...]], gemm: Callab
         biases_there = [bias for bias in biases if bias is not None]
         with torch.no_grad():
             weight, bias = joint_rows(weights), joint_rows(biases_there) if biases_there else None
-        alike = len({part.requires_grad for part in weights}) == 1 and len(biases_there) in (0, len(weights))
-        if len(weights) == 1 or weight is None or not alike or (biases_there and bias is None):
+        is_uniform = len({part.requires_grad for part in weights}) == 1 and len(biases_there) in (0, len(weights))
+        if len(weights) == 1 or weight is None or not is_uniform or (biases_there and bias is None):
             return separate_products(x, weights, biases)
         return joint(x, weight, bias, len(weights), *weights, *biases_there)
 

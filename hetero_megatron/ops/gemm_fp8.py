@@ -182,8 +182,8 @@ class Blockwise:
         self, dy: torch.Tensor, weight: torch.Tensor, kind: torch.dtype, dy_max: torch.Tensor | None,
         weight_max: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        rows, turned = self.quantise(dy.flatten(0, 1), kind, "1x128"), _turned(self.quantise(weight, E4M3, "128x128"))
-        return self.product(rows, turned, dy.dtype).view(*dy.shape[:2], weight.shape[1])
+        rows, columns = self.quantise(dy.flatten(0, 1), kind, "1x128"), _turned(self.quantise(weight, E4M3, "128x128"))
+        return self.product(rows, columns, dy.dtype).view(*dy.shape[:2], weight.shape[1])
 
     def weight(
         self, dy: torch.Tensor, x: torch.Tensor, kind: torch.dtype, dtype: torch.dtype, dy_max: torch.Tensor | None,

@@ -93,12 +93,12 @@ def weight_gradient(
     """dy^T x of every group, [groups, n, k]; ``into`` and ``beta`` as for ``gemm``; ``product``: that of one group."""
     if into is None:
         into, beta = dy.new_empty(ends.shape[0], dy.shape[1], x.shape[1]), 0.0
-    busy = set()
+    used_groups = set()
     for g, rows in groups(ends):
         product(dy[rows], x[rows], into[g], beta)
-        busy.add(g)
+        used_groups.add(g)
     if not beta:
-        for g in set(range(ends.shape[0])) - busy:
+        for g in set(range(ends.shape[0])) - used_groups:
             into[g].zero_()
     return into
 

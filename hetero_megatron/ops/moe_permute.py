@@ -39,8 +39,8 @@ def unpermute_definition(
         y: [n, h]; weights: [tokens, k], at least fp32; rows: [n] int64, each row's token; slots: [tokens, k] int64.
     """
     w = wide(y.dtype)
-    live = slots >= 0
-    factors = torch.where(live, weights.to(w), 0.0)
+    is_live = slots >= 0
+    factors = torch.where(is_live, weights.to(w), 0.0)
     padded = torch.cat([y.to(w), y.new_zeros(1, y.shape[1], dtype=w)])  # -1 is the last row: zeros
     return ((padded[slots] * factors[..., None]).sum(1).to(y.dtype),)
 
@@ -51,8 +51,8 @@ def gather_sum(y: torch.Tensor, weights: torch.Tensor | None, slots: torch.Tenso
     w = wide(y.dtype)
     if not y.shape[0] or not tokens:
         return y.new_zeros(tokens, y.shape[1])
-    live, indices = slots >= 0, slots.clamp_min(0)
-    factors = live.to(w) if weights is None else weights.to(w) * live
+    is_live, indices = slots >= 0, slots.clamp_min(0)
+    factors = is_live.to(w) if weights is None else weights.to(w) * is_live
     if y.dtype == w and y.device.type == "cpu":  # in one pass over the rows
         return F.embedding_bag(indices, y, mode="sum", per_sample_weights=factors)
     out = y.index_select(0, indices[:, 0]).to(w).mul_(factors[:, :1])
@@ -100,8 +100,8 @@ def routed_rows(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
         ends: [experts], where the rows of each expert end.
     """
     flat = indices.flatten()
-    live = (flat >= 0) & (flat < experts)
-    expert = torch.where(live, flat, experts)
+    is_live = (flat >= 0) & (flat < experts)
+    expert = torch.where(is_live, flat, experts)
     order = expert.sort(stable=True).indices
     ends = flat.new_zeros(experts + 1).index_add_(0, expert, torch.ones_like(expert))[:experts].cumsum(0)
     host_ends = on_host(ends)  # the only wait for the device: products that need the ends on the host find them there

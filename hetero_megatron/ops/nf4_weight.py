@@ -91,13 +91,13 @@ def empty_nf4(
 ) -> tuple[torch.Tensor, Nf4Scales]:
     """(weight uint8 [rows, bytes], scales) of the rows and columns of a matrix [outputs, inputs], uninitialised."""
     a, b = nf4_blocks(*columns)
-    count, across = rows[1] - rows[0], shape[1] // NF4_BLOCK
-    groups = -(-shape[0] * across // NF4_GROUP)
+    count, blocks_per_row = rows[1] - rows[0], shape[1] // NF4_BLOCK
+    groups = -(-shape[0] * blocks_per_row // NF4_GROUP)
     scales = Nf4Scales(
         torch.empty(count, b - a, dtype=torch.uint8, device=device),
         torch.empty(groups, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.float32, device=device),
         torch.tensor(VALUES, dtype=torch.float32, device=device), dynamic_values().to(device),
-        rows[0] * across + a, across, columns[0] - a * NF4_BLOCK, columns[1] - columns[0],
+        rows[0] * blocks_per_row + a, blocks_per_row, columns[0] - a * NF4_BLOCK, columns[1] - columns[0],
     )  # fmt: skip
     return torch.empty(count, (b - a) * NF4_BLOCK // 2, dtype=torch.uint8, device=device), scales
 

@@ -19,21 +19,21 @@ def rope_frequencies(rope: Rope, head_dim: int, long: bool = False) -> torch.Ten
     Args:
         long: the run's sequences are longer than the length that a ``longrope`` was made from.
     """
-    scaling, turned = rope.scaling, rope.turned(head_dim)
+    scaling, turned_dims = rope.scaling, rope.turned(head_dim)
     kind = scaling.kind if scaling is not None else "default"
-    across = head_dim if kind == "proportional" else turned
-    freqs = 1.0 / rope.theta ** (torch.arange(0, turned, 2, dtype=torch.float64) / across)
+    dim_range = head_dim if kind == "proportional" else turned_dims
+    freqs = 1.0 / rope.theta ** (torch.arange(0, turned_dims, 2, dtype=torch.float64) / dim_range)
     if scaling is None:
         return freqs
     if kind == "linear":
         return freqs / scaling.factor
     if kind == "proportional":
-        return torch.cat([freqs / scaling.factor, freqs.new_zeros((head_dim - turned) // 2)])
+        return torch.cat([freqs / scaling.factor, freqs.new_zeros((head_dim - turned_dims) // 2)])
     if kind == "longrope":
         return freqs / torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=torch.float64)
     context = scaling.original_max_position_embeddings
     if kind == "yarn":
-        unscaled = 1 - _yarn_ramp(rope.theta, scaling, turned)
+        unscaled = 1 - _yarn_ramp(rope.theta, scaling, turned_dims)
     else:  # Llama 3: long wavelengths are stretched, short ones kept, those between are blended
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         unscaled = ((context * freqs / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
@@ -180,8 +180,8 @@ def _cases() -> Iterable[Case]:
     yield _case("odd half", 1, 7, 3, 1, 10)
     yield _case("many tokens", 1, 65_537, 1, 1, 4)
     case = _case("transposed", 2, 5, 4, 2, 8)
-    turned = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in case.args[:2])
-    yield Case(case.name, (*turned, *case.args[2:]))
+    strided = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in case.args[:2])
+    yield Case(case.name, (*strided, *case.args[2:]))
     case = _case("parts of a wider buffer", 2, 5, 8, 1, 8)
     buffer = case.args[0]
     yield Case(case.name, (buffer[:, :, 1:4], buffer[:, :, 4:6], *case.args[2:]))

@@ -195,8 +195,8 @@ def autograd_backward(
     """
 
     def backward(*values: Any) -> tuple[Any, ...]:
-        grads, rest = values[:num_grads], values[num_grads:]
-        args = list(arrange(*rest))
+        grads, inputs = values[:num_grads], values[num_grads:]
+        args = list(arrange(*inputs))
         for i in gradients:
             args[i] = args[i].detach().requires_grad_() if args[i] is not None else None
         with torch.enable_grad():
@@ -296,9 +296,9 @@ class Capability:
         if self.torch_min is not None and _torch_version() < self.torch_min:
             out.append(f"torch {_dotted(_torch_version())} is older than {_dotted(self.torch_min)}")
         for name, bound in self.largest.items():
-            over = [v for v in s.dims.get(name, ()) if v > bound]
-            if over:
-                out.append(f"{name} {max(over)} is over {bound}")
+            beyond_bound = [v for v in s.dims.get(name, ()) if v > bound]
+            if beyond_bound:
+                out.append(f"{name} {max(beyond_bound)} is over {bound}")
         out += [f"it has no {feature}" for feature in s.features if feature not in self.features]
         if s.deterministic and not self.deterministic:
             out.append("it is not deterministic")

@@ -105,12 +105,12 @@ class Messages:
         handles: list[Work] = []
         arrived: dict[int, Work] = {}  # by the buffer's id
         for peer in sorted({p for p, _ in out} | {p for part in expected for p, _, _ in part}):
-            away = [buffer for p, buffer in out if p == peer]
+            outgoing = [buffer for p, buffer in out if p == peer]
             incoming = [buffer for part in expected for p, _, buffer in part if p == peer]
-            assert len(away) <= PIECES and len(incoming) <= PIECES, f"too many messages with rank {peer} at once"
+            assert len(outgoing) <= PIECES and len(incoming) <= PIECES, f"too many messages with rank {peer} at once"
             for step in ("send", "receive") if comm.rank < peer else ("receive", "send"):
                 if step == "send":
-                    handles += [comm.isend(x, peer, self._tag(t, k)) for k, x in enumerate(away)]
+                    handles += [comm.isend(x, peer, self._tag(t, k)) for k, x in enumerate(outgoing)]
                 else:
                     arrived |= {id(x): comm.irecv(x, peer, self._tag(t, k)) for k, x in enumerate(incoming)}
         arrivals = [
@@ -143,9 +143,9 @@ class Arrival:
     def keys(self) -> Pair:
         """All heads of keys and values; every head comes from one rank."""
         if len(self._parts) == 1:
-            only = self._parts[0][1].wait()
-            assert only is not None and tuple(only.shape) == self._shape
-            return only[0], only[1]
+            whole_buffer = self._parts[0][1].wait()
+            assert whole_buffer is not None and tuple(whole_buffer.shape) == self._shape
+            return whole_buffer[0], whole_buffer[1]
         gathered = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         for heads, handle in self._parts:
             part = handle.wait()

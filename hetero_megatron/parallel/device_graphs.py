@@ -220,8 +220,8 @@ class Slot:
             for param, grad in zip(params, gradients[len(wanted_inputs) :], strict=True):
                 if grad is not None:  # its product was not taken
                     graphs.sync.add(param, grad)
-            rest = iter(gradients)
-            return [next(rest) if tensor.requires_grad else None for tensor in self.inputs]
+            gradients_left = iter(gradients)
+            return [next(gradients_left) if tensor.requires_grad else None for tensor in self.inputs]
 
         with graphs.sync.captured() as names:
             self.backward, self.input_grads = self.layer.capture(graphs.backward, run)

@@ -62,9 +62,9 @@ class Muon(ScalingOptimizer):
             if not state:
                 state[MOMENTUM] = torch.zeros_like(p)
             momentum = state[MOMENTUM].lerp_(grad, 1 - rates.momentum)
-            ahead = grad.lerp(momentum, rates.momentum) if rates.nesterov else momentum
+            lookahead = grad.lerp(momentum, rates.momentum) if rates.nesterov else momentum
             rows, columns = p.shape[-2:]
-            update = newton_schulz(ahead.view(rows, columns).to(self._dtype or p.dtype), rates)
+            update = newton_schulz(lookahead.view(rows, columns).to(self._dtype or p.dtype), rates)
             p.mul_(1 - lr * decay).add_(update.view(p.shape), alpha=-lr * rates.scale(rows, columns))
         if copies:
             torch._foreach_copy_(copies, params)

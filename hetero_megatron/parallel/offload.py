@@ -210,16 +210,16 @@ class LayerActivations:
         """Begin to bring everything back."""
         if not self.away or self._coming:
             return
-        back = self._owner.back
+        back_stream = self._owner.back
         for copy in self._row:
             copy.room()
-        back.catch_up()
-        with back.current():
-            back.join(self._out)
+        back_stream.catch_up()
+        with back_stream.current():
+            back_stream.join(self._out)
             for copy in self._row:
                 copy.to_device()
-                back.carry(copy.bytes)
-            self._back = back.moment()
+                back_stream.carry(copy.bytes)
+            self._back = back_stream.moment()
         self._coming = True
 
     def come_back(self) -> None:

@@ -247,18 +247,18 @@ class ShardedOptimizer:
         """Make every holder's parameters equal to the owners' masters, but for divided weights, which are gathered when
         they are used; ``copied``: the update wrote what it can."""
         masters = {e.bucket.index: m for e, m in zip(self.sync.exchanges, self.masters, strict=True)}
-        under_way: deque[Action] = deque()
+        actions_open: deque[Action] = deque()
         for action in self.sync.all_gathers:
             _, bucket, hop = action
             exchange = self.sync.by_bucket[bucket]
             # A bucket goes on when its hop before has come; others wait for their turn, to bound the memory.
-            while any(a.micro_batch == bucket for a in under_way) or len(under_way) >= IN_FLIGHT:
-                self._arrive(under_way.popleft())
+            while any(a.micro_batch == bucket for a in actions_open) or len(actions_open) >= IN_FLIGHT:
+                self._arrive(actions_open.popleft())
             if hop + 1 == len(exchange.hops):
                 self._keep_own(exchange, masters[bucket], copied)
             exchange.start_spread(hop, masters[bucket], self._params, self.sync.flat.get(bucket))
-            under_way.append(action)
-        for action in under_way:
+            actions_open.append(action)
+        for action in actions_open:
             self._arrive(action)
 
     def _keep_own(self, exchange: BucketExchange, masters: list[torch.Tensor], copied: bool) -> None:

@@ -98,8 +98,8 @@ class OuterSteps:
         common: dict[int, list[tuple[int, tuple[int, ...], int, Box]]] = defaultdict(list)
         for i, (name, box, master) in enumerate(owned):
             momentum = torch.zeros_like(master) if self.outer.momentum else None
-            lost = torch.zeros_like(master) if self.outer.compressed else None
-            pieces.append(OuterPiece(name, box, master, master.detach().clone(), momentum, lost))
+            lost_values = torch.zeros_like(master) if self.outer.compressed else None
+            pieces.append(OuterPiece(name, box, master, master.detach().clone(), momentum, lost_values))
             for island, layouts in enumerate(owners):
                 if island == self.index:
                     continue
@@ -202,9 +202,9 @@ class OuterSteps:
         if exchange.sums is not None:
             return exchange.sums
         assert exchange.work is not None
-        came = exchange.work.wait()
-        assert came is not None
-        by_rank = dict(zip(self.group.ranks, came.split(fragment.counts), strict=True))
+        received = exchange.work.wait()
+        assert received is not None
+        by_rank = dict(zip(self.group.ranks, received.split(fragment.counts), strict=True))
         sums = [torch.zeros_like(delta) for delta in exchange.deltas]
         for island, (ranks, share) in enumerate(zip(self.outer.islands, exchange.shares, strict=True)):
             if island == self.index:

@@ -74,10 +74,10 @@ class Boundary:
 
     def _numbered(self, pieces: Sequence[tuple[int, Box]], layout: Layout) -> list[tuple[int, tuple[slice, ...], int]]:
         """(peer, local slices, number of the message between the two) per piece."""
-        seen: dict[int, int] = {}
+        message_counts: dict[int, int] = {}
         out = []
         for peer, box in pieces:
-            k = seen[peer] = seen.get(peer, -1) + 1
+            k = message_counts[peer] = message_counts.get(peer, -1) + 1
             assert k < MAX_PIECES, f"more than {MAX_PIECES} messages to rank {peer} in one action"
             out.append((peer, local_slices(layout.of(self._comm.rank), box), k))
         return out
@@ -98,9 +98,9 @@ class Receive:
     def wait(self) -> torch.Tensor:
         """The shard, [b, s, h]."""
         if len(self._parts) == 1:
-            only = self._parts[0][1].wait()
-            assert only is not None and tuple(only.shape) == self._shape
-            return only
+            whole_part = self._parts[0][1].wait()
+            assert whole_part is not None and tuple(whole_part.shape) == self._shape
+            return whole_part
         shard = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         for local, handle in self._parts:
             part = handle.wait()

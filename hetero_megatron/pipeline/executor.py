@@ -69,7 +69,7 @@ class PipelineExecutor:
         live, result = Live(), StepResult()
         receives = [a for a in work.actions if a.kind.startswith("RECV")] if work.receives is None else work.receives
         reduces = [a for a in work.actions if a.kind == "REDUCE"]
-        posted, taken = 0, 0
+        posted, receives_done = 0, 0
         last = {a.chunk: i for i, a in enumerate(work.actions) if a.kind in ("B", "W")}
         # A pipeline without samples has no B: its gradients are zero, and its REDUCEs all that begins.
         begin_at, last_of = min(last.values(), default=0), {i: chunk for chunk, i in last.items()}
@@ -85,7 +85,7 @@ class PipelineExecutor:
             self.comm.activity = f"{self.place}, action {action}"
             receiving = action.kind.startswith("RECV")
             while posted < len(receives) and (
-                posted < taken + LOOKAHEAD or receiving and action not in live.receives
+                posted < receives_done + LOOKAHEAD or receiving and action not in live.receives
             ):
                 self._post(receives[posted], work, live)
                 posted += 1
@@ -102,7 +102,7 @@ class PipelineExecutor:
                 self._handlers[action.kind](self, action, work, live, result)
             clock.settle()
             result.ran.append((action, begin, clock.moment()))
-            taken += receiving
+            receives_done += receiving
         if self.weights is not None:
             self.weights.end_step()
         self.comm.activity = f"{self.place}, waiting for its last sends"

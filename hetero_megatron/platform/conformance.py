@@ -74,9 +74,9 @@ def _random(a: Accelerator, device: torch.device) -> str | None:
     state = a.rng_state()
     one = torch.rand(8, device=device)
     a.set_rng_state(state)
-    two = torch.rand(8, device=device)
+    second_draw = torch.rand(8, device=device)
     a.set_rng_state(saved_state)
-    return None if torch.equal(one, two) else "the same state gave other numbers"
+    return None if torch.equal(one, second_draw) else "the same state gave other numbers"
 
 
 def _dtypes(a: Accelerator, device: torch.device) -> str | None:

@@ -43,8 +43,8 @@ class Platform:
     @property
     def library(self) -> str:
         """The communication library that its backend speaks."""
-        named = self.accelerator.library if self.accelerator is not None else ""
-        return named or self.backend.rpartition(":")[2]
+        library_name = self.accelerator.library if self.accelerator is not None else ""
+        return library_name or self.backend.rpartition(":")[2]
 
     @property
     def direct(self) -> tuple[str, ...]:

@@ -188,16 +188,16 @@ class _PluginCheck:
     def _time(self, kernels: Sequence[Event], chip: str, dtypes: Sequence[str]) -> None:
         """Speeds of the kernels without failures, and their profile for the planner."""
         failed = {f["kernel"] for f in self.report.findings if f["status"] == FAIL}
-        able = [(i, k) for i, k in enumerate(kernels) if k["name"] not in failed and not k["interpreted"]]
+        timed_kernels = [(i, k) for i, k in enumerate(kernels) if k["name"] not in failed and not k["interpreted"]]
         rows: dict[str, Any] = {}
-        for dtype in dtypes if able else ():
+        for dtype in dtypes if timed_kernels else ():
             *_, value, last = [None, *self._request("device", rates=DTYPES[dtype])]
             if last["event"] == "died":
                 self._fail("device", self.worker.place, last["reason"])
                 continue
             row: dict[str, Any] = {"bytes_per_second": round(value["rates"][0])}
             served = False
-            for index, kernel in able:
+            for index, kernel in timed_kernels:
                 events = self._request(kernel["name"], speed=index, dtype=DTYPES[dtype], rates=value["rates"])
                 if events[-1]["event"] == "died":
                     self._fail(kernel["name"], self.worker.place, events[-1]["reason"])

@@ -151,8 +151,8 @@ class _Call:
             self._died("it ended the process that started its own" if child else self._exit_reason(status), lost=True)
             return
         self._text += chunk or b""
-        *lines, rest = bytes(self._text).split(b"\n")
-        self._text = bytearray(rest)
+        *lines, unfinished = bytes(self._text).split(b"\n")
+        self._text = bytearray(unfinished)
         for line in lines:
             try:
                 event = json.loads(line)
@@ -205,9 +205,9 @@ class _Call:
             time.sleep(0.02)
         _kill_group(self._pid)
         self._died(reason, lost=serving, hung=hung, crashed=False)
-        rest = b""
-        while not serving and b'"ended"' not in rest and self._process.poll() is None:  # until its parent has noticed
-            rest += _read(self._worker._events) or b""
+        text = b""
+        while not serving and b'"ended"' not in text and self._process.poll() is None:  # until its parent has noticed
+            text += _read(self._worker._events) or b""
             time.sleep(0.01)
 
     def _end_of_process(self) -> int:

@@ -121,10 +121,10 @@ class CheckJob:
             self.found.registry.spec(kernel.op), kernel, device, lambda d: _signature(kernel.op, self.accelerator, d),
             dtypes, self.asked["quick"], CheckHooks(self._begin, self.accelerator.synchronize),
         )  # fmt: skip
-        last_step, only = request.get("after"), request.get("only")
+        last_step, only_step = request.get("after"), request.get("only")
         for step in steps:
             place = [step.dtype, step.case]
-            if last_step is not None or (only is not None and place != only):
+            if last_step is not None or (only_step is not None and place != only_step):
                 last_step = None if place == last_step else last_step
                 continue
             self.channel.send(event="step", dtype=step.dtype, case=step.case)
@@ -132,7 +132,7 @@ class CheckJob:
                 self.channel.send(event="finding", **finding.to_dict())
                 if finding.status == FAIL:
                     self._require_device()
-            if only is not None:
+            if only_step is not None:
                 return
 
     def _begin(self, check: str, dtype: str, case: str) -> None:
@@ -279,8 +279,8 @@ def main() -> None:
     channel, trace = Channel(int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(int(sys.argv[3]))
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    null_handle = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_handle, 0)
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(file=trace, all_threads=False)

@@ -44,10 +44,10 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     if lora.base_dtype == "nf4":
         _fits_nf4(with_adapters)
     model_places = {(t.layer, t.name.split(".")[-3]) for t in logical_tensors(with_adapters) if t.trained}
-    if lacking := [name for name in lora.targets if name not in {target for _, target in model_places}]:
+    if missing_targets := [name for name in lora.targets if name not in {target for _, target in model_places}]:
         adaptable = {t.name.split(".")[-2] for t in logical_tensors(spec.base) if may_be_adapted(t, spec)}
         raise UserError(
-            f"{spec.name} has no such projection", field="targets", value=lacking[0],
+            f"{spec.name} has no such projection", field="targets", value=missing_targets[0],
             accepted=", ".join(name for name in EVERY_TARGET if name in adaptable),
         )  # fmt: skip
     for layer, target in ((n, name) for site in lora.sites for n in site.layers for name in site.targets):

@@ -183,9 +183,9 @@ def chosen(
         among = layer_numbers(" ".join(layers).split(), "layers")
         _check_layers(among, "layers", spec)
         places = [place for place in _all_places(spec) if place[0] in among and place[1] in names]
-        if lacking := [name for name in names if name not in {target for _, target in places}]:
+        if missing_targets := [name for name in names if name not in {target for _, target in places}]:
             raise UserError(
-                f"{spec.name} has no such projection in these layers", field="targets", value=lacking[0],
+                f"{spec.name} has no such projection in these layers", field="targets", value=missing_targets[0],
                 accepted=", ".join(dict.fromkeys(target for layer, target in _all_places(spec) if layer in among)),
             )  # fmt: skip
     return with_places(spec, replace(lora, targets=(places[0][1],)), dict.fromkeys(places, (lora.rank, lora.alpha)))
@@ -221,9 +221,11 @@ def _by_words(
     places = {
         (layer, name): (site.rank, site.alpha) for site in sites for layer in site.layers for name in site.targets
     }
-    lacking = [t for t in template.targets if t not in {name for _, name in places}]
-    if lacking and (spec.moe is None or lacking[0] not in MLP_TARGETS):
-        raise UserError("sites say nothing of it", field="targets", value=lacking[0], accepted="only what sites name")
+    missing_targets = [t for t in template.targets if t not in {name for _, name in places}]
+    if missing_targets and (spec.moe is None or missing_targets[0] not in MLP_TARGETS):
+        raise UserError(
+            "sites say nothing of it", field="targets", value=missing_targets[0], accepted="only what sites name"
+        )
     model_places = set(_all_places(spec))
     if missing := [place for place in places if place not in model_places]:
         layer, name = missing[0]

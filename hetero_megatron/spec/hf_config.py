@@ -35,10 +35,10 @@ def from_hf_config(config: Config, where: str = "config.json", name: str | None 
         )  # fmt: skip
     config, notices = without_quantisation(config, where)
     check_keys(config, family.model_type, family.keys, where)
-    read = ConfigReader(config, where)
-    _check_architectures(read, family)
-    spec = family.read(read, name or family.model_type)
-    return replace(spec, dropouts=_dropouts(read, family), notices=(*notices, *spec.notices))
+    reader = ConfigReader(config, where)
+    _check_architectures(reader, family)
+    spec = family.read(reader, name or family.model_type)
+    return replace(spec, dropouts=_dropouts(reader, family), notices=(*notices, *spec.notices))
 
 
 def _from_wrapper(config: Config, family: Family, where: str, name: str | None) -> ModelSpec:
@@ -46,12 +46,12 @@ def _from_wrapper(config: Config, family: Family, where: str, name: str | None) 
     outer = family.inside
     assert outer is not None
     check_keys(config, outer.model_type, outer.keys | {"text_config", "architectures", "tie_word_embeddings"}, where)
-    read = ConfigReader(config, where)
-    read.must_be("architectures", [outer.architecture], None)
-    read.must_be("tie_word_embeddings", False)  # that of text_config counts
-    inner = read.value("text_config", None)
+    reader = ConfigReader(config, where)
+    reader.must_be("architectures", [outer.architecture], None)
+    reader.must_be("tie_word_embeddings", False)  # that of text_config counts
+    inner = reader.value("text_config", None)
     if not isinstance(inner, Mapping) or inner.get("model_type", family.model_type) != family.model_type:
-        raise read.refuse("is no configuration of a language model", "text_config", f"one of {family.model_type}")
+        raise reader.refuse("is no configuration of a language model", "text_config", f"one of {family.model_type}")
     spec = from_hf_config(
         {**inner, "model_type": family.model_type}, f"{where} (text_config)", name or family.model_type
     )

@@ -103,12 +103,14 @@ def _changed(spec: ModelSpec, source: Mapping[str, Any]) -> dict[str, Any]:
         for _ in range(2):  # a key may stand for another that is absent: twice is enough
             source_spec = _with_all(config, spec.name)
             wanted_spec = replace(spec, hf_model_type=source_spec.hf_model_type)
-            differ = [f.name for f in fields(ModelSpec) if getattr(source_spec, f.name) != getattr(wanted_spec, f.name)]
-            fresh = to_hf_config(wanted_spec)
-            for key in {key for name in differ for key in _KEYS_OF.get(name, ())}:
+            changed = [
+                f.name for f in fields(ModelSpec) if getattr(source_spec, f.name) != getattr(wanted_spec, f.name)
+            ]
+            new_config = to_hf_config(wanted_spec)
+            for key in {key for name in changed for key in _KEYS_OF.get(name, ())}:
                 config.pop(key, None)
-                if key in fresh:
-                    config[key] = fresh[key]
+                if key in new_config:
+                    config[key] = new_config[key]
         if _with_all(config, spec.name) == wanted_spec:
             return config
     harmless = {k: v for k, v in source.items() if k in HARMLESS and k not in ("model_type", "torch_dtype", "dtype")}
@@ -129,9 +131,9 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
             field="moe", value=None, accepted="a model with experts",
         )  # fmt: skip
     config = {"model_type": family.model_type, "architectures": [family.causal_lm]} | family.write(spec)
-    back = _with_all(config, spec.name, "the exported configuration")
+    spec_back = _with_all(config, spec.name, "the exported configuration")
     for f in fields(ModelSpec):
-        want, value_back = getattr(spec, f.name), getattr(back, f.name)
+        want, value_back = getattr(spec, f.name), getattr(spec_back, f.name)
         if f.compare and want != value_back:
             raise UserError(
                 f"no Hugging Face {spec.hf_model_type} model has this; it cannot be exported",

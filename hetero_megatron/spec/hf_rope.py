@@ -130,10 +130,10 @@ def _scaling(
 
 def _unread(read: ConfigReader, rope: Config, theta: float) -> tuple[str, ...]:
     """What the user may take to count, and does not count for transformers either."""
-    beside = read.config.get("rope_parameters") or {}
-    if rope is beside or beside.get("rope_theta", theta) == theta:
+    stored_rope = read.config.get("rope_parameters") or {}
+    if rope is stored_rope or stored_rope.get("rope_theta", theta) == theta:
         return ()
-    unread = f"rope_parameters.rope_theta = {beside['rope_theta']}"
+    unread = f"rope_parameters.rope_theta = {stored_rope['rope_theta']}"
     return (f"{read.where}: rope_theta is {theta:g}: {unread} is not read beside rope_scaling, by transformers either",)
 
 

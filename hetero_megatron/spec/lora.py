@@ -62,13 +62,13 @@ def sites_of(words: Iterable[str], rank: int, alpha: float | None = None) -> tup
     ``sites``."""
     sites = []
     for word in words:
-        layers, *rest = word.split(":")
+        layers, *site_values = word.split(":")
         try:
-            names, site_rank = rest[0].split(","), int(rest[1]) if len(rest) > 1 else rank
-            counts = float(rest[2]) if len(rest) > 2 else float(site_rank) if alpha is None else alpha
+            names, site_rank = site_values[0].split(","), int(site_values[1]) if len(site_values) > 1 else rank
+            counts = float(site_values[2]) if len(site_values) > 2 else float(site_rank) if alpha is None else alpha
         except (IndexError, ValueError):
             raise UserError("says no place", field="sites", value=word, accepted=SITE_WORD) from None
-        if len(rest) > 3:
+        if len(site_values) > 3:
             raise UserError("says too much", field="sites", value=word, accepted=SITE_WORD)
         if unknown := [name for name in names if name not in EVERY_TARGET]:
             problem = f"no projection {unknown[0][:40]}"
@@ -103,10 +103,10 @@ def grouped(places: Mapping[Place, tuple[int, float]]) -> tuple[Sites, ...]:
     of_layer: dict[int, dict[tuple[int, float], list[str]]] = {}
     for layer, target in sorted(places, key=lambda place: (place[0], EVERY_TARGET.index(place[1]))):
         of_layer.setdefault(layer, {}).setdefault(places[layer, target], []).append(target)
-    alike: dict[tuple[tuple[tuple[str, ...], int, float], ...], list[int]] = {}
+    layers_of_kinds: dict[tuple[tuple[tuple[str, ...], int, float], ...], list[int]] = {}
     for layer, kinds in of_layer.items():
-        alike.setdefault(tuple((tuple(names), *both) for both, names in kinds.items()), []).append(layer)
-    return tuple(Sites(tuple(layers), *kind) for kinds, layers in alike.items() for kind in kinds)
+        layers_of_kinds.setdefault(tuple((tuple(names), *pair) for pair, names in kinds.items()), []).append(layer)
+    return tuple(Sites(tuple(layers), *kind) for kinds, layers in layers_of_kinds.items() for kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,13 @@ class Lora:
 
     def __post_init__(self) -> None:
         _check_size(self.rank, self.alpha)
-        seen: set[Place] = set()
+        seen_places: set[Place] = set()
         for site in self.sites:
             _check_size(site.rank, site.alpha)
             for place in ((layer, target) for layer in site.layers for target in site.targets):
-                if place in seen:
+                if place in seen_places:
                     raise UserError("is named twice", field="sites", value=f"layer {place[0]} {place[1]}")
-                seen.add(place)
+                seen_places.add(place)
         names = (*self.targets, *(target for site in self.sites for target in site.targets))
         object.__setattr__(self, "targets", tuple(dict.fromkeys(names)))
         unknown = [name for name in self.targets if name not in EVERY_TARGET]

@@ -117,13 +117,13 @@ def set_memory(group: Path, limit: int) -> None:
     Raises:
         UserError: the kernel refuses.
     """
-    memory, swap, most = group / "memory.max", group / "memory.swap.max", 0
+    memory, swap, most_swap = group / "memory.max", group / "memory.swap.max", 0
     if not memory.exists():  # v1, where the limit of swap is one of memory and swap together
-        memory, swap, most = group / "memory.limit_in_bytes", group / "memory.memsw.limit_in_bytes", limit
+        memory, swap, most_swap = group / "memory.limit_in_bytes", group / "memory.memsw.limit_in_bytes", limit
     with _writing(group):
         memory.write_text(str(limit))
         if swap.exists():
-            swap.write_text(str(most))
+            swap.write_text(str(most_swap))
 
 
 def make_group(hierarchy: Hierarchy, testbed: str, rank: int) -> Path:

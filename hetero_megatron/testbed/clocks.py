@@ -42,8 +42,8 @@ class Kept:
         """Why it is invalid and what to do; empty if valid."""
         if not self.invalid:
             return ""
-        took = f"rank {self.worst_rank} took {self.overrun:.1%} more CPU time than its emulated chip"
-        return f"INVALID: {took}: lower its emulate.speed"
+        overrun_text = f"rank {self.worst_rank} took {self.overrun:.1%} more CPU time than its emulated chip"
+        return f"INVALID: {overrun_text}: lower its emulate.speed"
 
     def __str__(self) -> str:
         text = f"testbed: ranks were behind their emulated clock by up to {self.late:.2%} of their compute"

@@ -46,8 +46,8 @@ def _sample(sessions: Collection[int], extra: Collection[int]) -> _Sample | None
             kernel += entry.ticks
         elif entry.session in sessions or entry.pid in extra:
             own_ticks += entry.ticks
-    busy = user + nice + system + irq + softirq
-    return _Sample(time.monotonic(), busy / _HZ, stolen / _HZ, own_ticks / _HZ, kernel / _HZ)
+    busy_ticks = user + nice + system + irq + softirq
+    return _Sample(time.monotonic(), busy_ticks / _HZ, stolen / _HZ, own_ticks / _HZ, kernel / _HZ)
 
 
 @dataclass

@@ -132,12 +132,12 @@ def all_testbeds() -> list[Testbed]:
 
 def live_testbed(name: str | None) -> Testbed:
     """The live testbed ``name``, or the only one; UserError if there is none or more than one."""
-    live = [testbed for testbed in all_testbeds() if testbed.alive]
-    names = ", ".join(t.id for t in live)
+    live_testbeds = [testbed for testbed in all_testbeds() if testbed.alive]
+    names = ", ".join(t.id for t in live_testbeds)
     if name is not None:
-        live = [testbed for testbed in live if testbed.id == name]
-    if len(live) == 1:
-        return live[0]
+        live_testbeds = [testbed for testbed in live_testbeds if testbed.id == name]
+    if len(live_testbeds) == 1:
+        return live_testbeds[0]
     if not names:
         raise UserError("no testbed is running", field="testbed", accepted="hetero-megatron testbed run ...")
     problem = "several testbeds are running" if name is None else "no such testbed is running"

@@ -109,20 +109,20 @@ class StepGuard:
         """Say what the second run showed; UserError where the step must not be taken."""
         quantity = self._verdict(stats.loss, stats.grad_norm)
         ranks = runtime.world.ranks
-        differ = [r for r, a, b in zip(ranks, rows, again, strict=True) if not _same(a, b)]
+        differing_ranks = [r for r, a, b in zip(ranks, rows, again, strict=True) if not _same(a, b)]
         finite = math.isfinite(stats.loss) and (math.isfinite(stats.grad_norm) or not self.check_grad)
-        good = bool(torch.isfinite(again if self.check_grad else again[:, :2]).all())
-        if differ:
-            blame = f"run again, rank {', '.join(map(str, differ))} gives other numbers: suspect its hardware"
+        is_finite_again = bool(torch.isfinite(again if self.check_grad else again[:, :2]).all())
+        if differing_ranks:
+            blame = f"run again, rank {', '.join(map(str, differing_ranks))} gives other numbers: suspect its hardware"
         else:
             blame = "run again, every rank gives the same numbers: it is the batch or the weights, not the hardware"
-        if finite or (self.rerun and good and differ):
+        if finite or (self.rerun and is_finite_again and differing_ranks):
             self.log(notice_line(f"step {number}: {quantity}; {blame}; the step counts as it came out the second time"))
             return
         place = f"; first {found}" if found else ""
         raise UserError(
             f"{quantity} at step {number}{place}; {blame}; the step was not taken, and nothing is saved or exported "
-            "after it", accepted=_remedy(found, bool(differ)),
+            "after it", accepted=_remedy(found, bool(differing_ranks)),
         )  # fmt: skip
 
 
@@ -184,14 +184,14 @@ def first_place(runtime: Runtime, mine: Sequence[NonFinite]) -> str:
     findings_of_ranks = runtime.world.gather_objects(
         (stage_name, min(mine) if mine else None), tuple[str, NonFinite | None]
     )
-    seen: list[tuple[NonFinite, int, str]] = []
+    sightings: list[tuple[NonFinite, int, str]] = []
     for rank, (stage_of_rank, earliest) in zip(runtime.world.ranks, findings_of_ranks, strict=True):
         if earliest is not None:
-            seen.append((earliest, rank, stage_of_rank))
-    if not seen:
+            sightings.append((earliest, rank, stage_of_rank))
+    if not sightings:
         return ""
-    finding, rank, stage_name = min(seen)
-    others = len({r for f, r, _ in seen if f == finding}) - 1
+    finding, rank, stage_name = min(sightings)
+    others = len({r for f, r, _ in sightings if f == finding}) - 1
     return f"not finite: {finding.what} on rank {rank} ({stage_name})" + (f" and {others} more" if others else "")
 
 
@@ -307,21 +307,21 @@ def differing(ranks: Sequence[int], everyone: Sequence[Mapping[str, str]]) -> di
     differences = {}
     for key in dict.fromkeys(key for digests in everyone for key in digests):
         digest_by_rank = {rank: digests[key] for rank, digests in zip(ranks, everyone, strict=True) if key in digests}
-        (value, most), *rest = Counter(digest_by_rank.values()).most_common()
-        if rest:
-            right = [r for r, v in digest_by_rank.items() if v == value] if most > rest[0][1] else []
-            differences[key] = ([r for r in digest_by_rank if r not in right], right)
+        (value, votes), *other_votes = Counter(digest_by_rank.values()).most_common()
+        if other_votes:
+            right_ranks = [r for r, v in digest_by_rank.items() if v == value] if votes > other_votes[0][1] else []
+            differences[key] = ([r for r in digest_by_rank if r not in right_ranks], right_ranks)
     return differences
 
 
 def refusal(found: Mapping[str, tuple[list[int], list[int]]], step: int, interval: int) -> UserError:
     """``found``: by :func:`differing`, of tensors and where in them."""
-    odd_ranks, right = next(iter(found.values()), ([], []))
+    odd_ranks, right_ranks = next(iter(found.values()), ([], []))
     odd_ranks = sorted(
-        {rank for ranks, compared_with in found.values() if bool(compared_with) == bool(right) for rank in ranks}
+        {rank for ranks, compared_with in found.values() if bool(compared_with) == bool(right_ranks) for rank in ranks}
     )
     names = listed(key.partition("@")[0] for key in found)
-    if right:
+    if right_ranks:
         who = f"on {'rank' if len(odd_ranks) == 1 else 'ranks'} {rank_ranges(odd_ranks)}, unlike on most that hold them"
     else:
         who = f"between ranks {rank_ranges(odd_ranks)}"

@@ -178,22 +178,22 @@ def _move(
     """Both sides list what passes between two ranks in one order, so no index travels with the data."""
     own_rank = group.comm.rank
     gives: dict[int, list[torch.Tensor]] = defaultdict(list)
-    takes: dict[int, list[torch.Tensor]] = defaultdict(list)
+    incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
     for name, holder, src, dst, box in pieces:
         if src == own_rank:
             gives[dst].append(_part(given[holder][name].items(), box))
         if dst == own_rank:
-            takes[src].append(_part(taken[name], box))
-    for target, values in zip(takes.pop(own_rank, []), gives.pop(own_rank, []), strict=True):
+            incoming[src].append(_part(taken[name], box))
+    for target, values in zip(incoming.pop(own_rank, []), gives.pop(own_rank, []), strict=True):
         target.copy_(values)
     gave = [sum(part.nbytes for part in gives[rank]) for rank in group.ranks]
-    takes_bytes = [sum(part.nbytes for part in takes[rank]) for rank in group.ranks]
+    takes_bytes = [sum(part.nbytes for part in incoming[rank]) for rank in group.ranks]
     flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(as_bytes(p) for r in group.ranks for p in gives[r])])
-    came = group.all_to_all(flat, gave, takes_bytes).wait()
-    assert came is not None
+    received = group.all_to_all(flat, gave, takes_bytes).wait()
+    assert received is not None
     offset = 0
-    for part in (part for rank in group.ranks for part in takes[rank]):
-        values = came[offset : offset + part.nbytes].clone().view(part.dtype)  # a view would have to be aligned
+    for part in (part for rank in group.ranks for part in incoming[rank]):
+        values = received[offset : offset + part.nbytes].clone().view(part.dtype)  # a view would have to be aligned
         part.copy_(values.view(part.shape))
         offset += part.nbytes
     return sum(gave)

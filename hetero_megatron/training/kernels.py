@@ -146,15 +146,15 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
     first: dict[tuple[int, int], tuple[str, str]] = {}
     # TP groups of one rank and of several call different operators for the loss, so each has a first rank of its own.
     by_stage: dict[tuple[int, int], dict[str, tuple[int, str]]] = {}
-    alike, notices = _interchangeable(plan), dict[tuple[int, int, str], str]()
+    interchangeable, notices = _interchangeable(plan), dict[tuple[int, int, str], str]()
     for rank, (p, s, providers, digest, summary) in zip(runtime.world.ranks, summaries, strict=True):
         first.setdefault((p, s), (digest, summary))
         provider_of_op = by_stage.setdefault((p, s), {})
         for op, provider in sorted(providers.items()):
-            other, same = provider_of_op.setdefault(op, (rank, provider))
-            if provider != same and {provider, same} <= alike.get(op, frozenset()):
-                notices.setdefault((p, s, op), f"rank {other} uses {same}, rank {rank} {provider}")
-            elif provider != same:
+            other, other_provider = provider_of_op.setdefault(op, (rank, provider))
+            if provider != other_provider and {provider, other_provider} <= interchangeable.get(op, frozenset()):
+                notices.setdefault((p, s, op), f"rank {other} uses {other_provider}, rank {rank} {provider}")
+            elif provider != other_provider:
                 raise UserError(
                     f"ranks {other} and {rank} of one stage resolved {op} to different providers",
                     field=f"pipelines[{p}].stages[{s}].kernels", accepted="one provider per operator, by name",
@@ -201,5 +201,5 @@ def check_kernels(kernels: KernelPlan, world: Group, platform: Platform) -> None
             "other hardware for that rank; or --no-kernel-check",
         )  # fmt: skip
     if world.index == 0:
-        took = format_seconds(time.perf_counter() - begin)
-        print(f"kernels checked against their definitions in {took} (--no-kernel-check leaves it out)", flush=True)
+        duration = format_seconds(time.perf_counter() - begin)
+        print(f"kernels checked against their definitions in {duration} (--no-kernel-check leaves it out)", flush=True)

@@ -184,9 +184,9 @@ class BatchSize:
         while self.start and consumed <= self.ramp_samples and consumed + self.at(consumed) <= samples:
             size = self.at(consumed)
             # At once: all steps of this size, up to the first that begins where the size is another one.
-            same = min(self._last_of_size(consumed) - consumed, samples - consumed - size) // size + 1
-            consumed += same * size
-            steps += same
+            same_size_steps = min(self._last_of_size(consumed) - consumed, samples - consumed - size) // size + 1
+            consumed += same_size_steps * size
+            steps += same_size_steps
         if self.start and consumed <= self.ramp_samples:
             return steps, consumed
         final_steps = max(0, samples - consumed) // self.final
@@ -197,9 +197,9 @@ class BatchSize:
         consumed = 0
         while self.start and steps and consumed <= self.ramp_samples:
             size = self.at(consumed)
-            same = min(steps, (self._last_of_size(consumed) - consumed) // size + 1)
-            consumed += same * size
-            steps -= same
+            same_size_steps = min(steps, (self._last_of_size(consumed) - consumed) // size + 1)
+            consumed += same_size_steps * size
+            steps -= same_size_steps
         return consumed + steps * self.final
 
     def _last_of_size(self, consumed: int) -> int:

@@ -138,11 +138,11 @@ class CopyExchange:
 
     def start(self, copies: PackedState, moment: Moment, tensors: Boxed) -> Work:
         """Pack ``tensors``, with boxes as in ``entries``, and send them."""
-        own_index, nothing = self.group.index, torch.empty(0, dtype=torch.uint8)
+        own_index, empty = self.group.index, torch.empty(0, dtype=torch.uint8)
         copies.moment, copies.complete = moment, False
         pack(tensors, self.entries[own_index], copies.own)
-        send = [copies.own if i == self.holders[own_index] else nothing for i in range(self.group.size)]
-        receive = [copies.others.get(i, nothing) for i in range(self.group.size)]
+        send = [copies.own if i == self.holders[own_index] else empty for i in range(self.group.size)]
+        receive = [copies.others.get(i, empty) for i in range(self.group.size)]
         return self.group.exchange(send, receive)
 
 

@@ -157,8 +157,8 @@ class Profiler:
 
     def _write_torch(self, path: Path) -> None:
         """In a folder aside first: torch does not say that a disk is full. OSError: it is."""
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".torch-") as aside:
-            written = Path(aside) / path.name
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".torch-") as folder:
+            written = Path(folder) / path.name
             self._torch.export_chrome_trace(str(written))
             if not _is_whole(written):
                 raise OSError(errno.ENOSPC, "is not written to its end (a full disk?)")

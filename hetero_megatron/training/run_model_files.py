@@ -35,24 +35,24 @@ def run_model_files(
     Args:
         found: the checkpoint that the weights are from.
     """
-    along = ModelFiles()
+    files = ModelFiles()
     for directory in dict.fromkeys((config.model_directory, config.load_hf)):
         if directory is not None:
-            along = from_directory(directory).over(along)
+            files = from_directory(directory).over(files)
     carried = found.model_files() if found is not None else ModelFiles()
-    along = carried.over(along)
-    tokenizer_files = along.tokenizer().files
+    files = carried.over(files)
+    tokenizer_files = files.tokenizer().files
     if _trains_on_bytes(config, data):
-        along = along.without_tokenizer("this run trains on bytes")
+        files = files.without_tokenizer("this run trains on bytes")
     else:
-        along = _tokenizer(config, data).over(along)
+        files = _tokenizer(config, data).over(files)
     if config.load_hf is None and CONFIG not in carried.files:
-        replaced = along.tokenizer().files != tokenizer_files
+        replaced = files.tokenizer().files != tokenizer_files
         keeps_config = bool(tokenizer_files) and not replaced  # the source's config.json says what its tokens mean
-        along = _from_scratch(along, config.spec, {} if keeps_config else special_ids(config, data), replaced)
-    for notice in dict.fromkeys(along.notices):
+        files = _from_scratch(files, config.spec, {} if keeps_config else special_ids(config, data), replaced)
+    for notice in dict.fromkeys(files.notices):
         log(notice_line(notice))
-    return along
+    return files
 
 
 def special_ids(config: RunConfig, data: Datasets) -> dict[str, int | None]:

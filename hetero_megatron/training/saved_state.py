@@ -252,13 +252,13 @@ def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
     if state["learning_rate"] is None or config.skip_train:  # converted: nothing was trained yet
         return config
     rate, decay = LearningRate(**state["learning_rate"]), WeightDecay(**state["weight_decay"])
-    differ = differences(rate, decay, schedule)
-    if source == "flags" or not differ:
+    changes = differences(rate, decay, schedule)
+    if source == "flags" or not changes:
         return config
     if source == "checkpoint":
         return replace(config, schedule=replace(schedule, learning_rate=rate, weight_decay=decay))
     raise UserError(
-        f"the learning rate or weight decay is not the checkpoint's: {'; '.join(differ)}",
+        f"the learning rate or weight decay is not the checkpoint's: {'; '.join(changes)}",
         field=LOAD, value=config.checkpoint.load,
         accepted="--override-opt_param-scheduler (the flags count) or --use-checkpoint-opt_param-scheduler (it counts)",
     )  # fmt: skip

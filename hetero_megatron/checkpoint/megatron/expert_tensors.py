@@ -40,8 +40,8 @@ def stacked(found: Mapping[str, Sequence[Part]], experts: int, origin: object) -
         if one is not None:
             by_number.setdefault(f"{one['mlp']}.experts.experts.{one['rest']}", {})[int(one["expert"])] = parts
         elif (joint := _TRANSPOSED.fullmatch(name)) is not None:
-            into = f"{joint['mlp']}.experts.experts.linear_fc{joint['which']}.weight"
-            tensors[into] = [_turned(name, part, experts, joint["which"] == "1", origin) for part in parts]
+            stacked_name = f"{joint['mlp']}.experts.experts.linear_fc{joint['which']}.weight"
+            tensors[stacked_name] = [_turned(name, part, experts, joint["which"] == "1", origin) for part in parts]
         else:
             tensors[name] = list(parts)
     for name, numbered in by_number.items():
@@ -91,8 +91,8 @@ def _turned(name: str, part: Part, experts: int, first: bool, origin: object) ->
     rows, columns = part.shape if len(part.shape) == 2 else (0, 0)
     if experts < 1 or not rows or (columns if first else rows) % experts:
         raise damaged(f"{name} is {list(part.shape)}, which is not of {experts} experts", origin)
-    seen = (experts, rows, columns // experts) if first else (experts, rows // experts, columns)
-    return Part((seen[0], seen[2], seen[1]), part.dtype, partial(_view, part, seen))
+    stacked_shape = (experts, rows, columns // experts) if first else (experts, rows // experts, columns)
+    return Part((stacked_shape[0], stacked_shape[2], stacked_shape[1]), part.dtype, partial(_view, part, stacked_shape))
 
 
 def _view(part: Part, shape: tuple[int, int, int]) -> torch.Tensor:

@@ -34,14 +34,14 @@ class MegatronWeights:
         self._check_copies()
 
     def _check(self, known: tuple[LogicalTensor, ...]) -> None:
-        problems, used = [], set()
+        problems, used_names = [], set()
         for tensor in known:
             entry = self._sources[tensor.name]
             name = self._name(entry)
             if name is None:
                 problems.append(f"missing {entry.names[0]}")
                 continue
-            used.add(name)
+            used_names.add(name)
             shape, expected = self._shape(name), entry.shape
             alone = name.endswith(("_w", "_v"))
             if shape != (tensor.shape if alone else expected) and not self._is_padded(name, shape, expected):
@@ -49,7 +49,7 @@ class MegatronWeights:
             if (dtype := self._tensors.parts[name][0].dtype) not in DTYPES:
                 problems.append(f"{name} has dtype {str(dtype).removeprefix('torch.')}")
         tied = {HEAD} if self.spec.tied else set()
-        problems += [f"unexpected {name}" for name in sorted(self._tensors.parts.keys() - used - tied)]
+        problems += [f"unexpected {name}" for name in sorted(self._tensors.parts.keys() - used_names - tied)]
         if problems:
             problems_once = list(dict.fromkeys(problems))
             rest_text = f"; and {len(problems_once) - 12} more" if len(problems_once) > 12 else ""
@@ -64,13 +64,13 @@ class MegatronWeights:
         return True
 
     def _check_copies(self) -> None:
-        differ = [
+        unequal = [
             name for name, parts in self._tensors.parts.items()
             if is_copied(name, parts[0].shape, self._rows.get(name, 0))
             and any(not torch.equal(parts[0].read(), part.read()) for part in parts[1:])
         ]  # fmt: skip
-        if differ:
-            raise self._refuse(f"the tensor-parallel ranks have different values of {listed(differ)}")
+        if unequal:
+            raise self._refuse(f"the tensor-parallel ranks have different values of {listed(unequal)}")
         twice = self.spec.tied and HEAD in self._tensors.parts
         if twice and not torch.equal(self._whole(EMBEDDING), self._whole(HEAD)):
             raise self._refuse(f"holds {HEAD} with other values than {EMBEDDING}, and the model's head is tied to it")

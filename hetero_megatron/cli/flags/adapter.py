@@ -177,8 +177,8 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
         lora = Lora(args.lora_rank, float(args.lora_rank), all_linear(model.gated), **kind)
         return adapted(model, chosen(model, lora, args.lora_targets, args.lora_layers, args.lora_sites))
     except UserError as error:
-        named = {"dropout": "--lora-dropout", "base_dtype": "--lora-base-dtype"}
-        named |= {name: f"--{_FLAGS[name].replace('_', '-')}" for name in ("targets", "layers", "sites")}
-        name = named.get(error.field, "--lora-rank")
+        flag_of_field = {"dropout": "--lora-dropout", "base_dtype": "--lora-base-dtype"}
+        flag_of_field |= {name: f"--{_FLAGS[name].replace('_', '-')}" for name in ("targets", "layers", "sites")}
+        name = flag_of_field.get(error.field, "--lora-rank")
         name = "--use-dora" if error.field == "dora" else name
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted) from None

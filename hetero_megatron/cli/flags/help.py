@@ -52,8 +52,8 @@ def _values(flag: Flag) -> str:
     if flag.nargs == 0:
         return "switch"
     name = {int: "integer", float: "number"}.get(flag.type, "word")  # type: ignore[call-overload]
-    many = {1: "", "+": " (one or more)", "*": " (any number)"}.get(flag.nargs, f" x {flag.nargs}")
-    return f"{name}{many}"
+    count_text = {1: "", "+": " (one or more)", "*": " (any number)"}.get(flag.nargs, f" x {flag.nargs}")
+    return f"{name}{count_text}"
 
 
 def _default(flag: Flag) -> str:

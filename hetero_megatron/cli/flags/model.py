@@ -167,9 +167,9 @@ def _spec(args: Arguments, vocab_size: int) -> ModelSpec:
 
 
 def _say_no_dropout(args: Arguments) -> None:
-    absent = [flag_name(key) for key in ("attention_dropout", "hidden_dropout") if key not in args.given]
-    if absent:
-        args.notices.append(f"no dropout, as if by {' 0 '.join([*absent, ''])}(Megatron's default is 0.1)")
+    absent_flags = [flag_name(key) for key in ("attention_dropout", "hidden_dropout") if key not in args.given]
+    if absent_flags:
+        args.notices.append(f"no dropout, as if by {' 0 '.join([*absent_flags, ''])}(Megatron's default is 0.1)")
 
 
 def _say_unused_dropout(args: Arguments, spec: ModelSpec) -> None:
@@ -257,10 +257,10 @@ def _window(text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        earlier_tokens, right = (int(part) for part in text.strip("()[] ").split(","))
+        earlier_tokens, later_tokens = (int(part) for part in text.strip("()[] ").split(","))
     except ValueError:
         raise flag_error("window_size", text, "is not two integers", "LEFT,RIGHT, e.g. 4095,0") from None
-    if earlier_tokens < 0 or right != 0:
+    if earlier_tokens < 0 or later_tokens != 0:
         raise flag_error("window_size", text, "cannot be used as a causal window", "LEFT >= 0 and RIGHT = 0")
     return earlier_tokens + 1
 

@@ -104,8 +104,8 @@ def _from_file(
     if made_for is not None:  # first: what else does not fit another model would be a riddle
         made_for.agree_on_model(made_for.with_predictions(spec) if args.generates else spec, args["plan"])
     plan = load_plan(document, spec, cluster, dtype)
-    if cluster is not None and (added := add_islands(plan, spec, cluster)) is not plan:
-        plan = added
+    if cluster is not None and (with_islands := add_islands(plan, spec, cluster)) is not plan:
+        plan = with_islands
         args.notices.append(format_added(plan, cluster))
     for key, plan_value in (("seq_length", plan.seq_length), ("global_batch_size", plan.global_batch_size)):
         if key in args.given and args[key] != plan_value:

@@ -33,15 +33,15 @@ def form_of(record: Mapping[str, Any], where: str) -> str:
             file and line.
     """
     _refuse_more_than_text(record, where)
-    have = {key for key, value in record.items() if value is not None}
-    forms = [key for key in LISTS if key in have] + [key for key, other in _SECOND.items() if {key, other} <= have]
+    keys = {key for key, value in record.items() if value is not None}
+    forms = [key for key in LISTS if key in keys] + [key for key, other in _SECOND.items() if {key, other} <= keys]
     if len(forms) > 1:
         forms_text = " and ".join(forms)
         raise UserError(f"the record has {forms_text}", field="record", accepted=f"one of {ACCEPTED}", where=where)
     if is_pair(record) and (not forms or forms[0] not in LISTS):
         raise pair_refused(record, where)
     if not forms:
-        raise _no_form(record, have, where)
+        raise _no_form(record, keys, where)
     return forms[0]
 
 

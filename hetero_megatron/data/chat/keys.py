@@ -41,8 +41,8 @@ def refuse_record_keys(record: Mapping[str, Any], first: Mapping[str, Any] | Non
             raise _misplaced(key, "tools", record[key], where)
     for key in _SYSTEMS:
         text = record.get(key)
-        same = first is not None and first.get("role") == "system" and first.get("content") == text
-        if text and not same and record.get("system") != text:
+        is_first = first is not None and first.get("role") == "system" and first.get("content") == text
+        if text and not is_first and record.get("system") != text:
             raise _misplaced(key, "system", text, where)
 
 
@@ -75,8 +75,8 @@ def unread_record_keys(record: Mapping[str, Any], form: str, where: str) -> list
     for key in unread:
         if isinstance(record[key], list):
             _refuse_near_mark(key, record[key], key, where)
-    beside = _BESIDE.get(form, ())
-    return unread + [key for key in FORMS if key not in beside and record.get(key) not in (None, "")]
+    keys_beside = _BESIDE.get(form, ())
+    return unread + [key for key in FORMS if key not in keys_beside and record.get(key) not in (None, "")]
 
 
 def near(key: str, known: Iterable[str]) -> str:

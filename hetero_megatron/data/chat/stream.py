@@ -109,11 +109,13 @@ class StreamedConversations:
             raise self._broken
         place = self._next
         try:
-            read = list(itertools.islice(self._reader, self._block))
-            fitted = [f for encoded, record_name in read if (f := self.overlong.fit(encoded, record_name)) is not None]
-            if not read and not place.records:
+            records = list(itertools.islice(self._reader, self._block))
+            fitted = [
+                f for encoded, record_name in records if (f := self.overlong.fit(encoded, record_name)) is not None
+            ]
+            if not records and not place.records:
                 raise empty(self.records)
-            if len(read) < self._block and not fitted and not place.records:
+            if len(records) < self._block and not fitted and not place.records:
                 raise UserError(
                     "none of its conversations can be used", field="--data-path", value=self.records.name,
                     accepted="conversations with an answer within --seq-length tokens",
@@ -133,8 +135,8 @@ class StreamedConversations:
                 self._recent[place.sample + count - 1] = packed_sample(parts, self.seq_length, self._pad)
         for old in [i for i in self._recent if i < place.sample + count - self._window]:
             del self._recent[old]
-        if len(read) < self._block:
+        if len(records) < self._block:
             self._next = _Place(place.sample + count, place.epoch + 1)
             self._reader = self._read(self._next)
         else:
-            self._next = _Place(place.sample + count, place.epoch, place.block + 1, place.records + len(read))
+            self._next = _Place(place.sample + count, place.epoch, place.block + 1, place.records + len(records))

@@ -78,8 +78,8 @@ def read_options(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if options is None:
         return {}
     options = _object(options, field, where, '{"enable_thinking": false, …}')
-    if taken := sorted(_RESERVED & options.keys()):
-        raise UserError("is no option", field=f"{field}.{taken[0]}", accepted="other names", where=where)
+    if reserved := sorted(_RESERVED & options.keys()):
+        raise UserError("is no option", field=f"{field}.{reserved[0]}", accepted="other names", where=where)
     return options
 
 

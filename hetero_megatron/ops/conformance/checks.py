@@ -98,24 +98,24 @@ def kernel_steps(
         lacks = Finding(name, "backward", "", "", FAIL, "it has no backward")
         yield Step(name, "", "backward", lambda: [lacks])
         return
-    ran, refused, harm = False, list[str](), list[Finding]()
+    ran, refusals, harm = False, list[str](), list[Finding]()
     for dtype in dtypes:
         subject = Subject(spec, kernel, device, dtype, watch)
         reasons, problem = subject.attempt("supports", "", lambda: kernel.reasons(signature(dtype)))  # noqa: B023
         if problem:
             finding = subject.finding("supports", "", problem)
         elif reasons:
-            refused.append("; ".join(map(str, reasons)))
-            finding = Finding(name, "supports", subject.dtype_name, "", SKIP, refused[-1])
+            refusals.append("; ".join(map(str, reasons)))
+            finding = Finding(name, "supports", subject.dtype_name, "", SKIP, refusals[-1])
         else:
             ran = True
             yield from _dtype_steps(subject, quick, harm)
             continue
         yield Step(name, subject.dtype_name, "supports", lambda: [finding])  # noqa: B023 (run before the next)
     if not ran:
-        why = " | ".join(dict.fromkeys(refused)) or "no dtype was asked for that the platform has"
-        nothing = Finding(name, "supports", "", "", FAIL, f"nothing of it was checked: {why}")
-        yield Step(name, "", "supports", lambda: [nothing])
+        why = " | ".join(dict.fromkeys(refusals)) or "no dtype was asked for that the platform has"
+        unchecked = Finding(name, "supports", "", "", FAIL, f"nothing of it was checked: {why}")
+        yield Step(name, "", "supports", lambda: [unchecked])
     elif offered(spec, kernel):
         last = Subject(spec, kernel, device, torch.float32, watch)
         yield Step(name, last.dtype_name, "compile", lambda: [compiles(last, harm)])
@@ -138,8 +138,8 @@ def _dtype_steps(subject: Subject, quick: bool, harm: list[Finding]) -> Iterator
 
     first = True
     for case in subject.spec.cases():
-        lacking = set(case.features) - set(subject.kernel.capability.features)
-        if lacking or (quick and sum(x.numel() for x in flatten(list(case.args))) > LARGE):
+        missing_features = set(case.features) - set(subject.kernel.capability.features)
+        if missing_features or (quick and sum(x.numel() for x in flatten(list(case.args))) > LARGE):
             continue
         yield Step(name, dtype, case.name, functools.partial(run, case, first))
         if refuted:
@@ -241,10 +241,10 @@ def _expanded(subject: Subject, case: Case, args: tuple[Any, ...], eager: CallOu
     results = spec.fake(*args)[: len(spec.results) - len(spec.fixed)]
     grads = [torch.ones((), dtype=r.dtype, device=r.device).expand(r.shape) for r in results]
     name = f"{case.name}, expanded gradient"
-    fresh, problem = subject.attempt("backward", name, lambda: call_forward(spec, kernel, args))
-    if fresh is None:
+    run, problem = subject.attempt("backward", name, lambda: call_forward(spec, kernel, args))
+    if run is None:
         return
-    outcome, problem = subject.attempt("backward", name, lambda: call_backward(spec, kernel, grads, fresh.saved, args))
+    outcome, problem = subject.attempt("backward", name, lambda: call_backward(spec, kernel, grads, run.saved, args))
     if outcome is not None:
         _, wants = oracle(spec, args, grads)
         _, cap = spec.bounds.of(subject.dtype)
@@ -292,7 +292,7 @@ def _trained(
         names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
         problem = judge_all(results, wants[0], eager.results, forward_cap, 2.0)
         for count, gradients_of_run in enumerate(gradients):
-            worse = judge_all(gradients_of_run, wants[1], eager.gradients, cap, 3.0, names)
-            problem = problem or (worse and f"backward {count + 1}: {worse}")
+            failure = judge_all(gradients_of_run, wants[1], eager.gradients, cap, 3.0, names)
+            problem = problem or (failure and f"backward {count + 1}: {failure}")
         yield subject.finding("bounds", f"{case.name}, training", "; ".join(damage))
     yield subject.finding("training", case.name, problem)

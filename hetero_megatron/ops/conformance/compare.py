@@ -60,9 +60,9 @@ def oracle(spec: OpSpec, args: Sequence[Any], grads: Sequence[torch.Tensor] | No
     for i in places:
         values[i] = values[i].requires_grad_() if values[i] is not None else None
     results = spec.definition(*values)
-    live = results[: len(spec.results) - len(spec.fixed)]
+    live_results = results[: len(spec.results) - len(spec.fixed)]
     inputs = [values[i] for i in places if values[i] is not None]
-    start = seeded(live, [g.detach().cpu().double() for g in grads])
+    start = seeded(live_results, [g.detach().cpu().double() for g in grads])
     gradients = torch.autograd.grad(start, inputs, allow_unused=True)
     filled = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs, strict=True)]
     return [x.detach() for x in flatten(results)], filled

@@ -36,18 +36,19 @@ def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: tor
     for beta in (0.0, 1.0):
         start = 16 * (typical or 1.0) * normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
         box = Sandbox()
-        into = box.place(start.to(wide(subject.dtype)).to(subject.device), may_change=True)
+        total = box.place(start.to(wide(subject.dtype)).to(subject.device), may_change=True)
         other_args = (box.place(e) if isinstance(e, torch.Tensor) else e for e in ends)
-        placed = box.place(dy), box.place(x), *other_args, into, beta
-        sum_before = into.cpu().double() if beta else 0.0
+        placed = box.place(dy), box.place(x), *other_args, total, beta
+        sum_before = total.cpu().double() if beta else 0.0
         with box, torch.no_grad():
             _, problem = subject.attempt(
                 "weight gradient", f"{case.name}, beta {beta:g}", lambda: subject.kernel.parts["weight"](*placed)  # noqa: B023
             )
-        error = float((into.cpu().double() - sum_before - want).norm())  # what lies there counts, not what was returned
-        _, sums = subject.spec.bounds.of(into.dtype)
-        if not problem and not error <= cap * float(want.norm()) + sums * float(into.norm()):
-            problem = f"the sum of {into.dtype} is off by {error / (float(want.norm()) or 1.0):.2g} of what was added"
+        # What lies there counts, not what was returned.
+        error = float((total.cpu().double() - sum_before - want).norm())
+        _, sums = subject.spec.bounds.of(total.dtype)
+        if not problem and not error <= cap * float(want.norm()) + sums * float(total.norm()):
+            problem = f"the sum of {total.dtype} is off by {error / (float(want.norm()) or 1.0):.2g} of what was added"
         yield subject.finding("weight gradient", f"{case.name}, beta {beta:g}", problem)
         yield subject.finding("bounds", f"{case.name}, weight gradient, beta {beta:g}", "; ".join(box.damage()))
 
@@ -62,18 +63,18 @@ def loss_and_gradients(
     forward_cap, cap = subject.spec.bounds.of(subject.dtype)
     for beta in (None, 0.0, 1.0):
         name = f"{case.name}, {'no sum' if beta is None else f'beta {beta:g}'}"
-        box, into = Sandbox(), None
+        box, sum_tensor = Sandbox(), None
         if beta is not None:
             start = normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
-            into = box.place(start.to(subject.device, wide(subject.dtype)), may_change=True)
-        sum_before = into.cpu().double() if into is not None and beta else torch.zeros_like(want_dw)
-        placed = *(box.place(t) for t in (x, weight, labels, dloss)), into, 1.0 if beta is None else beta
+            sum_tensor = box.place(start.to(subject.device, wide(subject.dtype)), may_change=True)
+        sum_before = sum_tensor.cpu().double() if sum_tensor is not None and beta else torch.zeros_like(want_dw)
+        placed = *(box.place(t) for t in (x, weight, labels, dloss)), sum_tensor, 1.0 if beta is None else beta
         call = functools.partial(subject.kernel.parts["fwd_bwd"], *placed)
         with box, torch.no_grad():
             outputs, problem = subject.attempt("loss and gradients", name, call)
         if not problem:
             loss, dx, dw = outputs
-            dw = dw if into is None else into  # what lies there counts, not what was returned
+            dw = dw if sum_tensor is None else sum_tensor  # what lies there counts, not what was returned
             problem = judge_all([loss, dx], [want_loss, want_dx], [eager.results[0], eager.gradients[0]],
                                 max(forward_cap, cap), 3.0, ("loss", "dx"))  # fmt: skip
             error, size = float((dw.cpu().double() - sum_before - want_dw).norm()), float(want_dw.norm())
@@ -184,10 +185,10 @@ def repeatable(subject: Subject, case: Case) -> Iterator[Finding]:
     if runs is None:
         yield subject.finding("deterministic", case.name, problem)
         return
-    same = all(
+    are_equal = all(
         torch.equal(a.nan_to_num(nan=1.5), b.nan_to_num(nan=1.5)) for other in runs[1:] for a, b in zip(runs[0], other)
     )
-    yield subject.finding("deterministic", case.name, "" if same else "equal inputs gave unequal bits")
+    yield subject.finding("deterministic", case.name, "" if are_equal else "equal inputs gave unequal bits")
 
 
 def compiles(subject: Subject, harm: Sequence[Finding]) -> Finding:
@@ -201,12 +202,12 @@ def compiles(subject: Subject, harm: Sequence[Finding]) -> Finding:
         define(spec, kernel)
         operator = getattr(getattr(torch.ops, NAMESPACE), operator_name(spec, kernel)).default
         args = cast(spec, case, subject.dtype, subject.device)
-        live = tuple(
+        live_args = tuple(
             a.requires_grad_() if n in spec.gradients and a is not None else a
             for n, a in zip(spec.args, args, strict=True)
         )
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(operator, live, test_utils=tests)
+        torch.library.opcheck(operator, live_args, test_utils=tests)
         return True
 
     _, problem = subject.attempt("compile", case.name, check)

@@ -274,10 +274,10 @@ def wrong_kernels(
 def _cases(spec: OpSpec, kernel: Kernel, signature: Signature) -> Iterator[Case]:
     """The first small ones, which are made one by one, and one for each feature."""
     small = (c for c in spec.cases() if 0 < sum(x.numel() for x in flatten(list(c.args))) <= ELEMENTS)
-    able = (c for c in small if set(c.features) <= set(kernel.capability.features))
-    yield from islice(able, CASES)
+    able_cases = (c for c in small if set(c.features) <= set(kernel.capability.features))
+    yield from islice(able_cases, CASES)
     features_left = set(signature.features) & {*spec.features, *kernel.capability.features}
-    for case in able if features_left else ():
+    for case in able_cases if features_left else ():
         if features_left & set(case.features):
             features_left -= set(case.features)
             yield case
@@ -306,8 +306,8 @@ def _compare(subject: Subject, case: Case) -> dict[str, str]:
     names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
     problem = judge_all(results, wants, eager.results, forward_cap, SLACK)
     if not problem and trained:
-        worse = judge_all(gradients, want_gradients, eager.gradients, cap, SLACK, names)
-        problem = worse and f"gradient of {worse}"
+        failure = judge_all(gradients, want_gradients, eager.gradients, cap, SLACK, names)
+        problem = failure and f"gradient of {failure}"
     return {str(kernel): f"{case.name}: {problem}"} if problem else {}
 
 

@@ -102,19 +102,19 @@ def measure(
     case, name = spec.speed(), str(dtype).removeprefix("torch.")
     args = cast(spec, case, dtype, device)
     copies = _copies(args)
-    fresh = bool(kernel.overwrites or spec.in_place)
+    needs_copies = bool(kernel.overwrites or spec.in_place)
 
     def floor(cost: Any) -> float:
         return max(cost.bytes / rates[0], cost.flops / rates[1])
 
     def forward(values: tuple[Any, ...]) -> Any:
-        return kernel.forward(*(copy_args(values, torch.clone) if fresh else values))
+        return kernel.forward(*(copy_args(values, torch.clone) if needs_copies else values))
 
-    turn = itertools.cycle(copies)
+    turns = itertools.cycle(copies)
     with torch.no_grad():
-        seconds = best_seconds(lambda: forward(next(turn)), synchronize)
-        if fresh:
-            seconds = max(seconds - best_seconds(lambda: copy_args(next(turn), torch.clone), synchronize), 1e-9)
+        seconds = best_seconds(lambda: forward(next(turns)), synchronize)
+        if needs_copies:
+            seconds = max(seconds - best_seconds(lambda: copy_args(next(turns), torch.clone), synchronize), 1e-9)
         yield KernelSpeed(str(kernel), name, case.name, "forward", seconds, floor(spec.forward_cost(*args)))
         if kernel.backward is None or spec.split or kernel.private:
             return

@@ -119,9 +119,9 @@ class GradientSync:
     def _add_product(self, names: Sequence[str], dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
         """dy: [tokens, outputs of all of them], x: [tokens, inputs]."""
         views = [self.sums.view(name) for name in names]
-        into = joint_rows(views)
-        if into is not None:
-            kernel(dy, x, into, self._beta(names[0]))
+        joint_sum = joint_rows(views)
+        if joint_sum is not None:
+            kernel(dy, x, joint_sum, self._beta(names[0]))
         else:  # they are sent in several buckets
             for name, view, part in zip(names, views, dy.split([len(view) for view in views], -1), strict=True):
                 kernel(part, x, view, self._beta(name))
@@ -194,11 +194,11 @@ class GradientSync:
                 are there; None: those of any of its parameters may come.
         """
         assert self._reduction is not None, "before begin"
-        names, ahead = self._chunks[chunk], self._ahead
+        names, ahead_names = self._chunks[chunk], self._ahead
         if products is not None:
             ids = {id(weight) for weight in products}
-            ahead = ahead | {name for name in names if id(self.params[name]) not in ids}
-        self._reduction.last_of_chunk(names, ahead)
+            ahead_names = ahead_names | {name for name in names if id(self.params[name]) not in ids}
+        self._reduction.last_of_chunk(names, ahead_names)
 
     def complete(self, action: Action) -> None:
         """Return when the REDUCE ``action`` has ended. Backward is over, so what has not come by now is zero.

@@ -50,8 +50,8 @@ def with_more_predictions(read: ConfigReader, spec: ModelSpec) -> ModelSpec:
 def _read_latent(read: ConfigReader, kv_heads: int | None) -> MLA:
     """``kv_heads``: where the configuration does not say how many there are; None: as many as heads."""
     heads = read.integer("num_attention_heads")
-    absent = heads if "num_key_value_heads" in read.config else kv_heads or heads
-    if read.integer("num_key_value_heads", absent, nullable=True) != heads:
+    default_heads = heads if "num_key_value_heads" in read.config else kv_heads or heads
+    if read.integer("num_key_value_heads", default_heads, nullable=True) != heads:
         raise read.refuse("latent attention has keys of every head", "num_key_value_heads", str(heads))
     scaling = read.config.get("rope_scaling") or read.config.get("rope_parameters") or {}
     mscale = scaling.get("mscale_all_dim") if isinstance(scaling, dict) else None

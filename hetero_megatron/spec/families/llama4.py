@@ -34,13 +34,13 @@ def _kinds(read: ConfigReader, rope: Rope, grows: bool) -> tuple[LayerKind, ...]
     """Of every layer's attention; queries grow in layers without positions, and in those only."""
     turns = layers_with_rope(read, empty_is_default=True)
     chunk = None if read.value("attention_chunk_size", _CHUNK) is None else read.integer("attention_chunk_size", _CHUNK)
-    default = [CHUNKED if turn else FULL for turn in turns]
+    default = [CHUNKED if has_rope else FULL for has_rope in turns]
     types = layer_types(read, default, chunk, CHUNKED)
     return tuple(
         LayerKind(
-            chunk=chunk if kind == CHUNKED else None, rope=rope if turn else None, query_growth=not (grows and turn)
+            chunk=chunk if kind == CHUNKED else None, rope=rope if roped else None, query_growth=not (grows and roped)
         )
-        for kind, turn in zip(types, turns, strict=True)
+        for kind, roped in zip(types, turns, strict=True)
     )
 
 

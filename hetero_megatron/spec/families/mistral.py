@@ -80,11 +80,11 @@ def _read_ministral3(read: ConfigReader, name: str) -> ModelSpec:
     scaling_keys = {"llama_4_scaling_beta", "max_position_embeddings"}
     if rope.value("rope_type", rope.value("type", "default")) == "default":
         scaling_keys.add("original_max_position_embeddings")
-    rest = {k: v for k, v in read.config.items() if k not in ("rope_scaling", "rope_parameters")}
-    rest["rope_parameters"] = {k: v for k, v in rope.config.items() if k not in scaling_keys}
+    other_keys = {k: v for k, v in read.config.items() if k not in ("rope_scaling", "rope_parameters")}
+    other_keys["rope_parameters"] = {k: v for k, v in rope.config.items() if k not in scaling_keys}
     window = None if read.value("sliding_window", None) is None else read.integer("sliding_window")
     return decoder(
-        ConfigReader(rest, read.where, read.prefix), "ministral3", name, _MINISTRAL3, windows=(window,),
+        ConfigReader(other_keys, read.where, read.prefix), "ministral3", name, _MINISTRAL3, windows=(window,),
         query_growth=beta, query_growth_length=length,
     )  # fmt: skip
 

@@ -38,10 +38,10 @@ def layers_with_rope(read: ConfigReader, empty_is_default: bool = False) -> list
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    turns, used = layers_with_rope(read), read.flag("use_sliding_window")
+    turns, uses_window = layers_with_rope(read), read.flag("use_sliding_window")
     size = None if read.value("sliding_window", None) is None else read.integer("sliding_window")
-    window = size if used else None
-    default = [FULL if turn or window is None else SLIDING for turn in turns]
+    window = size if uses_window else None
+    default = [FULL if has_rope or window is None else SLIDING for has_rope in turns]
     kinds = layer_types(read, default, window)
     head_dim, positions = head_sizes(read, _DEFAULTS)[2], read.integer("max_position_embeddings", 32768)
     rope, _ = read_rope(read, head_dim, positions, _DEFAULTS.theta)
@@ -49,8 +49,8 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
     return decoder(
         read, "smollm3", name, _DEFAULTS, qkv_bias=bias, out_bias=bias, mlp_bias=read.flag("mlp_bias"),
         layer_kinds=tuple(
-            LayerKind(window if kind == SLIDING else None, rope if turn else None)
-            for kind, turn in zip(kinds, turns, strict=True)
+            LayerKind(window if kind == SLIDING else None, rope if has_rope else None)
+            for kind, has_rope in zip(kinds, turns, strict=True)
         ),
     )  # fmt: skip
 

@@ -37,11 +37,11 @@ class LayerDump:
         self._tensors: dict[str, torch.Tensor] = {}
         self._hooks = []
         for name, module in model.named_modules():
-            short = name.removeprefix("model.")
-            depth = short.count(".")
-            part = depth <= 2 if short.startswith("layers.") else depth == 0 and short != "layers"
-            if short.split(".")[0] in _PARTS and part:
-                self._hooks.append(module.register_forward_hook(self._hook(short)))
+            short_name = name.removeprefix("model.")
+            depth = short_name.count(".")
+            part = depth <= 2 if short_name.startswith("layers.") else depth == 0 and short_name != "layers"
+            if short_name.split(".")[0] in _PARTS and part:
+                self._hooks.append(module.register_forward_hook(self._hook(short_name)))
 
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: torch.nn.Module, args: Any, out: Any) -> None:
@@ -107,15 +107,15 @@ class Comparison:
 
     def text(self) -> str:
         lines = [f"{'file':<34}{'tensor':<44}relative error"]
-        over = 0
+        rows_over = 0
         for row in self.rows:
             mark = "  <-- first over the tolerance" if row is self.first else ""
-            over += row.error > self.tolerance
+            rows_over += row.error > self.tolerance
             lines.append(f"{row.file:<34}{row.tensor:<44}{row.error:.2e}{mark}")
         compared = plural(len(self.rows), "tensor")
         end = f"all {compared} {word(len(self.rows), 'agrees', 'agree')} to {self.tolerance:g}"
         if self.first is not None:
-            end = f"first diverging: {self.first.tensor} in {self.first.file} ({over} of {compared})"
+            end = f"first diverging: {self.first.tensor} in {self.first.file} ({rows_over} of {compared})"
         return "\n".join([*lines, end])
 
 
