@@ -120,8 +120,8 @@ def cannot_load(model: str, error: Exception) -> UserError:
         what = f" ({' or '.join(missing)})" if missing else ""
         problem = f"reading this tokenizer needs a package that is not installed here{what}"
         return UserError(problem, field=_FIELD, value=model, accepted=_EXTRA)
-    if os.path.isdir(path) and (known := _unread(path)):
-        return UserError(known[0], field=_FIELD, value=model, accepted=known[1])
+    if os.path.isdir(path) and (diagnosis := _unread(path)):
+        return UserError(diagnosis[0], field=_FIELD, value=model, accepted=diagnosis[1])
     what = "a directory without a tokenizer that transformers can load, or a damaged one" if os.path.isdir(path) else (
         "neither a directory nor a tokenizer that can be had from the Hugging Face hub"
     )  # fmt: skip

@@ -66,13 +66,13 @@ def _no_answer(connections: Sequence[Connection], cluster: Cluster, seconds: flo
     first = connections[0]
     reason = first.lost or f"no answer in {seconds:g} s"
     other_nodes = ", ".join(c.host.node for c in connections[1:_SHOWN])
-    also = f" (nor do {other_nodes}{', …' if len(connections) > _SHOWN else ''})" if other_nodes else ""
+    others = f" (nor do {other_nodes}{', …' if len(connections) > _SHOWN else ''})" if other_nodes else ""
     accepted = "a host that answers `ssh HOST true` without a password"
     if "No module named" in reason or "not found" in reason or "No such file" in reason:
         accepted = f"Hetero-Megatron in {first.host.python} there, or launch: {{python: …}} in the cluster file, or "
         accepted += "python: of its node group"
     return UserError(
-        f"cannot be started on: {reason}{also}", field=first.host.node, value=first.host.address, accepted=accepted,
+        f"cannot be started on: {reason}{others}", field=first.host.node, value=first.host.address, accepted=accepted,
         where=cluster.file,
     )  # fmt: skip
 

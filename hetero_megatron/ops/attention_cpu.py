@@ -198,9 +198,9 @@ def fused_attention(
         return tuple(x.to(lse.dtype) for x in gradients(dout, q, k, v, out, lse, causal))
 
     def reasons(signature: Signature) -> list[str]:
-        why_not = rest.reasons(signature)
-        without = [f"{rest.provider}, which it leaves windows and documents to, cannot serve: {'; '.join(why_not)}"]
-        return supports(signature) + (without if why_not and not alone else [])
+        refusals = rest.reasons(signature)
+        without = [f"{rest.provider}, which it leaves windows and documents to, cannot serve: {'; '.join(refusals)}"]
+        return supports(signature) + (without if refusals and not alone else [])
 
     parts = {"share": share, "delta": attn_delta if alone else rest.parts["delta"]}
     square_capability = replace(capability, features=tuple(f for f in rest.capability.features if f != "dropout"))

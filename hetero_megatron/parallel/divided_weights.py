@@ -291,8 +291,8 @@ class DividedWeights:
         """All of them, one under way while another one arrives."""
         row = list(parts)
         for i, part in enumerate(row):
-            for each in row[i : i + 2]:
-                each.start()
+            for gathered in row[i : i + 2]:
+                gathered.start()
             part.use()
 
     @staticmethod

@@ -210,11 +210,11 @@ class HopExchange:
         assert memory is not None
         send, counts = memory[self.runs[self.group.index]], [x.stop - x.start for x in self.runs]
         if self.group.size == 2:
-            landing, own_size = memory[self.runs[1 - self.group.index]], 0
+            receive, own_size = memory[self.runs[1 - self.group.index]], 0
             counts[self.group.index] = 0
         else:
-            send, landing, own_size = send.repeat(self.group.size), memory, self.size
-        self._handle = self.group.all_to_all(send, self._counts(own_size, self.size), counts, landing)
+            send, receive, own_size = send.repeat(self.group.size), memory, self.size
+        self._handle = self.group.all_to_all(send, self._counts(own_size, self.size), counts, receive)
 
     def finish_back(self, arrays: Sequence[torch.Tensor]) -> None:
         """Write what came into my sources; the parts that are my own targets are there already. ``arrays``: one per
