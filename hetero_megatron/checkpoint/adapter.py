@@ -115,8 +115,8 @@ class AdapterWeights:
                 parts = [(tensor, expert_source(spec, tensor, _PREFIX, joined, self._field))]
             else:
                 tensors_of_experts = [expert_tensor(tensor, e) for e in range(tensor.shape[0])]
-                parts = [(one, single_source(spec, one, _PREFIX, self._field)) for one in tensors_of_experts]
-            sources |= {one.name: (source, source.shape(one.shape)) for one, source in parts}
+                parts = [(expert, single_source(spec, expert, _PREFIX, self._field)) for expert in tensors_of_experts]
+            sources |= {tensor_part.name: (source, source.shape(tensor_part.shape)) for tensor_part, source in parts}
         return sources
 
     def _check_joined(self, spec: ModelSpec) -> None:
@@ -134,7 +134,7 @@ class AdapterWeights:
             return torch.empty(box.shape)
         if tensor.name not in self._sources:
             return torch.stack(
-                [self.read(one, stored_box) for one, stored_box in stored_boxes(self._spec, tensor, box)]
+                [self.read(expert, stored_box) for expert, stored_box in stored_boxes(self._spec, tensor, box)]
             )
         source, _ = self._sources[tensor.name]
         if isinstance(source, ExpertSource):

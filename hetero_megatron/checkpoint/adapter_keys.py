@@ -80,12 +80,12 @@ def residual(found: Mapping[str, Any], where: str) -> str | None:
     """
     init = found.get(INIT, True)
     name = init.lower() if isinstance(init, str) else init
-    if any(name is one for one in (True, False, None)) or (isinstance(name, str) and name in _BESIDE):
+    if any(name is literal for literal in (True, False, None)) or (isinstance(name, str) and name in _BESIDE):
         return None
     if init == "pissa" or name == "olora":
         return str(name)
     reason = next((reason for key, reason in _WHY.items() if isinstance(name, str) and name.startswith(key)), None)
-    words = ", ".join((*map(str, RESIDUALS), *(one for one in _BESIDE if isinstance(one, str)), "true", "false"))
+    words = ", ".join((*map(str, RESIDUALS), *(word for word in _BESIDE if isinstance(word, str)), "true", "false"))
     raise UserError(
         reason or "no such first values", field=INIT, value=init, where=where,
         accepted=_AS_PLAIN if reason and name != "mica" else words,

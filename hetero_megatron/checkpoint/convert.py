@@ -150,16 +150,16 @@ def to_gguf(
         def read(tensor: LogicalTensor) -> torch.Tensor:
             return weights.read(tensor, Box.whole(tensor.shape))
 
-    chosen = DTYPES[dtype] if dtype else Counter(dtypes.values()).most_common(1)[0][0]
-    if chosen not in gguf_file.DTYPES:
+    file_dtype = DTYPES[dtype] if dtype else Counter(dtypes.values()).most_common(1)[0][0]
+    if file_dtype not in gguf_file.DTYPES:
         accepted = ", ".join(_NAMES[known_dtype] for known_dtype in gguf_file.DTYPES)
-        raise UserError("GGUF has no such dtype", field="--dtype", value=_NAMES[chosen], accepted=accepted)
+        raise UserError("GGUF has no such dtype", field="--dtype", value=_NAMES[file_dtype], accepted=accepted)
     nonfinite = dict[str, None]()
     file_notices = gguf_file.write_gguf(
-        target, spec, read, chosen, model_files.files, None if check_finite else nonfinite
+        target, spec, read, file_dtype, model_files.files, None if check_finite else nonfinite
     )
     summary = {"direction": f"{'native' if native else 'hf'} to gguf", "step": number}
-    summary |= {"model": spec.name, "dtype": _NAMES[chosen], "nonfinite": list(nonfinite)}
+    summary |= {"model": spec.name, "dtype": _NAMES[file_dtype], "nonfinite": list(nonfinite)}
     return summary | {"notices": (*notices, *file_notices), "target": target}
 
 

@@ -149,14 +149,14 @@ def load_boxes(tensors: Mapping[str, BoxedTensor], reader: BoxReader, group: Gro
 
 def _run_together(group: Group, action: Callable[[], Any], kind: Any = NoneType) -> list[Any]:
     """Run ``action`` here and wait for the others: the results of all ranks, or the first failure."""
-    trouble, result = None, None
+    trouble, own_result = None, None
     try:
-        result = action()
+        own_result = action()
     except CommError:
         raise
     except Exception as error:
         trouble = RemoteError.of(error)
-    outcomes = group.gather_objects((trouble, result), tuple[RemoteError | None, kind | None])
+    outcomes = group.gather_objects((trouble, own_result), tuple[RemoteError | None, kind | None])
     for rank, (failed, _) in zip(group.ranks, outcomes, strict=True):
         if failed is not None:
             raise RankFailed(rank, failed.error())

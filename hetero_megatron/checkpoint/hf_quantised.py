@@ -95,8 +95,8 @@ def dequantise(files: WeightFiles) -> None:
     if method is None:
         return
     slices = _fp8(files, fp8_block(config, str(path))) if method == FP8 else _mxfp4(files)
-    for name, (one, parts) in slices.items():
-        files.put(name, one, parts)
+    for name, (stored_slice, parts) in slices.items():
+        files.put(name, stored_slice, parts)
     if slices:
         format_name = "block FP8" if method == FP8 else "MXFP4"
         files.notices.append(f"{files.directory}: {len(slices)} tensors in {format_name} are dequantised to bf16")
@@ -108,10 +108,12 @@ def _fp8(files: WeightFiles, block: tuple[int, int]) -> dict[str, tuple[Dequanti
         name = scale.removesuffix(_SCALE)
         if name not in files.files_of or files.tensor(name).get_dtype() != "F8_E4M3":
             continue  # refused as what is left
-        one = Fp8Slice(files.tensor(name), files.tensor(scale), block)
-        if not one.fits() or files.tensor(scale).get_dtype() not in ("F32", "BF16"):
-            raise _misfit(files, scale, f"float scales of blocks {list(block)} of {shown(name)} {one.get_shape()}")
-        slices[name] = one, (name, scale)
+        fp8_slice = Fp8Slice(files.tensor(name), files.tensor(scale), block)
+        if not fp8_slice.fits() or files.tensor(scale).get_dtype() not in ("F32", "BF16"):
+            raise _misfit(
+                files, scale, f"float scales of blocks {list(block)} of {shown(name)} {fp8_slice.get_shape()}"
+            )
+        slices[name] = fp8_slice, (name, scale)
     return slices
 
 
@@ -124,7 +126,7 @@ def _mxfp4(files: WeightFiles) -> dict[str, tuple[DequantisedSlice, tuple[str, .
             continue
         stored, exponents = files.tensor(blocks), files.tensor(scales)
         shape = list(stored.get_shape())
-        bytes_each = [one.get_dtype() for one in (stored, exponents)] == ["U8", "U8"]
+        bytes_each = [tensor.get_dtype() for tensor in (stored, exponents)] == ["U8", "U8"]
         if len(shape) != 4 or shape[3] != _GROUP // 2 or list(exponents.get_shape()) != shape[:3] or not bytes_each:
             raise _misfit(files, scales, f"bytes, one for each group of {_GROUP // 2} bytes of {shown(blocks)} {shape}")
         slices[name] = Mxfp4Slice(stored, exponents), (blocks, scales)
@@ -132,6 +134,6 @@ def _mxfp4(files: WeightFiles) -> dict[str, tuple[DequantisedSlice, tuple[str, .
 
 
 def _misfit(files: WeightFiles, scales: str, accepted: str) -> Exception:
-    one = files.tensor(scales)
-    problem = f"{shown(scales)} is {one.get_dtype()} {list(one.get_shape())}"
+    scale_slice = files.tensor(scales)
+    problem = f"{shown(scales)} is {scale_slice.get_dtype()} {list(scale_slice.get_shape())}"
     return files.refuse(problem, Path(files.directory), accepted)

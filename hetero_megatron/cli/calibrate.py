@@ -263,14 +263,14 @@ def _measure(
     spec = load_model(options.model)
     launcher = _launcher(cluster)
     runs = _wanted(cluster, spec, options)
-    _check_dtypes([one.dtype for one in runs if one.dtype], cluster)  # before this rank's place is looked for
+    _check_dtypes([run.dtype for run in runs if run.dtype], cluster)  # before this rank's place is looked for
     plugins = load_plugins()
     rank = position(cluster, launcher)
     platform = platform_at(rank, cluster, launcher, plugins)
     if not runs[0].dtype:
-        runs = tuple(replace(one, dtype="fp32" if platform.device.type == "cpu" else "bf16") for one in runs)
+        runs = tuple(replace(run, dtype="fp32" if platform.device.type == "cpu" else "bf16") for run in runs)
         _check_dtypes([runs[0].dtype], cluster)
-    refuse_twice(cluster, {chip: {one.dtype: {} for one in runs} for chip in cluster.chips})
+    refuse_twice(cluster, {chip: {run.dtype: {} for run in runs} for chip in cluster.chips})
     if rank == 0:
         check_writable(out, "--out")
     emulation = Emulation.of(launcher, rank, TIMEOUT)
@@ -288,24 +288,24 @@ def _measure(
         if platform.device.type != "cpu":
             comm.clock.synchronize = platform.synchronize
         links = None
-        for one in runs:
-            log(f"{one.dtype}, {plural(one.seq_length, 'token')}")
-            kind = TORCH_DTYPES[one.dtype]
+        for run in runs:
+            log(f"{run.dtype}, {plural(run.seq_length, 'token')}")
+            kind = TORCH_DTYPES[run.dtype]
             kernels = partial(rank_kernels, rank=comm.rank, registry=plugins.registry, platform=platform, dtype=kind)
             # Its rates are not told apart by the dtype of the weights: that of the first counts.
-            measures_fp8 = "fp8" in cluster.chips[cluster.ranks[comm.rank].chip].dtypes and one.dtype == runs[0].dtype
+            measures_fp8 = "fp8" in cluster.chips[cluster.ranks[comm.rank].chip].dtypes and run.dtype == runs[0].dtype
             fp8 = fp8_kernels(plugins.registry, platform, kind) if measures_fp8 else {}
             job = Job(comm, kind, optimizer_factory(OptimizerConfig()), kernels, fp8)
-            fixed = _known_fixed(cluster, rates, one.dtype, one.seq_length)
-            outcome = calibrate(job, cluster, spec, one, log, links, fixed)
-            facts = _facts(comm, cluster, platform, options, one)
+            fixed = _known_fixed(cluster, rates, run.dtype, run.seq_length)
+            outcome = calibrate(job, cluster, spec, run, log, links, fixed)
+            facts = _facts(comm, cluster, platform, options, run)
             for chip, by_dtype in outcome.rates["chips"].items():
                 for rows in by_dtype.values():
                     rows["measured"] = facts[chip]
             rates, links = merge_rates(rates, outcome.rates), outcome.links
             if comm.rank == 0 and not options.json:
                 text = format_rates(outcome.rates, outcome.slow, outcome.clock)
-                print(f"{one.dtype}, {plural(one.seq_length, 'token')}\n{text}", flush=True)
+                print(f"{run.dtype}, {plural(run.seq_length, 'token')}\n{text}", flush=True)
     finally:
         stop_comm(platform)
     if comm.rank != 0:

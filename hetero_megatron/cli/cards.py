@@ -90,7 +90,7 @@ def facts(chip: Chip) -> dict[str, Any]:
         "memory": chip.memory, "bytes_per_second": memory if measured is None else measured.rates["bytes_per_second"],
         "memory_measured_by": None if measured is None else measured.told, "link": chip.link_bandwidth,
         "host": chip.host_bandwidth, "source": chip.source, "vendor": chip.vendor, "products": products,
-        "measured": [_measurement(one) for one in measured_card(chip.name)],
+        "measured": [_measurement(measurement) for measurement in measured_card(chip.name)],
     }  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def _compared(rows: dict[str, dict[str, Any]]) -> str:
                 lines.append(f"    {name}: {product['share']:.2f} of the peak, {_source(product['measured_by'])}")
     lines += [f"data sheet of {name}: {card['source']}" for name, card in rows.items()]
     for name, card in rows.items():
-        lines += [line for one in card["measured"] for line in _told(name, one)]
+        lines += [line for measurement in card["measured"] for line in _told(name, measurement)]
     return "\n".join(lines)
 
 

@@ -42,8 +42,8 @@ def check(files: Sequence[str], as_json: bool) -> int:
 
 
 def _checked(entries: Sequence[Measurement], file: Path) -> Sequence[Measurement]:
-    for one in entries:
-        check_card(one)
+    for measurement in entries:
+        check_card(measurement)
     if file.stem != entries[0].card:
         raise UserError("a file is called as its card", field="FILE", value=str(file),
                         accepted=f"{entries[0].card}.yaml")  # fmt: skip
@@ -66,10 +66,10 @@ def contribute(file: str, card: str | None, by: str | None, out: str | None, as_
     write_text(target, "--out", text)
     if as_json:
         print_json(
-            {"file": str(target), "card": name, "dtypes": [one["dtype"] for one in entries], "left": sorted(omitted)}
+            {"file": str(target), "card": name, "dtypes": [item["dtype"] for item in entries], "left": sorted(omitted)}
         )
         return 0
-    print(f"{target}: {name} in {', '.join(one['dtype'] for one in entries)}, measured by {contributor}")
+    print(f"{target}: {name} in {', '.join(item['dtype'] for item in entries)}, measured by {contributor}")
     if omitted:
         print(f"left out, as it is of the cluster: {', '.join(sorted(omitted))}")
     print("a pull request adds it to hetero_megatron/cluster/cards/")
@@ -120,10 +120,10 @@ def _sections(file: str, card: str) -> Mapping[str, Entry]:
     chips = {name: entries for name, entries in chips.items() if entries}
     if not chips:
         raise UserError("holds no rates of a chip", field="FILE", value=file, accepted="a file that calibrate wrote")
-    chosen = card if card in chips else next(iter(chips))
-    if chosen != card and (len(chips) > 1 or chosen in CHIPS):
+    chip_name = card if card in chips else next(iter(chips))
+    if chip_name != card and (len(chips) > 1 or chip_name in CHIPS):
         raise UserError(f"the file has rates of {', '.join(chips)}", field="--as", value=card, where=file,
                         accepted=f"one of these, or a file with rates of {card}")  # fmt: skip
-    if "nodes" in keys and chosen in described and "emulate" in described[chosen].value:
-        described[chosen].value["emulate"].fail("measured on an emulated chip", accepted="rates of real cards")
-    return chips[chosen]
+    if "nodes" in keys and chip_name in described and "emulate" in described[chip_name].value:
+        described[chip_name].value["emulate"].fail("measured on an emulated chip", accepted="rates of real cards")
+    return chips[chip_name]

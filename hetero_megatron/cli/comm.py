@@ -127,7 +127,7 @@ def _run(
     control = comm.group(all_ranks)
 
     def tell(found: list[Fault]) -> list[Fault]:
-        return [fault for one in control.gather_objects(found, list[check.Fault]) for fault in one]
+        return [fault for of_rank in control.gather_objects(found, list[check.Fault]) for fault in of_rank]
 
     if faults := tell(check.check_pairs(comm, world, min(options.bytes, 1 << 16))):
         return faults, []
@@ -136,7 +136,7 @@ def _run(
     pairs = link_pairs(cluster) if cluster is not None else _pairs(comm)
     both_ways = list(dict.fromkeys(p for a, b in pairs for p in ((a, b), (b, a))))
     own_speeds = check.measure(comm, control, both_ways, options.bytes)
-    speeds = [s for one in control.gather_objects(own_speeds, list[check.LinkSpeed]) for s in one]
+    speeds = [s for speeds_of_rank in control.gather_objects(own_speeds, list[check.LinkSpeed]) for s in speeds_of_rank]
     return [f for s in speeds if (f := _slow(s, cluster)) is not None], speeds
 
 
@@ -154,8 +154,8 @@ def _promised(speed: LinkSpeed, cluster: Cluster | None) -> float | None:
     if link is None:
         return None
     assert cluster is not None
-    one, target_group = cluster.group_of(speed.source), cluster.group_of(speed.target)
-    return 1 / cluster.seconds_per_byte(link, one, target_group, shared=False, rate=link.emulated)
+    source_group, target_group = cluster.group_of(speed.source), cluster.group_of(speed.target)
+    return 1 / cluster.seconds_per_byte(link, source_group, target_group, shared=False, rate=link.emulated)
 
 
 def _slow(speed: LinkSpeed, cluster: Cluster | None) -> Fault | None:

@@ -24,22 +24,22 @@ def asks_for_ranks(words: Sequence[str]) -> bool:
 def main(command: str, words: Sequence[str]) -> int:
     """Refuse what can be refused before anything is started, then start the ranks; returns the exit code."""
     try:
-        count, rest = _count(words)
+        count, run_words = _count(words)
         refuse_copies(f"{FLAGS[0]} {count}", "starts all ranks by itself")
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
             raise UserError("a launcher has started this process as a rank (RANK, WORLD_SIZE)", field=FLAGS[0],
                             value=count, accepted="one of the two")  # fmt: skip
-        if command in _CONFIGURED and "--auto-plan" not in rest:  # each rank searches; here it would be once more
+        if command in _CONFIGURED and "--auto-plan" not in run_words:  # each rank searches; here it would be once more
             from hetero_megatron.cli.configure import configure
 
-            added_flags = ["--sft"] if command == "finetune" and "--sft" not in rest else []
-            configure([*added_flags, *rest], {"WORLD_SIZE": str(count)}, early="--dry-run" not in rest)
+            added_flags = ["--sft"] if command == "finetune" and "--sft" not in run_words else []
+            configure([*added_flags, *run_words], {"WORLD_SIZE": str(count)}, early="--dry-run" not in run_words)
     except UserError as error:
         say_error(str(error))
         return 2
     with at_once():
         from hetero_megatron.launch.here import start_here
-    return start_here(["-m", "hetero_megatron", command, *rest], count)
+    return start_here(["-m", "hetero_megatron", command, *run_words], count)
 
 
 def _count(words: Sequence[str]) -> tuple[int, list[str]]:

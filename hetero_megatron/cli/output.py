@@ -78,7 +78,7 @@ def _handlers_of(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
     known_loggers = logging.root.manager.loggerDict.values()
     loggers = [logging.root, *(logger for logger in known_loggers if isinstance(logger, logging.Logger))]
     handlers = (handler for logger in loggers for handler in logger.handlers)
-    return [one for one in handlers if isinstance(one, logging.StreamHandler) and one.stream is stream]
+    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler) and handler.stream is stream]
 
 
 def _separate_handle() -> int | None:

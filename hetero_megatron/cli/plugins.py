@@ -160,14 +160,14 @@ def _compare(args: argparse.Namespace) -> int:
     import_torch()
     from hetero_megatron.training.alignment.dump import compare_dumps
 
-    result = compare_dumps(args.one, args.other, args.tolerance)
-    print_json(result.to_dict()) if args.json else print(result.text())
-    return 0 if result.ok else 1
+    comparison = compare_dumps(args.one, args.other, args.tolerance)
+    print_json(comparison.to_dict()) if args.json else print(comparison.text())
+    return 0 if comparison.ok else 1
 
 
 def _drift(args: argparse.Namespace) -> int:
     from hetero_megatron.training.alignment.drift import loss_drift
 
-    result = loss_drift(args.one, args.other, args.threshold)
-    print_json(asdict(result) | {"ok": result.ok}) if args.json else print(result.text())
-    return 0 if result.ok else 1
+    drift = loss_drift(args.one, args.other, args.threshold)
+    print_json(asdict(drift) | {"ok": drift.ok}) if args.json else print(drift.text())
+    return 0 if drift.ok else 1

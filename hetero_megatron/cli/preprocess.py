@@ -77,15 +77,15 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
         keys_text = " ".join(arguments.json_keys)
         raise UserError("a key stands twice", field="--json-keys", value=keys_text, accepted="each key once")
-    chosen = choose_type(
+    tokenizer_type = choose_type(
         arguments.tokenizer_type, arguments.tokenizer_model, arguments.vocab_file, arguments.merge_file
     )
-    if chosen is None:
+    if tokenizer_type is None:
         raise UserError("missing", field="--tokenizer-type", accepted=", ".join(TOKENIZER_TYPES))
-    if arguments.vocab_size is not None and chosen != "NullTokenizer":
-        problem = f"{chosen} does not read it"
+    if arguments.vocab_size is not None and tokenizer_type != "NullTokenizer":
+        problem = f"{tokenizer_type} does not read it"
         raise UserError(problem, field="--vocab-size", value=arguments.vocab_size, accepted="leave the flag out")
-    arguments.tokenizer_type = chosen
+    arguments.tokenizer_type = tokenizer_type
     return arguments
 
 

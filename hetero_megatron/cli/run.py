@@ -226,7 +226,7 @@ def largest_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
 
     def choose(seats: Sequence[Seat], cluster: Path | None) -> Path | None:
         fitting = list(_fitting(words, plans, seats, cluster))
-        return max(fitting, key=lambda one: one[1])[0] if fitting else None
+        return max(fitting, key=lambda plan_and_seconds: plan_and_seconds[1])[0] if fitting else None
 
     return choose
 
@@ -289,13 +289,13 @@ def replanned(words: Sequence[str], scratch: Path) -> Replanner:
         config = _configure(words, setup.plan, setup.cluster, len(setup.seats))
         path.write_text(dump_yaml(_any_chip(config.plan)))
         old = _predicted(_configure(words, path, cluster, len(setup.seats)))
-        chosen = searched(words, config, scratch)(setup.seats, cluster)
-        new = _predicted(_configure(words, chosen, cluster, len(setup.seats))) if chosen is not None else None
+        new_plan = searched(words, config, scratch)(setup.seats, cluster)
+        new = _predicted(_configure(words, new_plan, cluster, len(setup.seats))) if new_plan is not None else None
         slow = ", ".join(f"{node} takes {factor:.2f} times as long" for node, factor in sorted(factors.items()))
-        if chosen is None or new is None or (old is not None and new > (1 - WORTH) * old):
+        if new_plan is None or new is None or (old is not None and new > (1 - WORTH) * old):
             return replace(setup, plan=path, cluster=cluster), f"{slow}; the plan stays: no other is predicted to gain"
         gain = f", predicted {new:.3g} s per step instead of {old:.3g} s" if old is not None else ""
-        path.write_text(chosen.read_text())
+        path.write_text(new_plan.read_text())
         return replace(setup, plan=path, cluster=cluster), f"{slow}; plan {path}{gain}"
 
     return choose

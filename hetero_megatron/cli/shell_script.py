@@ -94,18 +94,18 @@ class _Shell:
 
     def text(self, text: str) -> str:
         """The same of text in double quotes: one word."""
-        result, position = "", 0
+        expanded, position = "", 0
         while position < len(text):
             if text[position] == "\\" and text[position + 1 : position + 2] in ('"', "\\", "$", "`", "\n"):
-                result += "" if text[position + 1] == "\n" else text[position + 1]
+                expanded += "" if text[position + 1] == "\n" else text[position + 1]
                 position += 2
             elif text[position] in "$`":
                 position, words = self._dollar(text, position)
-                result += " ".join(words)
+                expanded += " ".join(words)
             else:
-                result += text[position]
+                expanded += text[position]
                 position += 1
-        return result
+        return expanded
 
     def _list(self, name: str) -> list[str]:
         return self.values[name] if name in self.values else [mark(f"${name}")]
@@ -187,7 +187,7 @@ class _Shell:
             for index, word in enumerate(expanded[:-1]):
                 if word in ("-c", "-lc") and index and expanded[index - 1].rpartition("/")[2] in ("bash", "sh"):
                     inner = _Shell(self.values, self.branch, budget=self.budget // 2)
-                    self.commands += [ShellCommand(one.words, line) for one in inner.read(expanded[index + 1])]
+                    self.commands += [ShellCommand(command.words, line) for command in inner.read(expanded[index + 1])]
 
     def read(self, text: str) -> list[ShellCommand]:
         for words, line in _lines(text):

@@ -79,14 +79,14 @@ class BridgeWork:
         self._done, self._copies, self._timeout = done, copies, timeout
 
     def is_completed(self) -> bool:
-        return all(one.done() for one in self._done)
+        return all(future.done() for future in self._done)
 
     def wait(self) -> None:
         """Raises RuntimeError if the transfer failed or timed out."""
         end = time.monotonic() + self._timeout
-        for one in self._done:
+        for future in self._done:
             try:
-                event = one.result(max(end - time.monotonic(), 0.0))
+                event = future.result(max(end - time.monotonic(), 0.0))
             except TimeoutError:
                 raise RuntimeError(f"timed out after {self._timeout:g} s on the bridge") from None
             if event is not None:

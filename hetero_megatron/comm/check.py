@@ -96,11 +96,11 @@ def check_groups(comm: Comm, groups: Sequence[tuple[int, ...]], size: int) -> li
         group = comm.group(ranks)
         comm.activity = f"checking the group of ranks {list(ranks)}"
         sizes = {r: max(1, size - 1000 * i) if size > 1000 * len(ranks) else size for i, r in enumerate(ranks)}
-        gives = [pattern(comm.rank, r, sizes[r], comm.device) for r in ranks]
+        sends = [pattern(comm.rank, r, sizes[r], comm.device) for r in ranks]
         incoming = [torch.zeros(sizes[comm.rank], dtype=torch.uint8, device=comm.device) for _ in ranks]
         try:
-            group.exchange(gives, incoming).wait()
-            flat = group.all_to_all(torch.cat(gives), [sizes[r] for r in ranks], [sizes[comm.rank]] * len(ranks)).wait()
+            group.exchange(sends, incoming).wait()
+            flat = group.all_to_all(torch.cat(sends), [sizes[r] for r in ranks], [sizes[comm.rank]] * len(ranks)).wait()
             gathered = group.gather_vectors(torch.tensor([comm.rank], device=comm.device)).flatten().tolist()
         except CommError as error:
             return [*faults, Fault(error.peers[0] if error.peers else ranks[0], comm.rank, str(error), ranks)]

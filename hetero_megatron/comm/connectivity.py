@@ -124,17 +124,17 @@ class Connectivity:
 
     def look(self, peers: Iterable[int], patience: float = PATIENCE) -> dict[int, str]:
         """State of ``peers`` and of some other ranks, so that the launcher learns who can reach whom."""
-        chosen = self._choose([p for p in peers if p in self._known], self._known)
-        if not chosen:
+        dialled = self._choose([p for p in peers if p in self._known], self._known)
+        if not dialled:
             return {}
-        return {**self._dial(chosen, patience), **dict.fromkeys(set(self.cut()) & self._known.keys(), UNREACHABLE)}
+        return {**self._dial(dialled, patience), **dict.fromkeys(set(self.cut()) & self._known.keys(), UNREACHABLE)}
 
     def gone(self, peers: Sequence[int], turn: int) -> list[int]:
         """Those of ``peers``, of which this rank is none, whose processes have ended: of ``AT_MOST`` of them, others in
         every turn (0, 1, 2, …) and on every rank."""
         start = (self.rank + turn * AT_MOST) % len(peers)
-        chosen = [*peers[start:], *peers[:start]][:AT_MOST]
-        answers = self._dial([p for p in chosen if p in self._known], PATIENCE)
+        peers_dialled = [*peers[start:], *peers[:start]][:AT_MOST]
+        answers = self._dial([p for p in peers_dialled if p in self._known], PATIENCE)
         return [peer for peer, word in answers.items() if word == GONE]
 
     def _dial(self, ranks: Sequence[int], patience: float) -> dict[int, str]:
@@ -200,11 +200,11 @@ class Sockets:
 
 
 def _shut(number: int) -> None:
-    with socket.socket(fileno=os.dup(number)) as one:
-        network = one.family in (socket.AF_INET, socket.AF_INET6)
-        listens = network and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    with socket.socket(fileno=os.dup(number)) as connection:
+        network = connection.family in (socket.AF_INET, socket.AF_INET6)
+        listens = network and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if network and not listens:  # gloo ends the process where its listener fails
-            one.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _open_sockets() -> dict[int, str]:

@@ -202,9 +202,9 @@ class Group:
 
         def start() -> dist.Work | Works:
             if self._bridge is not None or messages:
-                gives, incoming = send.split(list(send_counts)), recv.split(list(recv_counts))
-                incoming[self.index].copy_(gives[self.index])
-                return self._messages(gives, incoming)
+                outgoing, incoming = send.split(list(send_counts)), recv.split(list(recv_counts))
+                incoming[self.index].copy_(outgoing[self.index])
+                return self._messages(outgoing, incoming)
             return dist.all_to_all_single(
                 recv, send, list(recv_counts), list(send_counts), group=self._handle, async_op=True
             )
@@ -268,9 +268,9 @@ class Group:
 
     def _one_launch(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> dist.Work | None:
         empty = send[self.index].new_empty(0)
-        gives = self._ascending([empty if i == self.index else x for i, x in enumerate(send)])
+        outgoing = self._ascending([empty if i == self.index else x for i, x in enumerate(send)])
         incoming = self._ascending([empty if i == self.index else x for i, x in enumerate(receive)])
-        return dist.all_to_all(incoming, gives, group=self._handle, async_op=True)  # type: ignore[no-any-return]
+        return dist.all_to_all(incoming, outgoing, group=self._handle, async_op=True)  # type: ignore[no-any-return]
 
     def count(self, send: torch.Tensor, send_counts: Sequence[int]) -> None:
         """Add to the byte counts of each other member."""
@@ -364,12 +364,12 @@ def together(group: Group, action: Callable[[], Any], kind: Any = NoneType) -> l
     Raises:
         UserError: that of the first rank whose action raised one, on all ranks.
     """
-    problem, result = None, None
+    problem, own_result = None, None
     try:
-        result = action()
+        own_result = action()
     except UserError as error:
         problem = Refusal.of(error)
-    answers = group.gather_objects((problem, result), tuple[Refusal | None, kind | None])
+    answers = group.gather_objects((problem, own_result), tuple[Refusal | None, kind | None])
     for failed, _ in answers:
         if failed is not None:
             raise failed.error()

@@ -88,12 +88,14 @@ class Islands:
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
         self.endpoints = tuple(endpoints)
         ranks_by_key: dict[tuple[str, str, str], list[int]] = {}
-        for rank, one in enumerate(endpoints):
-            key = ("", "gloo", "") if one.library == "gloo" else (one.vendor, one.library, one.reach)
+        for rank, endpoint in enumerate(endpoints):
+            key = (
+                ("", "gloo", "") if endpoint.library == "gloo" else (endpoint.vendor, endpoint.library, endpoint.reach)
+            )
             ranks_by_key.setdefault(key, []).append(rank)  # gloo reaches everyone
         self.members = tuple(tuple(ranks) for ranks in ranks_by_key.values())
         self._of = {rank: i for i, ranks in enumerate(self.members) for rank in ranks}
-        transports = {one.transport for one in endpoints}
+        transports = {endpoint.transport for endpoint in endpoints}
         if len(transports) > 1:
             first = {t: next(r for r, e in enumerate(endpoints) if e.transport == t) for t in sorted(transports)}
             text = ", ".join(f"rank {rank} says {transport}" for transport, rank in first.items())
@@ -109,10 +111,10 @@ class Islands:
 
     def _own_devices(self) -> None:
         first: dict[str, int] = {}
-        for rank, one in enumerate(self.endpoints):
-            if one.identity and first.setdefault(one.identity, rank) != rank:
+        for rank, endpoint in enumerate(self.endpoints):
+            if endpoint.identity and first.setdefault(endpoint.identity, rank) != rank:
                 raise UserError(
-                    f"ranks {first[one.identity]} and {rank} would share the device {one.identity}",
+                    f"ranks {first[endpoint.identity]} and {rank} would share the device {endpoint.identity}",
                     field="LOCAL_RANK", accepted="a device of its own for each rank", where="environment",
                 )  # fmt: skip
 
@@ -132,7 +134,7 @@ class Islands:
     @property
     def has_devices(self) -> bool:
         """Whether some rank computes on another device than its processor."""
-        return any(one.device != "cpu" for one in self.endpoints)
+        return any(endpoint.device != "cpu" for endpoint in self.endpoints)
 
     def of(self, rank: int) -> int:
         """Index of a rank's island."""
@@ -163,9 +165,9 @@ class Islands:
         """A table of the islands, and of the route between each pair."""
         lines = [f"communication: {plural(len(self), 'island')}"]
         for i, ranks in enumerate(self.members):
-            one = self.endpoints[ranks[0]]
+            endpoint = self.endpoints[ranks[0]]
             chips = ", ".join(dict.fromkeys(self.endpoints[r].chip for r in ranks))
-            text = f"ranks {rank_ranges(ranks)}, {one.platform} ({one.vendor}; {chips}), {one.library}"
+            text = f"ranks {rank_ranges(ranks)}, {endpoint.platform} ({endpoint.vendor}; {chips}), {endpoint.library}"
             lines.append(f"  island {i}: {text}")
         for a, b in combinations(range(len(self)), 2):
             lines.append(f"  island {a} with {b}: {self.route((self.members[a][0], self.members[b][0]))}")

@@ -42,17 +42,17 @@ def blend_period(weights: Sequence[int]) -> np.ndarray:
     waiting = [(-(-total // (slack * w)), d, 0) for d, w in enumerate(weights)]
     heapq.heapify(waiting)
     ready: list[tuple[float, int, int]] = []
-    chosen = np.empty(total, np.int16)
+    dataset_of_sample = np.empty(total, np.int16)
     for slot in range(1, total + 1):
         while waiting and waiting[0][0] <= slot:
             _, d, j = heapq.heappop(waiting)
             heapq.heappush(ready, (((j + 1) * slack - 1) / weights[d], d, j))
         _, d, j = heapq.heappop(ready)
-        chosen[slot - 1] = d
+        dataset_of_sample[slot - 1] = d
         if j + 1 < weights[d]:
             release = -(-((j + 1) * slack + 1) * total // (slack * weights[d]))
             heapq.heappush(waiting, (release, d, j + 1))
-    return chosen
+    return dataset_of_sample
 
 
 class BlendedDataset:

@@ -207,8 +207,8 @@ def reads_text(config: DataConfig) -> bool:
 def refuse_bytes(config: DataConfig, model_vocab_size: int | None) -> None:
     """UserError if text would be read as bytes because no tokenizer was given, although the model has a larger
     vocabulary."""
-    chosen = config.tokenizer_type is not None or not reads_text(config)
-    if model_vocab_size is not None and model_vocab_size > MOST_BYTE_ROWS and not chosen:
+    is_chosen = config.tokenizer_type is not None or not reads_text(config)
+    if model_vocab_size is not None and model_vocab_size > MOST_BYTE_ROWS and not is_chosen:
         raise UserError(
             f"missing: without it text is read byte by byte (257 ids), but the model's vocabulary has "
             f"{plural(model_vocab_size, 'entry')}",

@@ -94,7 +94,7 @@ def _growth(decoder: Any, levels: int = 8) -> float:
     if not isinstance(decoder, dict) or not levels:
         return 1.0
     if isinstance(inner := decoder.get("decoders"), list):
-        return math.prod(_growth(one, levels - 1) for one in inner)
+        return math.prod(_growth(decoder_part, levels - 1) for decoder_part in inner)
     content, pattern = decoder.get("content"), decoder.get("pattern")
     if decoder.get("type") != "Replace" or not isinstance(content, str) or not isinstance(pattern, dict):
         return 1.0

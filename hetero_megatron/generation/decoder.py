@@ -122,8 +122,8 @@ class Decoder:
         ended = [False] * len(rows)
 
         def ends(row: PromptRow) -> bool:
-            chosen = row.answer[-1]
-            return chosen in sampling.ends or len(row.answer) == new_tokens or (stops is not None and stops(row.ids))
+            token = row.answer[-1]
+            return token in sampling.ends or len(row.answer) == new_tokens or (stops is not None and stops(row.ids))
 
         for bound in dict.fromkeys((self.switch, None)):
             going = [i for i, row in enumerate(rows) if not ended[i] and (bound is None or len(row.ids) <= bound)]
@@ -149,16 +149,16 @@ class Decoder:
         going, tokens = set(range(len(rows))), tokens.to(device)
         while True:
             logits = self._forward(tokens, positions)
-            chosen = self._spread(sampling.choose(logits, rows) if logits is not None else None, len(rows))
+            next_tokens = self._spread(sampling.choose(logits, rows) if logits is not None else None, len(rows))
             for row_index in sorted(going):
-                rows[row_index].answer.append(int(chosen[row_index]))
+                rows[row_index].answer.append(int(next_tokens[row_index]))
                 if ends(rows[row_index]) or (bound is not None and len(rows[row_index].ids) > bound):
                     going.discard(row_index)
             if not going:
                 return
             positions = self.rows.filled[:, None]
             self.rows.advance()
-            tokens = chosen.to(device)[:, None]
+            tokens = next_tokens.to(device)[:, None]
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Logits [b, vocabulary] on the ranks of the head's group, None on others."""

@@ -215,7 +215,7 @@ class _Reader:
         """A token id or a list of them; ``inside``: ids that the model has, where others match nothing."""
         ids = self.value(key, [])
         ids = ids if isinstance(ids, list) else [ids]
-        if not all(type(one) is int and (not inside or 0 <= one < self.vocabulary) for one in ids):
+        if not all(type(token) is int and (not inside or 0 <= token < self.vocabulary) for token in ids):
             raise self.refuse(key, "is no token id, nor a list of them", self._ids())
         return tuple(ids)
 
@@ -240,7 +240,7 @@ class _Reader:
         lists = self.value(key, [])
         if not isinstance(lists, list):
             raise self.refuse(key, "is no list", f"lists of {self._ids()}")
-        return tuple(dict.fromkeys(self._sequence(key, one) for one in lists))
+        return tuple(dict.fromkeys(self._sequence(key, ids) for ids in lists))
 
     def biases(self) -> tuple[tuple[tuple[int, ...], float], ...]:
         key = "sequence_bias"
@@ -260,6 +260,6 @@ class _Reader:
     def texts(self, key: str) -> tuple[str, ...]:
         texts = self.value(key, [])
         texts = [texts] if isinstance(texts, str) else texts
-        if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
             raise self.refuse(key, "is no list of texts", '["text", ...]')
         return tuple(texts)

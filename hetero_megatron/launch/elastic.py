@@ -129,8 +129,8 @@ def main(argument: str) -> int:
         sender.start()
         try:
             agent = Agent(settings, f"{folder}/logs")
-            result = agent.run()
-            failures = result.failures if result is not None and result.is_failed() else {}
+            run_result = agent.run()
+            failures = run_result.failures if run_result is not None and run_result.is_failed() else {}
             codes = agent.exit_codes(failures)
         finally:
             ended.set()

@@ -285,18 +285,18 @@ class InPlaceSupervisor:
         ready = self._admission.ready()
         members = [*(m for m in self._alive if self._seats[m].node not in lost_nodes), *ready]
         self._left |= {*self._gone, *self.members} - {*members}
-        chosen = self._prepared
-        if chosen is None or set(chosen.members) != set(members):
-            chosen = self._who_goes_on(members)
-        if chosen.plan is None and ready:  # as well as it goes without those that join
+        next_epoch = self._prepared
+        if next_epoch is None or set(next_epoch.members) != set(members):
+            next_epoch = self._who_goes_on(members)
+        if next_epoch.plan is None and ready:  # as well as it goes without those that join
             members, ready = [m for m in members if m not in ready], []
-            chosen = self._who_goes_on(members)
-        if chosen.plan is None:
+            next_epoch = self._who_goes_on(members)
+        if next_epoch.plan is None:
             ranks_left = plural(len(members), "rank")
             self.log(f"no plan for the {ranks_left} that are left without {', '.join(sorted(lost_nodes))}; accepted: a "
                      f"--fallback-plan for at most {ranks_left}")  # fmt: skip
             return USER_ERROR
-        self._publish(chosen, ready, notice, time.monotonic() - begin)
+        self._publish(next_epoch, ready, notice, time.monotonic() - begin)
         return None
 
     def _publish(self, chosen: NextEpoch, joined: list[int], notice: float, took: float) -> None:

@@ -49,8 +49,8 @@ def definition(
     Returns:
         out [b, s, heads, d] and lse [b, heads, s] in at least fp32, which has the sink in it.
     """
-    chosen = AttentionOptions(*options)
-    scores = _scores(q, k, chosen)
+    attn_options = AttentionOptions(*options)
+    scores = _scores(q, k, attn_options)
     if sinks is not None:
         column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
@@ -60,8 +60,8 @@ def definition(
     probs = torch.where(alive, scores, 0.0).softmax(-1) * alive
     values = v.repeat_interleave(_repeat(q, v), dim=2)
     probs = probs[..., : k.shape[1]]
-    if chosen.dropout is not None:
-        probs = probs * score_factors(chosen.dropout, probs)
+    if attn_options.dropout is not None:
+        probs = probs * score_factors(attn_options.dropout, probs)
     return torch.einsum("bhqk,bkhd->bqhd", probs, values.to(probs.dtype)).to(q.dtype), lse
 
 

@@ -113,10 +113,10 @@ def routed_rows(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
 
 def _routing(tokens: int, experts: int, k: int, absent: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens + experts)
-    chosen = torch.rand(tokens, experts, generator=generator).topk(min(k, experts)).indices
+    expert_indices = torch.rand(tokens, experts, generator=generator).topk(min(k, experts)).indices
     if absent:
-        chosen[torch.rand(chosen.shape, generator=generator) < 0.5] = -1
-    return routed_rows(chosen, experts)[:2]
+        expert_indices[torch.rand(expert_indices.shape, generator=generator) < 0.5] = -1
+    return routed_rows(expert_indices, experts)[:2]
 
 
 _SHAPES = (

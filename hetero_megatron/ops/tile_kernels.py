@@ -124,7 +124,7 @@ class ReferenceKernel:
         dropout: ScoreDropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         options = [(slice(a, b), self._options(a, distance, window, dropout)) for a, b in _runs(q, k)]
-        parts = [definition(q[:, run], k, v, None, *chosen) for run, chosen in options]
+        parts = [definition(q[:, run], k, v, None, *run_options) for run, run_options in options]
         return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
 
     def backward(

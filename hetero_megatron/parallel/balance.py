@@ -88,8 +88,8 @@ class LoadBalance:
         options = self.balancing
         grads = []
         if options.sequence_loss:
-            chosen = _best(logits, experts, self.moe)
-            counts = _counts(chosen, self.moe.num_experts, rows, counted)
+            best_experts = _best(logits, experts, self.moe)
+            counts = _counts(best_experts, self.moe.num_experts, rows, counted)
             value, grad = sequence_loss(logits, sum_of_ranks(counts, self.group), self.moe, self.seq_length)
             self._losses[0] += value
             grads.append(grad.mul_(options.sequence_loss))

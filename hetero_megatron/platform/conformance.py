@@ -72,11 +72,11 @@ def _random(a: Accelerator, device: torch.device) -> str | None:
     saved_state = a.rng_state()
     a.seed(7)
     state = a.rng_state()
-    one = torch.rand(8, device=device)
+    first_draw = torch.rand(8, device=device)
     a.set_rng_state(state)
     second_draw = torch.rand(8, device=device)
     a.set_rng_state(saved_state)
-    return None if torch.equal(one, second_draw) else "the same state gave other numbers"
+    return None if torch.equal(first_draw, second_draw) else "the same state gave other numbers"
 
 
 def _dtypes(a: Accelerator, device: torch.device) -> str | None:

@@ -43,7 +43,7 @@ class GraphPool:
             with self._accelerator.on_stream(self._stream):
                 graph = self._accelerator.begin_capture(self._memory)
                 try:
-                    result = run()
+                    returned = run()
                 except BaseException:
                     with contextlib.suppress(RuntimeError):  # which says once more that there is none
                         graph.capture_end()
@@ -52,4 +52,4 @@ class GraphPool:
         finally:
             stream.wait_stream(self._stream)
         self._memory = graph.pool()
-        return graph, result
+        return graph, returned

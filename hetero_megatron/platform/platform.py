@@ -124,19 +124,19 @@ def choose_platform(
         name = platform_here(by_name.values(), backend)
         if name is None:
             return detect_platform(backend, local_rank)
-    chosen = by_name[name]
-    if not chosen.available():
+    accelerator = by_name[name]
+    if not accelerator.available():
         available = ", ".join(n for n, a in by_name.items() if a.available())
-        raise UserError(chosen.absence(), field="--platform", value=name, accepted=available)
-    backend_chosen = chosen.backends[0] if backend in (None, "auto") and chosen.backends else backend
-    if backend_chosen is None or (chosen.backends and backend_chosen not in chosen.backends):
+        raise UserError(accelerator.absence(), field="--platform", value=name, accepted=available)
+    backend_chosen = accelerator.backends[0] if backend in (None, "auto") and accelerator.backends else backend
+    if backend_chosen is None or (accelerator.backends and backend_chosen not in accelerator.backends):
         raise UserError(
             f"{name} does not speak it", field="--distributed-backend", value=backend,
-            accepted=" or ".join(chosen.backends),
+            accepted=" or ".join(accelerator.backends),
         )  # fmt: skip
-    settings = (*chosen.configure(deterministic), *loading.get(name, ()))
-    device = chosen.device(local_rank)
-    return Platform(device, backend_of(device, backend_chosen), chosen, settings)
+    settings = (*accelerator.configure(deterministic), *loading.get(name, ()))
+    device = accelerator.device(local_rank)
+    return Platform(device, backend_of(device, backend_chosen), accelerator, settings)
 
 
 def backend_of(device: torch.device, backend: str) -> str:

@@ -115,7 +115,7 @@ def alive(pid: int, start: int) -> bool:
 
 def marked() -> dict[int, str]:
     """Processes of all testbeds: pid -> directory of the testbed, from their environment."""
-    result = {}
+    directory_by_pid = {}
     for entry in all_status():
         if entry.kernel or entry.state in "ZX":
             continue
@@ -126,8 +126,8 @@ def marked() -> dict[int, str]:
             continue
         for word in words:
             if word.startswith(MARK.encode() + b"="):
-                result[entry.pid] = os.fsdecode(word.partition(b"=")[2])
-    return result
+                directory_by_pid[entry.pid] = os.fsdecode(word.partition(b"=")[2])
+    return directory_by_pid
 
 
 def kill_marked(directory: str, patience: float = 10.0) -> list[int]:

@@ -71,10 +71,10 @@ def report(settings: Settings, outcome: RunOutcome, log_dir: Path | None) -> Non
     say(f"{load.summary()}; {chips}, links {settings.links}; exit code {code}")
     if log_dir is None:
         return
-    result = {
+    summary = {
         "chips": settings.chips, "links": settings.links, "reasons": settings.reasons, "notes": list(settings.notes),
         "speeds": list(settings.speeds), "cores": list(settings.cores),
         "latency_seconds": dict(outcome.latencies), "exit_codes": dict(outcome.codes), "exit_code": code,
         **load.facts(), "not_emulated": list(outcome.unheard), **(clock.facts() if clock is not None else {}),
     }  # fmt: skip
-    write_json(log_dir / "testbed.json", result)
+    write_json(log_dir / "testbed.json", summary)

@@ -199,12 +199,12 @@ def _on_core(settings: Settings, core: int) -> list[tuple[int, float]]:
 def pin(speeds: Sequence[float], cores: Sequence[int]) -> tuple[int, ...]:
     """A core for every rank: fastest ranks first, each to the least loaded core."""
     load = dict.fromkeys(cores, 0.0)
-    result = [0] * len(speeds)
+    core_of_rank = [0] * len(speeds)
     for rank in sorted(range(len(speeds)), key=lambda r: (-speeds[r], r)):
         core = min(load, key=lambda c: (round(load[c], 9), c))
         load[core] += speeds[rank]
-        result[rank] = core
-    return tuple(result)
+        core_of_rank[rank] = core
+    return tuple(core_of_rank)
 
 
 def _notes(settings: Settings) -> list[str]:
@@ -237,9 +237,9 @@ def describe_links(settings: Settings) -> list[tuple[str, int, int, float | None
         if node not in nodes:
             nodes.append(node)
     rates = settings.node_rates
-    result = []
+    links = []
     for first, second in combinations_with_replacement(groups, 2):
         a, b = groups[first][0], groups[second][-1]
         if a != b:
-            result.append((f"{first}-{second}", a, b, rates.get((a, b))))
-    return result
+            links.append((f"{first}-{second}", a, b, rates.get((a, b))))
+    return links

@@ -166,14 +166,14 @@ def watched_run(
             if not torch.isfinite(param.detach()).all():
                 findings.append(NonFinite(0, 0.0, f"{_WEIGHT} {name}"))
     with _watch(runtime, findings):
-        result, grads = runtime.forward_backward(fetch, first, size, scale, step)
+        step_result, grads = runtime.forward_backward(fetch, first, size, scale, step)
     for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):
         names = exchange.bucket.names  # in backward order, as are the buckets
         for piece, grad in zip(exchange.pieces, tensors, strict=True):
             if not torch.isfinite(grad).all():
                 position = exchange.bucket.index + names.index(piece.name) / len(names)
                 findings.append(NonFinite(2, position, f"gradient of {piece.name}"))
-    rows = runtime.numbers.gather(result, owned_norm(grads, runtime.stage_model.kernels.l2norm))[:, :3]
+    rows = runtime.numbers.gather(step_result, owned_norm(grads, runtime.stage_model.kernels.l2norm))[:, :3]
     return rows, first_place(runtime, findings)
 
 

@@ -177,26 +177,26 @@ def _move(
 ) -> int:
     """Both sides list what passes between two ranks in one order, so no index travels with the data."""
     own_rank = group.comm.rank
-    gives: dict[int, list[torch.Tensor]] = defaultdict(list)
+    outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
     for name, holder, src, dst, box in pieces:
         if src == own_rank:
-            gives[dst].append(_part(given[holder][name].items(), box))
+            outgoing[dst].append(_part(given[holder][name].items(), box))
         if dst == own_rank:
             incoming[src].append(_part(taken[name], box))
-    for target, values in zip(incoming.pop(own_rank, []), gives.pop(own_rank, []), strict=True):
+    for target, values in zip(incoming.pop(own_rank, []), outgoing.pop(own_rank, []), strict=True):
         target.copy_(values)
-    gave = [sum(part.nbytes for part in gives[rank]) for rank in group.ranks]
+    sent_bytes = [sum(part.nbytes for part in outgoing[rank]) for rank in group.ranks]
     takes_bytes = [sum(part.nbytes for part in incoming[rank]) for rank in group.ranks]
-    flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(as_bytes(p) for r in group.ranks for p in gives[r])])
-    received = group.all_to_all(flat, gave, takes_bytes).wait()
+    flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(as_bytes(p) for r in group.ranks for p in outgoing[r])])
+    received = group.all_to_all(flat, sent_bytes, takes_bytes).wait()
     assert received is not None
     offset = 0
     for part in (part for rank in group.ranks for part in incoming[rank]):
         values = received[offset : offset + part.nbytes].clone().view(part.dtype)  # a view would have to be aligned
         part.copy_(values.view(part.shape))
         offset += part.nbytes
-    return sum(gave)
+    return sum(sent_bytes)
 
 
 def as_bytes(part: torch.Tensor) -> torch.Tensor:

@@ -120,9 +120,9 @@ def _tensors(metadata: Any, step: Path) -> Iterator[tuple[str, list[Part]]]:
             continue
         for layer in range(shape[0]):
             box = Box.whole(shape).rows(layer, layer + 1)
-            one = f"{stacked[1]}.{layer}.{stacked[2]}"
+            layer_name = f"{stacked[1]}.{layer}.{stacked[2]}"
             overlapping = [chunk for chunk in chunks if chunk.box.intersect(box)]
-            yield one, [_part(step, one, box, dtype, overlapping, stacked=True)]
+            yield layer_name, [_part(step, layer_name, box, dtype, overlapping, stacked=True)]
 
 
 def _end(stored: str) -> int:

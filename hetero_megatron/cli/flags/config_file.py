@@ -124,13 +124,13 @@ def _words(flag: Flag, key: str, entry: Entry) -> list[str]:
         return [flag.name] if value else []
     several = flag.nargs != 1
     values = value if isinstance(value, list) and several else [value]
-    for one in values:
-        if isinstance(one, bool) or not isinstance(one, (str, int, float)):
+    for element in values:
+        if isinstance(element, bool) or not isinstance(element, (str, int, float)):
             value_kind = _KINDS.get(flag.type, "a word")  # type: ignore[call-overload]
             accepted = f"{value_kind}, or a list of such" if several else value_kind
             raise UserError("is no value of this flag", field=key, value=value, accepted=accepted, where=entry.where)
-        if several and str(one).startswith("-") and not str(one)[1:2].isdigit():
+        if several and str(element).startswith("-") and not str(element)[1:2].isdigit():
             accepted = "values that do not begin with a dash"
-            raise UserError("looks like a flag", field=key, value=one, accepted=accepted, where=entry.where)
-    words = [str(one) for one in values]
+            raise UserError("looks like a flag", field=key, value=element, accepted=accepted, where=entry.where)
+    words = [str(element) for element in values]
     return [flag.name, *words] if several else [f"{flag.name}={words[0]}"]

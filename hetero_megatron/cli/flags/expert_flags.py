@@ -71,7 +71,7 @@ def mlp_kinds(text: str, layers: int) -> list[str]:
     if not isinstance(pattern, list) or len(pattern) != layers or set(pattern) - {0, 1}:
         accepted = f"N for every N-th layer, or a list of 0 and 1 for each of {layers} layers"
         raise flag_error("moe_layer_freq", text, "does not say which layers have experts", accepted)
-    return ["moe" if one else "dense" for one in pattern]
+    return ["moe" if is_moe else "dense" for is_moe in pattern]
 
 
 def _pattern(text: str) -> int | list[int] | None:

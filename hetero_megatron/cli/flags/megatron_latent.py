@@ -57,7 +57,7 @@ def check_latents(spec: ModelSpec, stored: Mapping[str, Any], model: str) -> Non
     epsilon = stored.get("norm_epsilon", mla.norm_eps)
     if epsilon != mla.norm_eps:
         raise _error("norm_epsilon", epsilon, f"the latents' norms of --model {model} have {mla.norm_eps}")
-    if not all(one.interleaved for one in spec.ropes):
+    if not all(rope.interleaved for rope in spec.ropes):
         raise _error("multi_latent_attention", True, f"--model {model} does not turn neighbouring features together")
     factor = _number(stored, "rotary_scaling_factor")
     spec_scaling, ours = spec.ropes[0].scaling if spec.ropes else None, rope.scaling

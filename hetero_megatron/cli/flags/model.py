@@ -231,11 +231,11 @@ def _ffn(args: Arguments) -> int:
 
 def _activation(args: Arguments) -> str:
     kinds = {"swiglu": "swiglu", "squared_relu": "squared_relu", "openai_gelu": "gelu_tanh"}
-    chosen = [key for key in kinds if args[key]]
-    if len(chosen) > 1:
-        raise flag_error(chosen[1], True, f"it contradicts --{chosen[0].replace('_', '-')}", "one of the two")
-    if chosen:
-        return kinds[chosen[0]]
+    kinds_given = [key for key in kinds if args[key]]
+    if len(kinds_given) > 1:
+        raise flag_error(kinds_given[1], True, f"it contradicts --{kinds_given[0].replace('_', '-')}", "one of the two")
+    if kinds_given:
+        return kinds[kinds_given[0]]
     return "gelu" if args["no_bias_gelu_fusion"] else "gelu_tanh"
 
 

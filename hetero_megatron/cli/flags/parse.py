@@ -101,30 +101,30 @@ def parse(argv: Sequence[str]) -> Arguments:
     Raises:
         UserError: unknown or unsupported flags, missing, superfluous or malformed values; all in one message.
     """
-    result, errors = parse_all(argv)
+    arguments, errors = parse_all(argv)
     if errors:
         raise together(errors)
-    return result
+    return arguments
 
 
 def parse_all(argv: Sequence[str]) -> tuple[Arguments, list[UserError]]:
     """Arguments, with the errors beside what could be parsed."""
     flags = index()
-    result = Arguments({flag.key: flag.default for flag in ALL})
+    arguments = Arguments({flag.key: flag.default for flag in ALL})
     file = FileWords(argv, flags)
-    argv, errors, result.places = file.words, file.errors, file.places
-    result.failed, result.given = set(file.failed), set(file.failed)
+    argv, errors, arguments.places = file.words, file.errors, file.places
+    arguments.failed, arguments.given = set(file.failed), set(file.failed)
     position = 0
     while position < len(argv):
         try:
-            position = _read(argv, position, flags, result)
+            position = _read(argv, position, flags, arguments)
         except _At as stop:
-            errors.append(placed(stop.error, result.places))
+            errors.append(placed(stop.error, arguments.places))
             if (flag := flags.get(argv[position].partition("=")[0])) is not None:
-                result.failed.add(flag.key)
-                result.given.add(flag.key)
+                arguments.failed.add(flag.key)
+                arguments.given.add(flag.key)
             position = stop.next
-    return result, errors
+    return arguments, errors
 
 
 class _At(Exception):

@@ -81,7 +81,7 @@ def build_plan(
         from hetero_megatron.plans.importers.megatron import from_megatron
         from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 
-        chosen = {key: args[key] for key in _UNIFORM if args[key] is not None}
+        uniform_flags = {key: args[key] for key in _UNIFORM if args[key] is not None}
         plan = from_megatron(
             MegatronParallel(
                 world_size=_ranks(args, launcher, 0),
@@ -89,7 +89,7 @@ def build_plan(
                 micro_batch_size=args["micro_batch_size"],
                 global_batch_size=args["global_batch_size"],
                 data_parallel_sharding_strategy=args["data_parallel_sharding_strategy"],
-                **chosen,
+                **uniform_flags,
             ),
             spec,
         )

@@ -80,12 +80,12 @@ def marks_beside(
                 f"has {len(value):,} values for {len(marks):,} turns in {form}", field=key, value=shown(value),
                 accepted="one for each turn: 1 where it counts, 0 where it does not", where=where,
             )  # fmt: skip
-        for i, one in enumerate(value):
-            truth = _truth(one, f"{key}[{i}]", where)
+        for i, mark in enumerate(value):
+            truth = _truth(mark, f"{key}[{i}]", where)
             counts = truth if truth is None or key not in SPARED else not truth
             if counts is not None and marks[i] not in (None, counts):
                 raise UserError(
-                    f"contradicts a mark of {form}[{i}]", field=f"{key}[{i}]", value=shown(one), where=where,
+                    f"contradicts a mark of {form}[{i}]", field=f"{key}[{i}]", value=shown(mark), where=where,
                     accepted="marks that agree, or one of them",
                 )  # fmt: skip
             marks[i] = marks[i] if counts is None else counts

@@ -68,7 +68,7 @@ def read_documents(record: Mapping[str, Any], where: str) -> Sequence[Mapping[st
     accepted = 'a list of {"title": …, "text": …}'
     if not isinstance(documents, list):
         raise UserError("is not a list", field="documents", value=shown(documents), accepted=accepted, where=where)
-    return [_object(one, f"documents[{i}]", where, accepted) for i, one in enumerate(documents)]
+    return [_object(document, f"documents[{i}]", where, accepted) for i, document in enumerate(documents)]
 
 
 def read_options(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:

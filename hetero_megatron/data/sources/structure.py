@@ -109,7 +109,7 @@ def _list(inner: Converter) -> Converter:
     def convert(value: Any, name: str, where: str) -> Any:
         if not isinstance(value, list):
             return value
-        return [one if one is None else inner(one, f"{name}[{i}]", where) for i, one in enumerate(value)]
+        return [part if part is None else inner(part, f"{name}[{i}]", where) for i, part in enumerate(value)]
 
     return convert
 
@@ -119,7 +119,9 @@ def _struct(fields: Mapping[str, Converter]) -> Converter:
         if not isinstance(value, dict):
             return value
         return {
-            key: fields.get(key, _same)(one, f"{name}.{key}", where) for key, one in value.items() if one is not None
+            key: fields.get(key, _same)(field, f"{name}.{key}", where)
+            for key, field in value.items()
+            if field is not None
         }
 
     return convert
@@ -130,7 +132,7 @@ def _struct_of(inner: Converter) -> Converter:
 
     def convert(value: Any, name: str, where: str) -> Any:
         pairs = value.items() if isinstance(value, dict) else value
-        return {str(key): one if one is None else inner(one, f"{name}.{key}", where) for key, one in pairs}
+        return {str(key): field if field is None else inner(field, f"{name}.{key}", where) for key, field in pairs}
 
     return convert
 

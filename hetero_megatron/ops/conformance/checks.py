@@ -184,11 +184,11 @@ def _dtypes(subject: Subject, args: tuple[Any, ...], outcome: CallOutcome) -> st
     if subject.spec.in_place:
         return ""
     expected = subject.spec.fake(*args)
-    for name, result, want in zip(subject.spec.results, outcome.results, expected):
+    for name, tensor, want in zip(subject.spec.results, outcome.results, expected):
         # Not every device has fp64: of narrower arguments fp32 is enough.
-        enough = want.dtype == torch.float64 != subject.dtype and result.dtype == torch.float32
-        if result.dtype != want.dtype and not enough:
-            return f"{name} is {result.dtype}, not {want.dtype}"
+        enough = want.dtype == torch.float64 != subject.dtype and tensor.dtype == torch.float32
+        if tensor.dtype != want.dtype and not enough:
+            return f"{name} is {tensor.dtype}, not {want.dtype}"
     return ""
 
 
