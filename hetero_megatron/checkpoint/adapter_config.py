@@ -53,11 +53,11 @@ def read_config(directory: str, field: str, spec: ModelSpec) -> Lora:
     scaled, dora = (_switch(content, key, path_name) for key in ("use_rslora", "use_dora"))
     if type(rank) is not int or not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise UserError("has no r or lora_alpha", field=field, value=path_name, accepted=ACCEPTED)
-    attention, experts = _target_modules(content, path_name, spec), _target_parameters(content, path_name)
+    projections, experts = _target_modules(content, path_name, spec), _target_parameters(content, path_name)
     residual_kind = residual(content, path_name)
     try:
         dropout = content.get("lora_dropout") or 0.0
-        lora = Lora(rank, float(alpha), (*attention, *experts), scaled, dropout, dora=dora, residual=residual_kind)
+        lora = Lora(rank, float(alpha), (*projections, *experts), scaled, dropout, dora=dora, residual=residual_kind)
     except UserError as error:
         name = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}[error.field]
         raise UserError(

@@ -114,12 +114,12 @@ def _check_experts(found: Mapping[str, Any], lora: Lora, where: str, spec: Model
                     where=where,
                 )  # fmt: skip
     module_names = [f"model.layers.{i}.mlp.experts" for i in range(spec.num_layers)]
-    every_name = [f"{name}.{end}" for name in module_names for end in (
+    all_names = [f"{name}.{end}" for name in module_names for end in (
         "", *PARAMETERS, *(f"0.{t}" for t in MLP_TARGETS), *(f"0.{t}" for t in MIXTRAL))]  # fmt: skip
-    every_name = [name.removesuffix(".") for name in every_name]
+    all_names = [name.removesuffix(".") for name in all_names]
     for key, patterns in _patterns(found, where).items():
         usual_value = lora.rank if key == "rank_pattern" else lora.alpha
-        for name in every_name:
+        for name in all_names:
             if (value := pattern_value(patterns, name, key, where)) not in (None, usual_value):
                 raise UserError(
                     f"all adapters of experts have one rank and alpha here ({name})", field=key, value=value,
@@ -130,7 +130,7 @@ def _check_experts(found: Mapping[str, Any], lora: Lora, where: str, spec: Model
     if (
         modules_named
         and _layers(found, where, spec) is not None
-        or any(left_out.excludes(name) for name in every_name)
+        or any(left_out.excludes(name) for name in all_names)
     ):
         key = "layers_to_transform" if modules_named else "exclude_modules"
         raise UserError(

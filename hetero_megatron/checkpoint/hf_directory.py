@@ -123,8 +123,8 @@ class WeightFiles:
         return self._handles[file]
 
     def _note_unread_files(self, names: list[str]) -> None:
-        read_files = {self.form, *self.files}
-        unread = [n for n in names if n not in read_files and (n in FORMS or _SHARD.fullmatch(n))]
+        files_read = {self.form, *self.files}
+        unread = [n for n in names if n not in files_read and (n in FORMS or _SHARD.fullmatch(n))]
         if unread:
             self.notices.append(f"{self.directory / self.form} is read, and not {listed(map(shown, unread))}")
 

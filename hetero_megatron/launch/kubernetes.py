@@ -145,8 +145,8 @@ def _pods(
     if index == "HOST_INDEX":  # of a PyTorchJob: NAME-worker-3
         counted = f"HOST_INDEX=${{HOSTNAME##*-}}; {counted}"
     whole_group = next(g for g in cluster.nodes if g.name == group.name)
-    first_host = next(h.index for h in hosts if h.group == group.name)
-    node_name = shlex.quote(whole_group.name) + ("" if whole_group.count == 1 else f"-$((NODE_RANK - {first_host}))")
+    first_index = next(h.index for h in hosts if h.group == group.name)
+    node_name = shlex.quote(whole_group.name) + ("" if whole_group.count == 1 else f"-$((NODE_RANK - {first_index}))")
     script = f"{counted}; export HETERO_NODE={node_name}; exec {line}"
     container: dict[str, Any] = {
         "name": "ranks", "image": whole_group.settings.image or cluster.launch.image,

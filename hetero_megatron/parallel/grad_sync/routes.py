@@ -40,10 +40,10 @@ def local_pieces(layouts: Mapping[str, Layout], rank: int, boxes: Mapping[str, B
     pieces, offset = [], 0
     for name, layout in layouts.items():
         for box in layout.of(rank):
-            owned_box = box if boxes[name].contains(box) else box.intersect(boxes[name]) or Box(box.lo, box.lo)
-            owned_index = () if owned_box is box else owned_box.slices(box)
-            local_index = owned_box.slices(boxes[name]) if owned_box.size else (slice(0, 0),) * len(owned_box.lo)
-            pieces.append(OwnedPiece(name, box, local_index, offset, owned_index))
+            local_box = box if boxes[name].contains(box) else box.intersect(boxes[name]) or Box(box.lo, box.lo)
+            box_index = () if local_box is box else local_box.slices(box)
+            local_index = local_box.slices(boxes[name]) if local_box.size else (slice(0, 0),) * len(local_box.lo)
+            pieces.append(OwnedPiece(name, box, local_index, offset, box_index))
             offset += box.size
     return pieces
 
