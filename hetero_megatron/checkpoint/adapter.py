@@ -87,15 +87,15 @@ class AdapterWeights:
             problem = f"is damaged ({' '.join(str(error).split())[:120]})"
             raise UserError(problem, field=field, value=str(path), accepted=ACCEPTED) from None
         self._sources = self._find(spec, any(_SINGLE.search(name) for name in shapes))
-        wanted = {source.name: shape for source, shape in self._sources.values()}
-        wrong = [
-            f"missing {n}" if n not in shapes else f"{n} is {list(shapes[n])}, not {list(wanted[n])}"
-            for n in wanted if shapes.get(n) != wanted[n]
+        wanted_shapes = {source.name: shape for source, shape in self._sources.values()}
+        problems = [
+            f"missing {n}" if n not in shapes else f"{n} is {list(shapes[n])}, not {list(wanted_shapes[n])}"
+            for n in wanted_shapes if shapes.get(n) != wanted_shapes[n]
         ]  # fmt: skip
-        wrong += [f"unexpected {name[:120]}" for name in shapes if name not in wanted]
-        if wrong:
-            more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-            raise self._misfit(f"does not fit {spec.name}: {'; '.join(wrong[:8])}{more}")
+        problems += [f"unexpected {name[:120]}" for name in shapes if name not in wanted_shapes]
+        if problems:
+            rest_text = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise self._misfit(f"does not fit {spec.name}: {'; '.join(problems[:8])}{rest_text}")
         self._check_joined(spec)
 
     def _misfit(self, problem: str, accepted: str = "an adapter that was made for this model") -> UserError:
@@ -105,7 +105,7 @@ class AdapterWeights:
     def _find(self, spec: ModelSpec, single: bool) -> dict[str, tuple[HFSource, tuple[int, ...]]]:
         """By logical name, or that of one expert's where each has tensors of its own: where it is, and the stored
         tensor's shape."""
-        found: dict[str, tuple[HFSource, tuple[int, ...]]] = {}
+        sources: dict[str, tuple[HFSource, tuple[int, ...]]] = {}
         joined = gate_and_up_joined(self._directory)
         for tensor in trained_tensors(spec):
             parts: Iterable[tuple[LogicalTensor, HFSource]]
@@ -114,10 +114,10 @@ class AdapterWeights:
             elif not single:
                 parts = [(tensor, expert_source(spec, tensor, _PREFIX, joined, self._field))]
             else:
-                every = [expert_tensor(tensor, e) for e in range(tensor.shape[0])]
-                parts = [(one, single_source(spec, one, _PREFIX, self._field)) for one in every]
-            found |= {one.name: (source, source.shape(one.shape)) for one, source in parts}
-        return found
+                tensors_of_experts = [expert_tensor(tensor, e) for e in range(tensor.shape[0])]
+                parts = [(expert, single_source(spec, expert, _PREFIX, self._field)) for expert in tensors_of_experts]
+            sources |= {tensor_part.name: (source, source.shape(tensor_part.shape)) for tensor_part, source in parts}
+        return sources
 
     def _check_joined(self, spec: ModelSpec) -> None:
         """An adapter of gate and up of experts, joined, must be one of each."""
@@ -133,7 +133,9 @@ class AdapterWeights:
         if not box.size:
             return torch.empty(box.shape)
         if tensor.name not in self._sources:
-            return torch.stack([self.read(one, inside) for one, inside in stored_boxes(self._spec, tensor, box)])
+            return torch.stack(
+                [self.read(expert, stored_box) for expert, stored_box in stored_boxes(self._spec, tensor, box)]
+            )
         source, _ = self._sources[tensor.name]
         if isinstance(source, ExpertSource):
             return source.read(self._file, box)
@@ -142,9 +144,9 @@ class AdapterWeights:
 
     def read_masters(self, owned: Iterable[Owned], spec: ModelSpec) -> None:
         """Overwrite master weights, which may be wider than the run's dtype, with what the file says."""
-        known = {t.name: t for t in trained_tensors(spec)}
+        trained = {t.name: t for t in trained_tensors(spec)}
         for name, box, master in owned:
-            master.copy_(self.read(known[name], box))
+            master.copy_(self.read(trained[name], box))
 
 
 def save_adapter(
@@ -193,16 +195,16 @@ def merged(
     """
     assert spec.lora is not None
     for name, parts in owners.items():
-        found, module = params[name], name.removesuffix(".weight")
+        weight, module = params[name], name.removesuffix(".weight")
         if (a := params.get(f"{module}.lora_A.weight")) is not None:
-            wide = torch.promote_types(found.dtype, torch.float32)
+            wide_dtype = torch.promote_types(weight.dtype, torch.float32)
             b = params[f"{module}.lora_B.weight"]
-            found = found.to(wide).add(b.to(wide) @ a.to(wide), alpha=spec.lora.scale(module))
-            found = found if name not in gains else found * gains[name][:, None]
-        held = boxes[name]
+            weight = weight.to(wide_dtype).add(b.to(wide_dtype) @ a.to(wide_dtype), alpha=spec.lora.scale(module))
+            weight = weight if name not in gains else weight * gains[name][:, None]
+        held_box = boxes[name]
         for box in parts:
-            inside = tuple(slice(lo - at, hi - at) for lo, hi, at in zip(box.lo, box.hi, held.lo))
-            yield name, box, found[inside]
+            index = tuple(slice(lo - offset, hi - offset) for lo, hi, offset in zip(box.lo, box.hi, held_box.lo))
+            yield name, box, weight[index]
 
 
 def merged_pieces(
@@ -212,9 +214,9 @@ def merged_pieces(
     assert spec.lora is not None
     for piece, values in pieces:
         rows = piece.slices[0]
-        found, module = params.rows(piece.name, values, rows), piece.name.removesuffix(".weight")
+        weight, module = params.rows(piece.name, values, rows), piece.name.removesuffix(".weight")
         if (a := params.get(f"{module}.lora_A.weight")) is not None:
-            wide = torch.promote_types(found.dtype, torch.float32)
-            a, b = a[:, piece.slices[1]].to(wide), params[f"{module}.lora_B.weight"][rows].to(wide)
-            found = found.to(wide).add(b @ a, alpha=spec.lora.scale(module))
-        yield piece.name, piece.box, found
+            wide_dtype = torch.promote_types(weight.dtype, torch.float32)
+            a, b = a[:, piece.slices[1]].to(wide_dtype), params[f"{module}.lora_B.weight"][rows].to(wide_dtype)
+            weight = weight.to(wide_dtype).add(b @ a, alpha=spec.lora.scale(module))
+        yield piece.name, piece.box, weight

@@ -23,23 +23,23 @@ def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
     """The file's content; ``base``: name or directory of the model that it belongs to."""
     lora = spec.lora
     assert lora is not None
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_rslora": lora.rslora,
         "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False, "use_dora": lora.dora,
         INIT: lora.residual or True, "modules_to_save": None,
     }  # fmt: skip
     names = module_names(spec)
-    plain = [names.get(name, name) for name in lora.targets if spec.moe is None or name not in MLP_TARGETS]
-    found["target_modules"] = plain
+    plain_names = [names.get(name, name) for name in lora.targets if spec.moe is None or name not in MLP_TARGETS]
+    content["target_modules"] = plain_names
     if lora.sites:
-        found |= site_keys(spec, lora.sites, plain)
+        content |= site_keys(spec, lora.sites, plain_names)
     if spec.moe is not None:
-        found["target_parameters"] = parameters_of(lora)
+        content["target_parameters"] = parameters_of(lora)
         if "gate_proj" in lora.targets:
             for key, pattern in zip(PATTERNS, doubled(lora), strict=True):
-                found[key] = found.get(key, {}) | pattern
-    return found
+                content[key] = content.get(key, {}) | pattern
+    return content
 
 
 def read_config(directory: str, field: str, spec: ModelSpec) -> Lora:
@@ -47,27 +47,29 @@ def read_config(directory: str, field: str, spec: ModelSpec) -> Lora:
     path = Path(directory) / CONFIG
     if not path.exists():
         raise UserError(f"holds no {CONFIG}", field=field, value=directory, accepted=ACCEPTED)
-    found, where = read_json_object(path, field), str(path)
-    check_keys(found, where)
-    rank, alpha = found.get("r"), found.get("lora_alpha")
-    scaled, dora = (_switch(found, key, where) for key in ("use_rslora", "use_dora"))
+    content, path_name = read_json_object(path, field), str(path)
+    check_keys(content, path_name)
+    rank, alpha = content.get("r"), content.get("lora_alpha")
+    scaled, dora = (_switch(content, key, path_name) for key in ("use_rslora", "use_dora"))
     if type(rank) is not int or not isinstance(alpha, int | float) or isinstance(alpha, bool):
-        raise UserError("has no r or lora_alpha", field=field, value=where, accepted=ACCEPTED)
-    plain, experts = _target_modules(found, where, spec), _target_parameters(found, where)
-    left = residual(found, where)
+        raise UserError("has no r or lora_alpha", field=field, value=path_name, accepted=ACCEPTED)
+    projections, experts = _target_modules(content, path_name, spec), _target_parameters(content, path_name)
+    residual_kind = residual(content, path_name)
     try:
-        dropout = found.get("lora_dropout") or 0.0
-        lora = Lora(rank, float(alpha), (*plain, *experts), scaled, dropout, dora=dora, residual=left)
+        dropout = content.get("lora_dropout") or 0.0
+        lora = Lora(rank, float(alpha), (*projections, *experts), scaled, dropout, dora=dora, residual=residual_kind)
     except UserError as error:
         name = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}[error.field]
-        raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted, where=where) from None
-    return with_sites(found, lora, where, spec)
+        raise UserError(
+            error.problem, field=name, value=error.value, accepted=error.accepted, where=path_name
+        ) from None
+    return with_sites(content, lora, path_name, spec)
 
 
 def gate_and_up_joined(directory: str) -> bool:
     """Whether the adapter of ``gate_up_proj`` of experts has the ranks of gate's and those of up's."""
-    found = read_json_object(Path(directory) / CONFIG, CONFIG)
-    return not is_even(experts_patterns(found, "rank_pattern"), found.get("r"))
+    content = read_json_object(Path(directory) / CONFIG, CONFIG)
+    return not is_even(experts_patterns(content, "rank_pattern"), content.get("r"))
 
 
 def _switch(found: Mapping[str, Any], key: str, where: str) -> bool:
@@ -92,7 +94,7 @@ def _target_modules(found: Mapping[str, Any], where: str, spec: ModelSpec) -> li
     if isinstance(found.get("target_modules"), str):  # a regular expression, which with_sites reads
         return [next(iter(module_names(spec)), TARGETS[0])]
     names = _names(found, "target_modules", f"a regular expression, or a list of {', '.join(EVERY_TARGET)}", where)
-    ours = MIXTRAL if spec.moe is not None else {theirs: name for name, theirs in module_names(spec).items()}
+    ours = MIXTRAL if spec.moe is not None else {family_name: name for name, family_name in module_names(spec).items()}
     return [ours.get(last, last) for last in (name.rpartition(".")[2] for name in names)]
 
 

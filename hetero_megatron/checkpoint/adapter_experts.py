@@ -79,8 +79,8 @@ class ExpertSource(HFSource):
         if not self.of_b or self.ranks == rank:
             return False
         rows = file.get_tensor(self.name)[self.start :: self.step][: self.outputs // 2]
-        others = rows.unflatten(1, (self.ranks, self.experts))[:, rank - self.first :][:, :rank]
-        return bool(others.any())
+        other_experts = rows.unflatten(1, (self.ranks, self.experts))[:, rank - self.first :][:, :rank]
+        return bool(other_experts.any())
 
 
 def expert_source(spec: ModelSpec, tensor: LogicalTensor, prefix: str, joined: bool, field: str) -> ExpertSource:
@@ -129,7 +129,7 @@ def single_source(spec: ModelSpec, tensor: LogicalTensor, prefix: str, field: st
 
 def parameters_of(lora: Lora) -> list[str]:
     """target_parameters of adapter_config.json."""
-    return [f"{PARENT}.{name}" for name, held in PARAMETERS.items() if held[0] in lora.targets]
+    return [f"{PARENT}.{name}" for name, targets in PARAMETERS.items() if targets[0] in lora.targets]
 
 
 def doubled(lora: Lora) -> tuple[dict[str, int], dict[str, float]]:

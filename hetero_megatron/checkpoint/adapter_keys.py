@@ -80,13 +80,13 @@ def residual(found: Mapping[str, Any], where: str) -> str | None:
     """
     init = found.get(INIT, True)
     name = init.lower() if isinstance(init, str) else init
-    if any(name is one for one in (True, False, None)) or (isinstance(name, str) and name in _BESIDE):
+    if any(name is literal for literal in (True, False, None)) or (isinstance(name, str) and name in _BESIDE):
         return None
     if init == "pissa" or name == "olora":
         return str(name)
-    why = next((why for key, why in _WHY.items() if isinstance(name, str) and name.startswith(key)), None)
-    words = ", ".join((*map(str, RESIDUALS), *(one for one in _BESIDE if isinstance(one, str)), "true", "false"))
+    reason = next((reason for key, reason in _WHY.items() if isinstance(name, str) and name.startswith(key)), None)
+    words = ", ".join((*map(str, RESIDUALS), *(word for word in _BESIDE if isinstance(word, str)), "true", "false"))
     raise UserError(
-        why or "no such first values", field=INIT, value=init, where=where,
-        accepted=_AS_PLAIN if why and name != "mica" else words,
+        reason or "no such first values", field=INIT, value=init, where=where,
+        accepted=_AS_PLAIN if reason and name != "mica" else words,
     )  # fmt: skip

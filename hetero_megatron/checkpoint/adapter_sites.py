@@ -26,14 +26,14 @@ def site_keys(spec: ModelSpec, sites: tuple[Sites, ...], plain: list[str]) -> di
     places = {(layer, name): site for site in sites for layer in site.layers for name in site.targets}
     layers, ends = sorted({layer for layer, _ in places}), {name for _, name in places}
     even = len(places) == len(layers) * len(ends)
-    found: dict[str, Any] = {"target_modules": plain if even else [names[place] for place in sorted(places)]}
+    keys: dict[str, Any] = {"target_modules": plain if even else [names[place] for place in sorted(places)]}
     if even and len(layers) < spec.num_layers:
-        found["layers_to_transform"] = layers
+        keys["layers_to_transform"] = layers
     for key, usual in (("rank", spec.lora.rank), ("alpha", spec.lora.alpha)):
-        said = {names[place]: getattr(site, key) for place, site in sorted(places.items())}
-        if others := {name: value for name, value in said.items() if value != usual}:
-            found[f"{key}_pattern"] = others
-    return found
+        value_of_place = {names[place]: getattr(site, key) for place, site in sorted(places.items())}
+        if unusual := {name: value for name, value in value_of_place.items() if value != usual}:
+            keys[f"{key}_pattern"] = unusual
+    return keys
 
 
 def with_sites(found: Mapping[str, Any], lora: Lora, where: str, spec: ModelSpec) -> Lora:
@@ -45,10 +45,10 @@ def with_sites(found: Mapping[str, Any], lora: Lora, where: str, spec: ModelSpec
     """
     names, patterns = modules(spec), _patterns(found, where)
     _check_experts(found, lora, where, spec)
-    said, listed = found.get("target_modules"), _listed(found, spec)
+    target_modules, listed = found.get("target_modules"), _listed(found, spec)
     by_layer = [name for name in listed if "." in name and any(part.isdigit() for part in name.split("."))]
-    if not (by_layer or isinstance(said, str) and said != "all-linear" or any(found.get(key) not in (None, [], "")
-            for key in _CHOOSING) or any(patterns.values())):  # fmt: skip
+    if not (by_layer or isinstance(target_modules, str) and target_modules != "all-linear"
+            or any(found.get(key) not in (None, [], "") for key in _CHOOSING) or any(patterns.values())):  # fmt: skip
         return lora
     choice = _choice(found, where, spec, listed)
     places = [place for place, name in names.items() if choice.takes(name)]
@@ -57,7 +57,7 @@ def with_sites(found: Mapping[str, Any], lora: Lora, where: str, spec: ModelSpec
     experts = spec.moe is not None and any(t in MLP_TARGETS for t in lora.targets)
     if not places and (not experts or listed):
         raise UserError(
-            f"choose no projection of {spec.name}", field="target_modules", value=said, where=where,
+            f"choose no projection of {spec.name}", field="target_modules", value=target_modules, where=where,
             accepted=f"what is among its modules, such as {next(iter(names.values()), 'none')}",
         )  # fmt: skip
     return with_places(spec, lora, {place: _sizes(patterns, names[place], lora, where) for place in places})
@@ -78,17 +78,17 @@ def _patterns(found: Mapping[str, Any], where: str) -> dict[str, Mapping[str, An
     """Of modules, those of experts' parameters left out."""
     out: dict[str, Mapping[str, Any]] = {}
     for key in PATTERNS:
-        said = found.get(key) or {}
-        if not isinstance(said, dict):
-            raise UserError("is no object", field=key, value=said, accepted='such as {"q_proj": 4}', where=where)
-        out[key] = {name: value for name, value in said.items() if name.rpartition(".")[2] not in PARAMETERS}
+        pattern = found.get(key) or {}
+        if not isinstance(pattern, dict):
+            raise UserError("is no object", field=key, value=pattern, accepted='such as {"q_proj": 4}', where=where)
+        out[key] = {name: value for name, value in pattern.items() if name.rpartition(".")[2] not in PARAMETERS}
     return out
 
 
 def experts_patterns(found: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Of ``rank_pattern`` or ``alpha_pattern``, by parameter of experts."""
-    said = found.get(key)
-    ends = {name.rpartition(".")[2]: value for name, value in said.items()} if isinstance(said, dict) else {}
+    pattern = found.get(key)
+    ends = {name.rpartition(".")[2]: value for name, value in pattern.items()} if isinstance(pattern, dict) else {}
     return {name: value for name, value in ends.items() if name in PARAMETERS}
 
 
@@ -103,31 +103,35 @@ def _check_experts(found: Mapping[str, Any], lora: Lora, where: str, spec: Model
     if spec.moe is None or not any(t in MLP_TARGETS for t in lora.targets):
         return
     twice: tuple[Mapping[str, Any], Mapping[str, Any]] = doubled(lora)
-    said = {key: experts_patterns(found, key) for key in PATTERNS}
-    if not (is_even(said["rank_pattern"], lora.rank) and is_even(said["alpha_pattern"], lora.alpha)):
-        for key, wanted in zip(PATTERNS, twice, strict=True):
-            value = said[key].get(GATE_UP) if len(said[key]) == 1 else None
-            if not isinstance(value, int | float) or not math.isclose(value, *wanted.values()):
+    by_key = {key: experts_patterns(found, key) for key in PATTERNS}
+    if not (is_even(by_key["rank_pattern"], lora.rank) and is_even(by_key["alpha_pattern"], lora.alpha)):
+        for key, values_of_targets in zip(PATTERNS, twice, strict=True):
+            value = by_key[key].get(GATE_UP) if len(by_key[key]) == 1 else None
+            if not isinstance(value, int | float) or not math.isclose(value, *values_of_targets.values()):
                 raise UserError(
                     "all adapters of experts have one rank and alpha here", field=key, value=found.get(key),
                     accepted=f"none, or rank_pattern {json.dumps(twice[0])}, alpha_pattern {json.dumps(twice[1])}",
                     where=where,
                 )  # fmt: skip
-    inside = [f"model.layers.{i}.mlp.experts" for i in range(spec.num_layers)]
-    every = [f"{name}.{end}" for name in inside for end in ("", *PARAMETERS, *(f"0.{t}" for t in MLP_TARGETS), *(
-        f"0.{t}" for t in MIXTRAL))]  # fmt: skip
-    every = [name.removesuffix(".") for name in every]
+    module_names = [f"model.layers.{i}.mlp.experts" for i in range(spec.num_layers)]
+    all_names = [f"{name}.{end}" for name in module_names for end in (
+        "", *PARAMETERS, *(f"0.{t}" for t in MLP_TARGETS), *(f"0.{t}" for t in MIXTRAL))]  # fmt: skip
+    all_names = [name.removesuffix(".") for name in all_names]
     for key, patterns in _patterns(found, where).items():
-        usual = lora.rank if key == "rank_pattern" else lora.alpha
-        for name in every:
-            if (value := pattern_value(patterns, name, key, where)) not in (None, usual):
+        usual_value = lora.rank if key == "rank_pattern" else lora.alpha
+        for name in all_names:
+            if (value := pattern_value(patterns, name, key, where)) not in (None, usual_value):
                 raise UserError(
                     f"all adapters of experts have one rank and alpha here ({name})", field=key, value=value,
-                    accepted=f"patterns of other modules, or {usual:g}", where=where,
+                    accepted=f"patterns of other modules, or {usual_value:g}", where=where,
                 )  # fmt: skip
     left_out = ModuleChoice((), _names(found, "exclude_modules", where))
     modules_named = [name for name in found.get("target_modules") or () if _of_experts(str(name))]
-    if modules_named and _layers(found, where, spec) is not None or any(left_out.excludes(name) for name in every):
+    if (
+        modules_named
+        and _layers(found, where, spec) is not None
+        or any(left_out.excludes(name) for name in all_names)
+    ):
         key = "layers_to_transform" if modules_named else "exclude_modules"
         raise UserError(
             "experts have adapters in all layers or none", field=key, value=found.get(key), where=where,
@@ -142,28 +146,28 @@ def _of_experts(name: str) -> bool:
 
 def _listed(found: Mapping[str, Any], spec: ModelSpec) -> tuple[str, ...]:
     """Ends of names of modules that have adapters, those of experts left out."""
-    said = found.get("target_modules")
-    if said == "all-linear":
+    target_modules = found.get("target_modules")
+    if target_modules == "all-linear":
         return tuple(dict.fromkeys(name.rpartition(".")[2] for name in modules(spec).values()))
-    names = said if isinstance(said, list) else []
+    names = target_modules if isinstance(target_modules, list) else []
     return tuple(name for name in names if spec.moe is None or not _of_experts(name))
 
 
 def _names(found: Mapping[str, Any], key: str, where: str) -> str | tuple[str, ...]:
     """A regular expression, or names."""
-    said = found.get(key)
-    if said is None or isinstance(said, str):
-        return said or ()
-    if not isinstance(said, list) or not all(isinstance(name, str) for name in said):
-        raise UserError("is no list of names", field=key, value=said, accepted="names, or one pattern", where=where)
-    return tuple(said)
+    names = found.get(key)
+    if names is None or isinstance(names, str):
+        return names or ()
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError("is no list of names", field=key, value=names, accepted="names, or one pattern", where=where)
+    return tuple(names)
 
 
 def _layers(found: Mapping[str, Any], where: str, spec: ModelSpec) -> tuple[int, ...] | None:
-    said = found.get("layers_to_transform")
-    if said is None or said == []:
+    layers = found.get("layers_to_transform")
+    if layers is None or layers == []:
         return None
-    numbers = said if isinstance(said, list) else [said]
+    numbers = layers if isinstance(layers, list) else [layers]
     for number in numbers:
         if type(number) is not int or not 0 <= number < spec.num_layers:
             raise UserError(
@@ -174,21 +178,21 @@ def _layers(found: Mapping[str, Any], where: str, spec: ModelSpec) -> tuple[int,
 
 
 def _choice(found: Mapping[str, Any], where: str, spec: ModelSpec, listed: tuple[str, ...]) -> ModuleChoice:
-    said, layers = found.get("target_modules"), _layers(found, where, spec)
+    target_modules, layers = found.get("target_modules"), _layers(found, where, spec)
     containers, left_out = (_names(found, key, where) for key in ("layers_pattern", "exclude_modules"))
     if containers and layers is None:
         raise UserError(
             "says nothing without layers_to_transform", field="layers_pattern", value=containers, where=where,
             accepted="both, or none",
         )  # fmt: skip
-    by_pattern = isinstance(said, str) and said != "all-linear"
+    by_pattern = isinstance(target_modules, str) and target_modules != "all-linear"
     if by_pattern and layers is not None:
         raise UserError(
             "a regular expression as target_modules says which layers itself", field="layers_to_transform",
             value=found["layers_to_transform"], where=where, accepted="null, or a list of names as target_modules",
         )  # fmt: skip
-    inside = (containers,) if isinstance(containers, str) else containers
-    return ModuleChoice(str(said) if by_pattern else listed, left_out, layers, inside, where)
+    parents = (containers,) if isinstance(containers, str) else containers
+    return ModuleChoice(str(target_modules) if by_pattern else listed, left_out, layers, parents, where)
 
 
 def _all_known(choice: ModuleChoice, spec: ModelSpec, where: str) -> None:

@@ -85,9 +85,9 @@ def from_native(
     checkpoint, spec = _opened(source, step)
     names = [tensor.name for tensor in logical_tensors(spec)]
     dtypes = dict.fromkeys(names, DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
-    along, chunks, nonfinite = checkpoint.model_files(), _chunks(checkpoint, spec), dict[str, None]()
+    model_files, chunks, nonfinite = checkpoint.model_files(), _chunks(checkpoint, spec), dict[str, None]()
     try:
-        save_hf(target, spec, chunks, dtypes, _alone(), along, nonfinite=None if check_finite else nonfinite)
+        save_hf(target, spec, chunks, dtypes, _alone(), model_files, nonfinite=None if check_finite else nonfinite)
     except Damaged as error:
         raise damaged_error(error, checkpoint.field) from error
     except UserError as error:
@@ -95,8 +95,8 @@ def from_native(
             raise
         accepted = error.accepted.replace("--save-hf-dtype", "--dtype")
         raise UserError(error.problem, field="TARGET", value=target, accepted=accepted) from error
-    done = {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": _names(dtypes)}
-    return done | {"nonfinite": list(nonfinite), "notices": along.notices, "target": target}
+    summary = {"direction": "native to hf", "step": checkpoint.step, "model": spec.name, "dtype": _names(dtypes)}
+    return summary | {"nonfinite": list(nonfinite), "notices": model_files.notices, "target": target}
 
 
 def _names(dtypes: Mapping[str, torch.dtype]) -> str:
@@ -134,8 +134,8 @@ def to_gguf(
     if native:
         checkpoint, spec = _opened(source, step)
         spec = replace(spec, mtp_layers=0)  # llama.cpp reads no modules that predict further tokens
-        along, alone, number = checkpoint.model_files(), _alone(), checkpoint.step
-        dtypes, said = weight_dtypes(checkpoint, spec), along.notices
+        model_files, alone, number = checkpoint.model_files(), _alone(), checkpoint.step
+        dtypes, notices = weight_dtypes(checkpoint, spec), model_files.notices
 
         def read(tensor: LogicalTensor) -> torch.Tensor:
             values = torch.empty(tensor.shape, dtype=dtypes[tensor.name])
@@ -144,21 +144,23 @@ def to_gguf(
             return values
 
     else:
-        weights, along = HFWeights(source, load_model(source, "SOURCE"), "SOURCE"), from_directory(source)
-        spec, dtypes, said, number = weights.spec, weights.dtypes(), (*weights.notices, *along.notices), 0
+        weights, model_files = HFWeights(source, load_model(source, "SOURCE"), "SOURCE"), from_directory(source)
+        spec, dtypes, notices, number = weights.spec, weights.dtypes(), (*weights.notices, *model_files.notices), 0
 
         def read(tensor: LogicalTensor) -> torch.Tensor:
             return weights.read(tensor, Box.whole(tensor.shape))
 
-    chosen = DTYPES[dtype] if dtype else Counter(dtypes.values()).most_common(1)[0][0]
-    if chosen not in gguf_file.DTYPES:
-        accepted = ", ".join(_NAMES[known] for known in gguf_file.DTYPES)
-        raise UserError("GGUF has no such dtype", field="--dtype", value=_NAMES[chosen], accepted=accepted)
+    file_dtype = DTYPES[dtype] if dtype else Counter(dtypes.values()).most_common(1)[0][0]
+    if file_dtype not in gguf_file.DTYPES:
+        accepted = ", ".join(_NAMES[known_dtype] for known_dtype in gguf_file.DTYPES)
+        raise UserError("GGUF has no such dtype", field="--dtype", value=_NAMES[file_dtype], accepted=accepted)
     nonfinite = dict[str, None]()
-    told = gguf_file.write_gguf(target, spec, read, chosen, along.files, None if check_finite else nonfinite)
-    done = {"direction": f"{'native' if native else 'hf'} to gguf", "step": number}
-    done |= {"model": spec.name, "dtype": _NAMES[chosen], "nonfinite": list(nonfinite)}
-    return done | {"notices": (*said, *told), "target": target}
+    file_notices = gguf_file.write_gguf(
+        target, spec, read, file_dtype, model_files.files, None if check_finite else nonfinite
+    )
+    summary = {"direction": f"{'native' if native else 'hf'} to gguf", "step": number}
+    summary |= {"model": spec.name, "dtype": _NAMES[file_dtype], "nonfinite": list(nonfinite)}
+    return summary | {"notices": (*notices, *file_notices), "target": target}
 
 
 def _alone() -> Group:
@@ -203,7 +205,7 @@ def import_weights(
     dtypes = dict.fromkeys((t.name for t in tensors), DTYPES[dtype]) if dtype else weights.dtypes()
     state = _state(spec, _NAMES[Counter(dtypes.values()).most_common(1)[0][0]])
     nonfinite = dict[str, None]()
-    made = [path for path in (directory.path, *directory.path.parents) if not path.exists()]
+    new_folders = [path for path in (directory.path, *directory.path.parents) if not path.exists()]
     try:
         _write(directory, weights, dtypes, state, along.native(), nonfinite)
         if nonfinite and check_finite:
@@ -213,18 +215,18 @@ def import_weights(
     except BaseException as error:
         directory.abandon(0)
         with suppress(OSError):
-            for path in made:
+            for path in new_folders:
                 path.rmdir()
         if not isinstance(error, OSError):
             raise
         raise UserError(f"cannot be written: {error.strerror}", field="TARGET", value=target) from error
-    done = {"direction": direction, "step": 0, "model": spec.name, "dtype": _names(dtypes)}
-    return done | {"nonfinite": list(nonfinite), "notices": (*weights.notices, *along.notices), "target": target}
+    summary = {"direction": direction, "step": 0, "model": spec.name, "dtype": _names(dtypes)}
+    return summary | {"nonfinite": list(nonfinite), "notices": (*weights.notices, *along.notices), "target": target}
 
 
 def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     """The state of a training run before its first step."""
-    absent = (
+    absent_keys = (
         "plan",
         "plan_fingerprint",
         "seed",
@@ -237,7 +239,7 @@ def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     )
     versions = {"hetero_megatron": __version__, "torch": torch.__version__}
     begun = {"step": 0, "consumed_train_samples": 0, "model": asdict(spec), "dtype": dtype, "versions": versions}
-    return begun | dict.fromkeys(absent)
+    return begun | dict.fromkeys(absent_keys)
 
 
 def _write(
@@ -251,11 +253,11 @@ def _write(
     """Write all files of the checkpoint without publishing it; names of tensors that are not finite are added to
     ``nonfinite``."""
     work, sums, places = directory.begin(0), {}, {}
-    known = {f"{MODEL}.{t.name}": t for t in logical_tensors(weights.spec)}
-    line = WorkLine("importing weights", sum(tensor.size for tensor in known.values()), bytes=False)
+    tensors = {f"{MODEL}.{t.name}": t for t in logical_tensors(weights.spec)}
+    line = WorkLine("importing weights", sum(tensor.size for tensor in tensors.values()), bytes=False)
 
     def get(key: str) -> torch.Tensor:
-        tensor = known[key]
+        tensor = tensors[key]
         line.add(tensor.size)
         values = weights.read(tensor, Box.whole(tensor.shape)).to(dtypes[tensor.name])
         if not is_finite(values):
@@ -263,13 +265,13 @@ def _write(
         return values
 
     with line:
-        for number, names in enumerate(_deal(known, dtypes)):
+        for number, names in enumerate(_deal(tensors, dtypes)):
             file = f"rank_{number:05d}.safetensors"
-            entries = {name: (dtypes[known[name].name], known[name].shape) for name in names}
+            entries = {name: (dtypes[tensors[name].name], tensors[name].shape) for name in names}
             sums[file], _ = write_file(work / file, entries, get)
-            whole = {n: MetadataIndex(n, torch.Size([0] * len(known[n].shape))) for n in names}
-            places.update({whole[n]: ChunkLocation(file, n) for n in names})
-    metadata = Metadata({n: _whole(t, dtypes[t.name]) for n, t in known.items()}, storage_data=places)
+            index_of_name = {n: MetadataIndex(n, torch.Size([0] * len(tensors[n].shape))) for n in names}
+            places.update({index_of_name[n]: ChunkLocation(file, n) for n in names})
+    metadata = Metadata({n: _whole(t, dtypes[t.name]) for n, t in tensors.items()}, storage_data=places)
     for name, content in {METADATA: encode_metadata(metadata, state).encode(), **extra}.items():
         write_synced(work / name, content)
         sums[name] = sha256(work / name)
@@ -285,12 +287,12 @@ def _whole(tensor: LogicalTensor, dtype: torch.dtype) -> TensorStorageMetadata:
 def _deal(known: dict[str, LogicalTensor], dtypes: dict[str, torch.dtype]) -> list[list[str]]:
     """Tensor names by file, each of at most SHARD_BYTES (a larger tensor gets its own file); wide dtypes first."""
     files: list[list[str]] = [[]]
-    used = 0
+    file_bytes = 0
     for name, tensor in sorted(known.items(), key=lambda entry: -dtypes[entry[1].name].itemsize):
         size = tensor.size * dtypes[tensor.name].itemsize
-        if files[-1] and used + size > SHARD_BYTES:
+        if files[-1] and file_bytes + size > SHARD_BYTES:
             files.append([])
-            used = 0
+            file_bytes = 0
         files[-1].append(name)
-        used += size
+        file_bytes += size
     return files

@@ -95,24 +95,24 @@ class CheckpointDirectory:
             Damaged: ``latest`` is missing although there are several checkpoints, or is altered, or names a checkpoint
                 that is missing or altered.
         """
-        path, named = self.path / LATEST, self._named()
-        if named is None:
-            held = self.held()
-            if len(held) > 1:
+        path, step_and_digest = self.path / LATEST, self._named()
+        if step_and_digest is None:
+            steps = self.held()
+            if len(steps) > 1:
                 raise Damaged(path, "is missing beside checkpoints")
-            if held:
-                left = f"{LATEST} is missing, as after a save that was cut off; the only checkpoint"
-                self.log(notice_line(f"{self.path}: {left}, {self.place(held[0]).name}, is taken"))
-            return held[0] if held else None
-        step, digest = named
+            if steps:
+                problem = f"{LATEST} is missing, as after a save that was cut off; the only checkpoint"
+                self.log(notice_line(f"{self.path}: {problem}, {self.place(steps[0]).name}, is taken"))
+            return steps[0] if steps else None
+        step, digest = step_and_digest
         place = self.place(step)
         if not place.is_dir():
             raise Damaged(path, f"names {name_of(step)}, which does not exist")
         if sha256(place / SUMS) != digest:
             raise Damaged(place / SUMS, f"its checksum is not the one in {LATEST}")
         if place != self.at(step):
-            left = f"{name_of(step)} was being replaced when a save was cut off; the one that {LATEST} names"
-            self.log(notice_line(f"{self.path}: {left}, {place.name}, is taken"))
+            problem = f"{name_of(step)} was being replaced when a save was cut off; the one that {LATEST} names"
+            self.log(notice_line(f"{self.path}: {problem}, {place.name}, is taken"))
         return step
 
     def _named(self) -> tuple[int, str] | None:
@@ -186,21 +186,21 @@ class CheckpointDirectory:
                 if os.path.lexists(self.at(step)):
                     self._retire(self.at(step))
                 self._old(step).rename(self.at(step))
-        held = self.held()
-        if len(held) == 1 and not os.path.lexists(self.path / LATEST):
+        steps = self.held()
+        if len(steps) == 1 and not os.path.lexists(self.path / LATEST):
             with suppress(Damaged):
-                self._point(held[0])
+                self._point(steps[0])
 
     def _point(self, step: int) -> None:
         """Update ``latest`` without following links or writing through existing names."""
         text = f"{name_of(step)} {sha256(self.at(step) / SUMS)}\n"
         sync_directory(self.path)
-        fresh, latest = self.path / (LATEST + ".new"), self.path / LATEST
-        for path in (fresh, latest):
+        new_path, latest = self.path / (LATEST + ".new"), self.path / LATEST
+        for path in (new_path, latest):
             if path.is_dir() and not path.is_symlink():
                 path.rename(self._free_name(path))
-        write_synced(fresh, text.encode())
-        fresh.replace(latest)
+        write_synced(new_path, text.encode())
+        new_path.replace(latest)
         sync_directory(self.path)
 
     def _retire(self, path: Path) -> None:
@@ -229,9 +229,9 @@ class CheckpointDirectory:
     def _say(self, path: Path, error: OSError) -> None:
         if error.strerror not in self._said:
             self._said.add(error.strerror)
-            where = error.filename or path
-            left = f"cannot be removed ({error.strerror}: {where}); it is left, and training goes on"
-            self.log(notice_line(f"{path} {left}"))
+            path_left = error.filename or path
+            problem = f"cannot be removed ({error.strerror}: {path_left}); it is left, and training goes on"
+            self.log(notice_line(f"{path} {problem}"))
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -120,18 +120,18 @@ def save_boxes(tensors: Mapping[str, BoxedTensor], writer: BoxWriter, group: Gro
 
     def write() -> list[WrittenBox]:
         items = [chunk.item() for chunk in chunks[group.index]]
-        done = writer.write_data(planner.finish_plan(SavePlan(items)), planner).value()
-        return [WrittenBox(w.index.fqn, tuple(w.index.offset or ()), w.size_in_bytes, w.storage_data) for w in done]
+        results = writer.write_data(planner.finish_plan(SavePlan(items)), planner).value()
+        return [WrittenBox(w.index.fqn, tuple(w.index.offset or ()), w.size_in_bytes, w.storage_data) for w in results]
 
     results = _run_together(group, write, list[WrittenBox])
 
     def finish() -> None:
         if first:
-            found = [
+            written = [
                 [WriteResult(MetadataIndex(r.name, torch.Size(r.offsets)), r.bytes, r.written) for r in rank]
                 for rank in results
             ]
-            writer.finish(planner.metadata, found)
+            writer.finish(planner.metadata, written)
 
     _run_together(group, finish)
 
@@ -149,15 +149,15 @@ def load_boxes(tensors: Mapping[str, BoxedTensor], reader: BoxReader, group: Gro
 
 def _run_together(group: Group, action: Callable[[], Any], kind: Any = NoneType) -> list[Any]:
     """Run ``action`` here and wait for the others: the results of all ranks, or the first failure."""
-    trouble, result = None, None
+    trouble, own_result = None, None
     try:
-        result = action()
+        own_result = action()
     except CommError:
         raise
     except Exception as error:
         trouble = RemoteError.of(error)
-    found = group.gather_objects((trouble, result), tuple[RemoteError | None, kind | None])
-    for rank, (failed, _) in zip(group.ranks, found, strict=True):
+    outcomes = group.gather_objects((trouble, own_result), tuple[RemoteError | None, kind | None])
+    for rank, (failed, _) in zip(group.ranks, outcomes, strict=True):
         if failed is not None:
             raise RankFailed(rank, failed.error())
-    return [done for _, done in found]
+    return [outcome for _, outcome in outcomes]

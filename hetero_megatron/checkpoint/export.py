@@ -92,9 +92,9 @@ def publish_work(final: Path) -> None:
 def _is_left_over(work: Path) -> bool:
     """Whether it is a real folder that is empty or has our mark."""
     try:
-        inside = os.listdir(work)
+        entries = os.listdir(work)
         real = stat.S_ISDIR(os.lstat(work).st_mode)
-        return real and (not inside or stat.S_ISREG(os.lstat(work / _MARK).st_mode))
+        return real and (not entries or stat.S_ISREG(os.lstat(work / _MARK).st_mode))
     except OSError:  # no folder, or without the mark
         return False
 
@@ -138,12 +138,12 @@ class Export:
             UserError: on all ranks: it cannot be written, or values are not finite; nothing is left behind.
         """
         self.world.comm.activity = f"writing {self.flag}"
-        made: list[bool] = []  # on the first rank: what is there is this export's
+        created: list[bool] = []  # on the first rank: what is there is this export's
 
         def begin() -> None:
             if self.world.index == 0:
                 check_work(self.final, self.flag)
-                made.append(True)
+                created.append(True)
                 create()
 
         try:
@@ -156,7 +156,7 @@ class Export:
                 self._require_finite()
             return str(self.together(lambda: publish() if self.world.index == 0 else "", str)[0])
         except UserError:
-            if made:
+            if created:
                 shutil.rmtree(self.work, ignore_errors=True)
             raise
 
@@ -193,18 +193,18 @@ class Export:
                 mark.write_text(word)
             return word
 
-        left = self.together(leave, str)[0]
+        token = self.together(leave, str)[0]
 
         def look() -> bool:
             try:
                 with mark.open("rb+") as file:
-                    return file.read() == left.encode()
+                    return file.read() == token.encode()
             except OSError:  # not there, not ours, read-only
                 return False
 
-        seen = all(self.together(look, bool))
+        is_seen = all(self.together(look, bool))
         self.together(lambda: mark.unlink() if self.world.index == 0 else None)
-        return seen
+        return is_seen
 
     def _write(self, owned: Iterable[Owned]) -> None:
         """Write this rank's boxes to their offsets."""
@@ -230,9 +230,9 @@ class Export:
         All ranks go through the tensors in file order. Before each, the first rank reports that the previous one is
         written (or all raise its error), and the others announce and send their boxes of the next.
         """
-        mine: list[Owned] = []
+        owned_here: list[Owned] = []
         arrived: list[tuple[str, Box, np.ndarray]] = []
-        together(self.world, lambda: mine.extend(owned))
+        together(self.world, lambda: owned_here.extend(owned))
 
         def turn(pieces: list[Owned]) -> list[tuple[str, Box]]:
             while arrived:
@@ -241,14 +241,14 @@ class Export:
 
         sizes = {name: tensor.nbytes for name, tensor in self.plan.items()}
         for tensor in tracked(self.plan, f"writing {self.flag}", sum(sizes.values()), sizes.__getitem__):
-            pieces = [piece for piece in mine if self.table[piece[0]].name == tensor and piece[1].size]
+            pieces = [piece for piece in owned_here if self.table[piece[0]].name == tensor and piece[1].size]
             offers = self.together(partial(turn, pieces), list[tuple[str, Box]])
-            here = [(name, box, self._stored(values, self.table[name])) for name, box, values in pieces]
+            stored_here = [(name, box, self._stored(values, self.table[name])) for name, box, values in pieces]
             if self.world.index == 0:
-                arrived += here + self._receive(offers, self.plan[tensor].dtype)
+                arrived += stored_here + self._receive(offers, self.plan[tensor].dtype)
             else:
-                self._send([stored for _, _, stored in here])
-            del here
+                self._send([stored for _, _, stored in stored_here])
+            del stored_here
         self.together(partial(turn, []), list[tuple[str, Box]])
 
     def _send(self, parts: list[np.ndarray]) -> None:

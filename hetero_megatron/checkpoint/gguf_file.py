@@ -71,35 +71,39 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 def architecture_of(spec: ModelSpec) -> Architecture:
     """UserError: files of this format cannot say what the model is."""
-    found = ARCHITECTURES.get(spec.hf_model_type)
-    if found is None:
+    architecture = ARCHITECTURES.get(spec.hf_model_type)
+    if architecture is None:
         raise _refused(f"there is no conversion of {spec.hf_model_type}", ", ".join(ARCHITECTURES))
     if spec.lora is not None:
         raise _refused("the model has adapters", "the merged model, as --save-hf writes it")
-    _check_layers(spec, found)
-    width = spec.hidden_size / spec.num_heads if spec.num_layers == found.by_width else spec.head_dim
+    _check_layers(spec, architecture)
+    width = spec.hidden_size / spec.num_heads if spec.num_layers == architecture.by_width else spec.head_dim
     if spec.attn_scale is not None and abs(spec.attn_scale * width**0.5 - 1) > 1e-6:
-        raise _refused(f"its scores are scaled by {spec.attn_scale:g}", f"1 / sqrt({width:g}), as {found.name} has it")
-    if spec.activation != found.activation:
-        raise _refused(f"its activation is {spec.activation}", f"{found.activation}, as {found.name} has it")
-    if not found.softcaps and (spec.attn_softcap is not None or spec.logit_softcap is not None):
-        raise _refused(f"{found.name} has no soft caps of scores or logits", "gemma2, or a model without them")
+        raise _refused(
+            f"its scores are scaled by {spec.attn_scale:g}", f"1 / sqrt({width:g}), as {architecture.name} has it"
+        )
+    if spec.activation != architecture.activation:
+        raise _refused(
+            f"its activation is {spec.activation}", f"{architecture.activation}, as {architecture.name} has it"
+        )
+    if not architecture.softcaps and (spec.attn_softcap is not None or spec.logit_softcap is not None):
+        raise _refused(f"{architecture.name} has no soft caps of scores or logits", "gemma2, or a model without them")
     for rope in spec.ropes:
         scaling = rope.scaling
-        if scaling is not None and (scaling.kind not in found.scalings or scaling.attention_factor != 1):
-            accepted = ", ".join((*found.scalings, "none"))
+        if scaling is not None and (scaling.kind not in architecture.scalings or scaling.attention_factor != 1):
+            accepted = ", ".join((*architecture.scalings, "none"))
             raise _refused(f"its rotary embedding is stretched by {scaling.kind}", f"rope_scaling: {accepted}")
-    return found
+    return architecture
 
 
 def _check_layers(spec: ModelSpec, kind: Architecture) -> None:
     for i, layer in enumerate(spec.layers):
-        apart = bool(kind.pattern) and (i + 1) % kind.pattern != 0
-        if (layer.window is not None) != apart:
-            seen = "all tokens" if layer.window is None else f"{layer.window} tokens"
+        windowed = bool(kind.pattern) and (i + 1) % kind.pattern != 0
+        if (layer.window is not None) != windowed:
+            seen_tokens = "all tokens" if layer.window is None else f"{layer.window} tokens"
             expected = f"every {kind.pattern}th one sees all" if kind.pattern else "all see all tokens"
-            raise _refused(f"layer {i} sees {seen}", f"a {kind.name} model of which {expected}")
-        if layer.rope is None or (apart and kind.local_theta and layer.rope != Rope(theta=kind.local_theta)):
+            raise _refused(f"layer {i} sees {seen_tokens}", f"a {kind.name} model of which {expected}")
+        if layer.rope is None or (windowed and kind.local_theta and layer.rope != Rope(theta=kind.local_theta)):
             raise _refused(f"layer {i} turns otherwise than {kind.name} models do", "the family's own rotary embedding")
 
 
@@ -130,20 +134,20 @@ def write_gguf(
     fields, notices = tokenizer_fields(files, spec.vocab_size)
     import gguf
 
-    aside = Path(f"{path}{ASIDE}")
+    partial_path = Path(f"{path}{ASIDE}")
     try:
-        writer = gguf.GGUFWriter(aside, kind.name)
+        writer = gguf.GGUFWriter(partial_path, kind.name)
         _describe(writer, gguf, spec, kind, dtype)
         for method, value in fields:
             getattr(writer, method)(value)
         tensors = list(_named(gguf, spec, kind))
         _write_tensors(writer, gguf, spec, kind, tensors, read, dtype, nonfinite)
         writer.close()
-        os.rename(aside, path)
+        os.rename(partial_path, path)
     except OSError as error:
         raise unwritable(error, path, "TARGET") from error
     finally:
-        aside.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
     return notices
 
 
@@ -196,12 +200,12 @@ def _write_tensors(
 ) -> None:  # fmt: skip
     """Headers of all, then the values one after the other."""
     extra = _frequency_factors(spec)
-    for name, shape, kept in (
+    for name, shape, file_dtype in (
         *((n, t.shape, _kept(t, dtype)) for n, t in tensors),
         *((n, tuple(values.shape), torch.float32) for n, values in extra.items()),
     ):
-        size, raw = torch.Size(shape).numel() * kept.itemsize, gguf.GGMLQuantizationType[DTYPES[kept][0]]
-        writer.add_tensor_info(name, shape, _array(torch.empty(0, dtype=kept)).dtype, size, raw)
+        size, raw = torch.Size(shape).numel() * file_dtype.itemsize, gguf.GGMLQuantizationType[DTYPES[file_dtype][0]]
+        writer.add_tensor_info(name, shape, _array(torch.empty(0, dtype=file_dtype)).dtype, size, raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -244,5 +248,5 @@ def _frequency_factors(spec: ModelSpec) -> dict[str, torch.Tensor]:
         return {}
     from hetero_megatron.ops.rope import rope_frequencies
 
-    plain = rope_frequencies(Rope(rope.theta, None, rope.dims, rope.interleaved), spec.head_dim, False)
-    return {"rope_freqs.weight": (plain / rope_frequencies(rope, spec.head_dim, False)).to(torch.float32)}
+    unscaled = rope_frequencies(Rope(rope.theta, None, rope.dims, rope.interleaved), spec.head_dim, False)
+    return {"rope_freqs.weight": (unscaled / rope_frequencies(rope, spec.head_dim, False)).to(torch.float32)}

@@ -68,12 +68,12 @@ def tokenizer_fields(files: Mapping[str, bytes], vocab_size: int) -> tuple[list[
 
 def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
-        found = json.loads(files.get(name, b"{}"))
+        content = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise _refused(f"{name} is no JSON object", "a tokenizer that transformers loads")
-    return found
+    return content
 
 
 def _refused(problem: str, accepted: str) -> UserError:
@@ -83,8 +83,8 @@ def _refused(problem: str, accepted: str) -> UserError:
 def _filled(tokens: Mapping[int, tuple[str, int]], vocab_size: int) -> tuple[list[str], list[int]]:
     """Tokens and their kinds by number, all that the model has rows for."""
     if max(tokens, default=0) >= vocab_size or min(tokens, default=0) < 0:
-        beyond = max(tokens, key=lambda number: (number >= vocab_size, -number))
-        raise _refused(f"token {beyond} is beyond the model's {vocab_size:,} rows", "the model's own tokenizer")
+        outside_number = max(tokens, key=lambda number: (number >= vocab_size, -number))
+        raise _refused(f"token {outside_number} is beyond the model's {vocab_size:,} rows", "the model's own tokenizer")
     rows = [tokens.get(number, (f"[PAD{number}]", UNUSED)) for number in range(vocab_size)]
     return [token for token, _ in rows], [kind for _, kind in rows]
 
@@ -170,21 +170,21 @@ def _pieces(data: bytes) -> Iterator[tuple[str, float, int]]:
 
 def _proto(data: bytes) -> Iterator[tuple[int, Any]]:
     """(number, value) of each field of a protocol buffer: an int, or bytes."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
+    offset = 0
+    while offset < len(data):
+        key, offset = _varint(data, offset)
         wire = key & 7
         if wire == 0:
-            value, at = _varint(data, at)
+            value, offset = _varint(data, offset)
             yield key >> 3, value
             continue
         if wire not in (1, 2, 5):
             raise ValueError(f"wire type {wire}")
-        size, at = _varint(data, at) if wire == 2 else ((8, 4)[wire == 5], at)
-        if at + size > len(data):
+        size, offset = _varint(data, offset) if wire == 2 else ((8, 4)[wire == 5], offset)
+        if offset + size > len(data):
             raise ValueError("cut off")
-        yield key >> 3, data[at : at + size]
-        at += size
+        yield key >> 3, data[offset : offset + size]
+        offset += size
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -80,26 +80,30 @@ class WeightFiles:
             raise self.refuse(f"cannot be read: {error.strerror}", self.directory) from error
 
     def _choose(self, names: list[str]) -> str:
-        beside = next((n for n in names if n == "adapter_config.json" or _DISTRIBUTED.fullmatch(n)), None)
+        foreign = next((n for n in names if n == "adapter_config.json" or _DISTRIBUTED.fullmatch(n)), None)
         form = next((f for f in FORMS if f in names), None)
-        if beside is not None:
-            what = "an adapter" if beside == "adapter_config.json" else "shards of a distributed save"
-            whole = f" beside {form}" if form else ""
-            accepted = "the model without it, and the adapter as --load-adapter" if what == "an adapter" else WRITTEN
-            raise self.refuse(f"holds {what} ({beside}){whole}, which is not read", self.directory, accepted)
+        if foreign is not None:
+            kind = "an adapter" if foreign == "adapter_config.json" else "shards of a distributed save"
+            beside_form = f" beside {form}" if form else ""
+            accepted = "the model without it, and the adapter as --load-adapter" if kind == "an adapter" else WRITTEN
+            raise self.refuse(f"holds {kind} ({foreign}){beside_form}, which is not read", self.directory, accepted)
         if form is None:
-            others = [n for n in names if n.endswith(_OTHERS)]
-            held = f" (it holds {listed(map(shown, others))})" if others else ""
-            problem = f"holds none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}{held}"
-            raise self.refuse(problem, self.directory, WRITTEN + _remedy(others))
+            other_formats = [n for n in names if n.endswith(_OTHERS)]
+            contents = f" (it holds {listed(map(shown, other_formats))})" if other_formats else ""
+            problem = f"holds none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}{contents}"
+            raise self.refuse(problem, self.directory, WRITTEN + _remedy(other_formats))
         return form
 
     def _read_index(self) -> dict[str, str]:
         path = member(self.directory, self.form, field=self._field)
-        found = read_json_object(path, self._field).get("weight_map")
-        if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        weight_map = read_json_object(path, self._field).get("weight_map")
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(file, str) for file in weight_map.values())
+        ):
             raise self.refuse("is not an index: a JSON object with a weight_map of tensors' files", path)
-        return found
+        return weight_map
 
     def handle(self, file: str) -> Any:
         """An open safetensors file, or a ``BinFile``."""
@@ -112,25 +116,25 @@ class WeightFiles:
                     raise UserError(POINTER)
                 self._handles[file] = _open_safetensors(path) if path.suffix == ".safetensors" else BinFile(path)
             except UserError as error:
-                named = f", which {self.form} names" if index else ""
+                index_text = f", which {self.form} names" if index else ""
                 problem = error.problem.removeprefix("cannot read the file: ")
                 accepted = f"{WRITTEN}; {error.accepted}" if error.accepted else WRITTEN
-                raise self.refuse(f"cannot be read{named}: {problem}", path, accepted) from error
+                raise self.refuse(f"cannot be read{index_text}: {problem}", path, accepted) from error
         return self._handles[file]
 
     def _note_unread_files(self, names: list[str]) -> None:
-        used = {self.form, *self.files}
-        left = [n for n in names if n not in used and (n in FORMS or _SHARD.fullmatch(n))]
-        if left:
-            self.notices.append(f"{self.directory / self.form} is read, and not {listed(map(shown, left))}")
+        files_read = {self.form, *self.files}
+        unread = [n for n in names if n not in files_read and (n in FORMS or _SHARD.fullmatch(n))]
+        if unread:
+            self.notices.append(f"{self.directory / self.form} is read, and not {listed(map(shown, unread))}")
 
     def _note_index_errors(self) -> None:
-        wrong = [n for n, file in self.indexed.items() if n in self.files_of and file not in self.files_of[n]]
+        misplaced = [n for n, file in self.indexed.items() if n in self.files_of and file not in self.files_of[n]]
         omitted = [n for n in self.files_of if self.indexed and n not in self.indexed]
-        for what, tensors in (("names other files for", wrong), ("does not name", omitted)):
+        for problem, tensors in (("names other files for", misplaced), ("does not name", omitted)):
             if tensors:
-                where = f"they are read from {listed(self.files_of[n][-1] for n in tensors)}"
-                self.notices.append(f"{self.directory / self.form} {what} {listed(map(shown, tensors))}: {where}")
+                source = f"they are read from {listed(self.files_of[n][-1] for n in tensors)}"
+                self.notices.append(f"{self.directory / self.form} {problem} {listed(map(shown, tensors))}: {source}")
 
     def rename(self, names: Mapping[str, str]) -> None:
         """From here on call the tensors otherwise: name in the files -> new name, all of them different."""

@@ -47,10 +47,10 @@ def plan_files(spec: ModelSpec, dtypes: Mapping[str, torch.dtype], shard_bytes: 
     """:func:`lay_out` of all tensors of a model, under transformers' file names."""
     stored = list(stored_tensors(spec))
     by_name = {tensor.name: dtypes[logical.name] for tensor, logical in stored}
-    found, table, tensors = {tensor.name: tensor for tensor, _ in stored}, name_table(spec), [t for t, _ in stored]
-    for copy, of in repeated_tensors(spec).items():
-        tensors.append(replace(found[of], name=copy))
-        table[copy], by_name[copy] = replace(table[of], name=copy), by_name[of]
+    tensor_of, table, tensors = {tensor.name: tensor for tensor, _ in stored}, name_table(spec), [t for t, _ in stored]
+    for copy, original in repeated_tensors(spec).items():
+        tensors.append(replace(tensor_of[original], name=copy))
+        table[copy], by_name[copy] = replace(table[original], name=copy), by_name[original]
     return lay_out(tensors, table, by_name, shard_bytes)
 
 
@@ -65,26 +65,26 @@ def lay_out(
         dtypes: of every logical tensor.
         stem: ``stem.safetensors``, or ``stem-00001-of-00002.safetensors`` and so on.
     """
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for logical in tensors:
         source, dtype = table[logical.name], dtypes[logical.name]
-        before = found.get(source.name, (None, dtype))[1]
-        found[source.name] = source.shape(logical.shape), torch.promote_types(before, dtype)
+        dtype_before = stored.get(source.name, (None, dtype))[1]
+        stored[source.name] = source.shape(logical.shape), torch.promote_types(dtype_before, dtype)
     files: list[dict[str, StoredTensor]] = [{}]
-    used = 0
-    for name, (shape, dtype) in found.items():
+    file_bytes = 0
+    for name, (shape, dtype) in stored.items():
         tensor = StoredTensor("", 0, shape, dtype)
-        if files[-1] and used + tensor.nbytes > shard_bytes:
+        if files[-1] and file_bytes + tensor.nbytes > shard_bytes:
             files.append({})
-            used = 0
+            file_bytes = 0
         files[-1][name] = tensor
-        used += tensor.nbytes
-    many = len(files) > 1
+        file_bytes += tensor.nbytes
+    several_files = len(files) > 1
     out = {}
-    for i, inside in enumerate(files):
-        file = f"{stem}-{i + 1:05d}-of-{len(files):05d}.safetensors" if many else f"{stem}.safetensors"
+    for i, in_file in enumerate(files):
+        file = f"{stem}-{i + 1:05d}-of-{len(files):05d}.safetensors" if several_files else f"{stem}.safetensors"
         # Wide numbers first, as safetensors itself writes them: every tensor begins at a multiple of its item size.
-        ordered = dict(sorted(inside.items(), key=lambda entry: -entry[1].dtype.itemsize))
+        ordered = dict(sorted(in_file.items(), key=lambda entry: -entry[1].dtype.itemsize))
         offset = len(file_header(ordered))
         for name, tensor in ordered.items():
             out[name] = replace(tensor, file=file, offset=offset)
@@ -143,5 +143,5 @@ def as_stored(values: torch.Tensor, source: HFSource, dtype: torch.dtype) -> tor
 
 def bits(stored: torch.Tensor) -> np.ndarray:
     """The output of :func:`as_stored` as NumPy data in the file's byte order; bf16 as 16-bit integers."""
-    found = stored.view(torch.uint16).numpy() if stored.dtype == torch.bfloat16 else stored.numpy()
-    return found.astype(DTYPES[stored.dtype][1], copy=False)
+    array = stored.view(torch.uint16).numpy() if stored.dtype == torch.bfloat16 else stored.numpy()
+    return array.astype(DTYPES[stored.dtype][1], copy=False)

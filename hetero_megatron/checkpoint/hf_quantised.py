@@ -30,8 +30,8 @@ class DequantisedSlice:
         return "BF16"
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
-        given = index if isinstance(index, tuple) else (index,)
-        parts = (*given, *[slice(None)] * (len(self.shape) - len(given)))
+        indices = index if isinstance(index, tuple) else (index,)
+        parts = (*indices, *[slice(None)] * (len(self.shape) - len(indices)))
         return self._part(*(range(*part.indices(size)) for part, size in zip(parts, self.shape, strict=True)))
 
     def _part(self, *axes: range) -> torch.Tensor:
@@ -47,16 +47,16 @@ class Fp8Slice(DequantisedSlice):
         self.shape = tuple(weight.get_shape())
 
     def fits(self) -> bool:
-        grid = [-(-size // each) for size, each in zip(self.shape, self.block)]
+        grid = [-(-size // block_size) for size, block_size in zip(self.shape, self.block)]
         return len(self.shape) == 2 and list(self.scales.get_shape()) == grid
 
     def _part(self, *axes: range) -> torch.Tensor:
         values = self.weight[tuple(slice(axis.start, axis.stop) for axis in axes)].float()
-        first = [axis.start // each for axis, each in zip(axes, self.block, strict=True)]
-        last = [-(-axis.stop // each) for axis, each in zip(axes, self.block, strict=True)]
+        first = [axis.start // block_size for axis, block_size in zip(axes, self.block, strict=True)]
+        last = [-(-axis.stop // block_size) for axis, block_size in zip(axes, self.block, strict=True)]
         scales = self.scales[tuple(map(slice, first, last))].float()
-        for dim, (axis, each) in enumerate(zip(axes, self.block, strict=True)):
-            scales = scales.index_select(dim, torch.arange(axis.start, axis.stop) // each - first[dim])
+        for dim, (axis, block_size) in enumerate(zip(axes, self.block, strict=True)):
+            scales = scales.index_select(dim, torch.arange(axis.start, axis.stop) // block_size - first[dim])
         return (values * scales).bfloat16()
 
 
@@ -72,11 +72,11 @@ class Mxfp4Slice(DequantisedSlice):
     def _part(self, *axes: range) -> torch.Tensor:
         experts, inputs, outputs = axes
         first = inputs.start // _GROUP
-        where = (
+        index = (
             slice(experts.start, experts.stop), slice(outputs.start, outputs.stop),
             slice(first, -(-inputs.stop // _GROUP)),
         )  # fmt: skip
-        stored, exponents = self.blocks[where], self.scales[where].int() - _BIAS
+        stored, exponents = self.blocks[index], self.scales[index].int() - _BIAS
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16)
         values = torch.stack([table[(stored & 15).int()], table[(stored >> 4).int()]], -1).flatten(-2)
         values = torch.ldexp(values, exponents[..., None]).flatten(-2).transpose(1, 2)
@@ -94,29 +94,31 @@ def dequantise(files: WeightFiles) -> None:
     method = method_of(config)
     if method is None:
         return
-    made = _fp8(files, fp8_block(config, str(path))) if method == FP8 else _mxfp4(files)
-    for name, (one, parts) in made.items():
-        files.put(name, one, parts)
-    if made:
-        what = "block FP8" if method == FP8 else "MXFP4"
-        files.notices.append(f"{files.directory}: {len(made)} tensors in {what} are dequantised to bf16")
+    slices = _fp8(files, fp8_block(config, str(path))) if method == FP8 else _mxfp4(files)
+    for name, (stored_slice, parts) in slices.items():
+        files.put(name, stored_slice, parts)
+    if slices:
+        format_name = "block FP8" if method == FP8 else "MXFP4"
+        files.notices.append(f"{files.directory}: {len(slices)} tensors in {format_name} are dequantised to bf16")
 
 
 def _fp8(files: WeightFiles, block: tuple[int, int]) -> dict[str, tuple[DequantisedSlice, tuple[str, ...]]]:
-    found: dict[str, tuple[DequantisedSlice, tuple[str, ...]]] = {}
+    slices: dict[str, tuple[DequantisedSlice, tuple[str, ...]]] = {}
     for scale in [name for name in files.files_of if name.endswith(f".weight{_SCALE}")]:
         name = scale.removesuffix(_SCALE)
         if name not in files.files_of or files.tensor(name).get_dtype() != "F8_E4M3":
             continue  # refused as what is left
-        one = Fp8Slice(files.tensor(name), files.tensor(scale), block)
-        if not one.fits() or files.tensor(scale).get_dtype() not in ("F32", "BF16"):
-            raise _misfit(files, scale, f"float scales of blocks {list(block)} of {shown(name)} {one.get_shape()}")
-        found[name] = one, (name, scale)
-    return found
+        fp8_slice = Fp8Slice(files.tensor(name), files.tensor(scale), block)
+        if not fp8_slice.fits() or files.tensor(scale).get_dtype() not in ("F32", "BF16"):
+            raise _misfit(
+                files, scale, f"float scales of blocks {list(block)} of {shown(name)} {fp8_slice.get_shape()}"
+            )
+        slices[name] = fp8_slice, (name, scale)
+    return slices
 
 
 def _mxfp4(files: WeightFiles) -> dict[str, tuple[DequantisedSlice, tuple[str, ...]]]:
-    found: dict[str, tuple[DequantisedSlice, tuple[str, ...]]] = {}
+    slices: dict[str, tuple[DequantisedSlice, tuple[str, ...]]] = {}
     for blocks in [name for name in files.files_of if name.endswith(_BLOCKS)]:
         name = blocks.removesuffix(_BLOCKS)
         scales = name + _SCALES
@@ -124,14 +126,14 @@ def _mxfp4(files: WeightFiles) -> dict[str, tuple[DequantisedSlice, tuple[str, .
             continue
         stored, exponents = files.tensor(blocks), files.tensor(scales)
         shape = list(stored.get_shape())
-        bytes_each = [one.get_dtype() for one in (stored, exponents)] == ["U8", "U8"]
+        bytes_each = [tensor.get_dtype() for tensor in (stored, exponents)] == ["U8", "U8"]
         if len(shape) != 4 or shape[3] != _GROUP // 2 or list(exponents.get_shape()) != shape[:3] or not bytes_each:
             raise _misfit(files, scales, f"bytes, one for each group of {_GROUP // 2} bytes of {shown(blocks)} {shape}")
-        found[name] = Mxfp4Slice(stored, exponents), (blocks, scales)
-    return found
+        slices[name] = Mxfp4Slice(stored, exponents), (blocks, scales)
+    return slices
 
 
 def _misfit(files: WeightFiles, scales: str, accepted: str) -> Exception:
-    one = files.tensor(scales)
-    problem = f"{shown(scales)} is {one.get_dtype()} {list(one.get_shape())}"
+    scale_slice = files.tensor(scales)
+    problem = f"{shown(scales)} is {scale_slice.get_dtype()} {list(scale_slice.get_shape())}"
     return files.refuse(problem, Path(files.directory), accepted)

@@ -63,18 +63,18 @@ def save_hf(
     spec = exported_model(spec)
     table, final = name_table(spec), Path(directory)
     copies = repeated_tensors(spec)
-    table |= {copy: replace(table[of], name=copy) for copy, of in copies.items()}
+    table |= {copy: replace(table[original], name=copy) for copy, original in copies.items()}
     logical = {tensor.name: tensor for tensor in logical_tensors(spec)}
     by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(logical, dtypes)
     plan = plan_files(spec, by_name, shard_bytes)
     export = Export(FLAG, final, world, table, plan)
-    said = export.run(
+    summary = export.run(
         lambda: _create(final, export.work, spec, plan, source), _stored_pieces(spec, owned, logical),
         lambda: _publish(final), nonfinite is not None,
     )  # fmt: skip
     if nonfinite is not None:
         nonfinite |= export.nonfinite
-    return said
+    return summary
 
 
 def _stored_pieces(
@@ -85,12 +85,14 @@ def _stored_pieces(
     for name, box, values in owned:
         if name not in logical:  # of a layer that predicts further tokens, in a family that has none
             continue
-        for copy in (copy for copy, of in copies.items() if of == name):
+        for copy in (copy for copy, original in copies.items() if original == name):
             yield copy, box, values
         parts = list(stored_boxes(spec, logical[name], box))
-        each = values if logical[name].per_expert else values.split([inside.shape[0] for _, inside in parts])
-        for (stored, inside), value in zip(parts, each, strict=True):
-            yield stored.name, inside, value
+        split_values = (
+            values if logical[name].per_expert else values.split([stored_box.shape[0] for _, stored_box in parts])
+        )
+        for (stored, stored_box), value in zip(parts, split_values, strict=True):
+            yield stored.name, stored_box, value
 
 
 def _publish(final: Path) -> str:
@@ -118,10 +120,10 @@ def _create(
 ) -> None:
     """Write headers, full-size files, config, index and accompanying files."""
     _check_target(final, spec)
-    along = from_directory(source) if isinstance(source, str) else source or ModelFiles()
-    config = export_config(spec, along.config, main_dtype(plan))
+    model_files = from_directory(source) if isinstance(source, str) else source or ModelFiles()
+    config = export_config(spec, model_files.config, main_dtype(plan))
     make_work(final, FLAG)
-    along.write(work)
+    model_files.write(work)
     (work / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     make_files(work, plan)
     if len({t.file for t in plan.values()}) > 1:

@@ -35,8 +35,8 @@ class DirectoryLock:
                 _held.add(self._name)
                 break
             except OSError as error:
-                taken = error.errno == errno.EWOULDBLOCK and self._name not in _held
-                if not taken:
+                is_taken = error.errno == errno.EWOULDBLOCK and self._name not in _held
+                if not is_taken:
                     break
                 if time.monotonic() >= deadline:
                     os.close(handle)
@@ -50,10 +50,10 @@ class DirectoryLock:
         if self._handle is None:
             return ""
         try:
-            here, held = os.stat(self._path), os.fstat(self._handle)
+            path, locked = os.stat(self._path), os.fstat(self._handle)
         except OSError as error:
             return error.strerror or "it cannot be read"
-        return "" if (here.st_dev, here.st_ino) == (held.st_dev, held.st_ino) else "another directory has its name"
+        return "" if (path.st_dev, path.st_ino) == (locked.st_dev, locked.st_ino) else "another directory has its name"
 
     def check(self) -> None:
         """Raises UserError where the directory is lost."""

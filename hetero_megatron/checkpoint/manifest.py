@@ -62,8 +62,8 @@ def sha256(path: Path, limit: int = MAX_BYTES) -> str:
 
 def unusable(path: Path, error: UserError) -> Damaged:
     """A reader's UserError about a file as ``Damaged``."""
-    said = UserError(error.problem, field=error.field, accepted=error.accepted) if error.where else error
-    return Damaged(path, f"is not what was written: {str(said)[:400]}")
+    bare_error = UserError(error.problem, field=error.field, accepted=error.accepted) if error.where else error
+    return Damaged(path, f"is not what was written: {str(bare_error)[:400]}")
 
 
 def format_sums(sums: Mapping[str, str]) -> str:

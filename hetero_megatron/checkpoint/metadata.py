@@ -77,7 +77,7 @@ def read_metadata(directory: Path, sums: Mapping[str, str], step: int) -> tuple[
 
 
 def _metadata(tensors: Mapping[str, _Tensor], sums: Mapping[str, str]) -> Metadata:
-    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, ChunkLocation] = {}
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, sums)
@@ -86,10 +86,10 @@ def _metadata(tensors: Mapping[str, _Tensor], sums: Mapping[str, str]) -> Metada
             chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
             places[MetadataIndex(name, chunks[-1].offsets)] = ChunkLocation(chunk.file, chunk.key)
         properties = TensorProperties(dtype=DTYPES[tensor.dtype])
-        found[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     if len(set(places.values())) < len(places):
         raise UserError("one stored tensor is said to be two", field="tensors")
-    return Metadata(found, storage_data=places)
+    return Metadata(entries, storage_data=places)
 
 
 def _check_tensor(name: str, tensor: _Tensor, sums: Mapping[str, str]) -> None:
@@ -97,8 +97,12 @@ def _check_tensor(name: str, tensor: _Tensor, sums: Mapping[str, str]) -> None:
     if tensor.dtype not in DTYPES:
         accepted = ", ".join(DTYPES)
         raise UserError("is no dtype of weights", field=f"{field}.dtype", value=tensor.dtype, accepted=accepted)
-    whole = Box.whole(shape)
-    if len(shape) > MAX_AXES or min(shape, default=1) < 1 or whole.size * DTYPES[tensor.dtype].itemsize >= MAX_INTEGER:
+    whole_box = Box.whole(shape)
+    if (
+        len(shape) > MAX_AXES
+        or min(shape, default=1) < 1
+        or whole_box.size * DTYPES[tensor.dtype].itemsize >= MAX_INTEGER
+    ):
         accepted = f"at most {MAX_AXES} sizes of 1 or more"
         raise UserError("is no shape of weights", field=f"{field}.shape", value=list(shape), accepted=accepted)
     for chunk in tensor.chunks:
@@ -107,7 +111,7 @@ def _check_tensor(name: str, tensor: _Tensor, sums: Mapping[str, str]) -> None:
             raise UserError("is not one of the checkpoint's files", field=field, value=chunk.file, accepted=accepted)
         if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape) or min(chunk.sizes, default=1) < 1:
             raise UserError(f"a chunk is no part of {list(shape)}", field=field)
-    if not tiles(whole, (chunk.box() for chunk in tensor.chunks)):
+    if not tiles(whole_box, (chunk.box() for chunk in tensor.chunks)):
         raise UserError(f"its chunks do not cover {list(shape)} exactly once", field=field)
 
 
@@ -126,12 +130,12 @@ def check_files(directory: Path, metadata: Metadata, part: int = 0, parts: int =
     Raises:
         Damaged: other tensors, dtypes or shapes.
     """
-    held: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+    entries_by_file: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for name, chunk, dtype in _chunks(metadata):
         place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-        held.setdefault(place.file, {})[place.key] = dtype, tuple(chunk.sizes)
-    for file in sorted(held)[part::parts]:
-        check_file(directory / file, held[file])
+        entries_by_file.setdefault(place.file, {})[place.key] = dtype, tuple(chunk.sizes)
+    for file in sorted(entries_by_file)[part::parts]:
+        check_file(directory / file, entries_by_file[file])
 
 
 def _chunks(metadata: Metadata) -> Iterable[tuple[str, ChunkStorageMetadata, torch.dtype]]:

@@ -85,16 +85,18 @@ class ModelFiles:
         """
         if CONFIG not in self.files:
             return None
-        found = parse_json(self.files[CONFIG], CONFIG)
-        if not isinstance(found, dict):
+        config = parse_json(self.files[CONFIG], CONFIG)
+        if not isinstance(config, dict):
             raise UserError("not a JSON object", where=CONFIG, accepted='{"model_type": ...}')
-        return found
+        return config
 
     def over(self, base: ModelFiles) -> ModelFiles:
         """These files, and those of ``base`` that are missing here; files of different tokenizers are not mixed."""
-        mine = any(map(is_tokenizer, self.files))
-        kept = {name: content for name, content in base.files.items() if not (mine and is_tokenizer(name))}
-        return ModelFiles({**kept, **self.files}, (*base.notices, *self.notices))
+        has_tokenizer = any(map(is_tokenizer, self.files))
+        base_files = {
+            name: content for name, content in base.files.items() if not (has_tokenizer and is_tokenizer(name))
+        }
+        return ModelFiles({**base_files, **self.files}, (*base.notices, *self.notices))
 
     def tokenizer(self) -> ModelFiles:
         """Only the files of the tokenizer."""
@@ -102,9 +104,9 @@ class ModelFiles:
 
     def without_tokenizer(self, why: str) -> ModelFiles:
         """All but the tokenizer's files; adds a notice with the reason ``why``."""
-        kept = {n: c for n, c in self.files.items() if not is_tokenizer(n)}
-        told = [f"the model's tokenizer does not travel along: {why}"] if len(kept) < len(self.files) else []
-        return ModelFiles(kept, (*self.notices, *told))
+        kept_files = {n: c for n, c in self.files.items() if not is_tokenizer(n)}
+        notices = [f"the model's tokenizer does not travel along: {why}"] if len(kept_files) < len(self.files) else []
+        return ModelFiles(kept_files, (*self.notices, *notices))
 
     def native(self) -> dict[str, bytes]:
         """Content by file name in a native checkpoint."""
@@ -135,24 +137,24 @@ def from_directory(directory: str | Path) -> ModelFiles:
                 names += sorted(f"{folder}/{name}" for name in os.listdir(root / folder))
     except OSError as error:
         raise UserError(f"cannot be listed: {error.strerror}", where=str(root)) from None
-    found, notices = _collect(root, [name for name in names if is_known(name)], allowed_roots(root))
-    others = [_shown(name) for name in names if _is_left_out(root, name)]
-    if others:
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        notices.append(f"{root}: not copied, as their names are not known: {', '.join(others[:5])}{more}")
-    return ModelFiles(found, tuple(notices))
+    files, notices = _collect(root, [name for name in names if is_known(name)], allowed_roots(root))
+    left_out = [_shown(name) for name in names if _is_left_out(root, name)]
+    if left_out:
+        rest_text = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+        notices.append(f"{root}: not copied, as their names are not known: {', '.join(left_out[:5])}{rest_text}")
+    return ModelFiles(files, tuple(notices))
 
 
 def from_checkpoint(directory: Path, listed: Iterable[str]) -> ModelFiles:
     """The files to copy from a native checkpoint: known names among those in its SHA256SUMS (``listed``)."""
     names = {_native_name(name): name for name in map(_own_name, listed) if is_known(name)}
-    found, notices = _collect(directory, sorted(set(listed) & names.keys()), (directory.resolve(),))
-    return ModelFiles({names[name]: content for name, content in found.items()}, tuple(notices))
+    files, notices = _collect(directory, sorted(set(listed) & names.keys()), (directory.resolve(),))
+    return ModelFiles({names[name]: content for name, content in files.items()}, tuple(notices))
 
 
 def _collect(root: Path, names: Iterable[str], roots: Iterable[Path]) -> tuple[dict[str, bytes], list[str]]:
     """(content by name, notices of what is left out)."""
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     notices = []
     for name in names:
         path, problem = root / name, ""
@@ -161,21 +163,21 @@ def _collect(root: Path, names: Iterable[str], roots: Iterable[Path]) -> tuple[d
         else:
             try:
                 content = read_bytes(path, limit=MAX_BYTES)
-                found[name] = content if os.stat(path).st_mode & stat.S_IROTH else Private(content)
+                files[name] = content if os.stat(path).st_mode & stat.S_IROTH else Private(content)
             except UserError as error:
                 problem = error.problem
             except OSError as error:
                 problem = error.strerror or "input/output error"
         if problem:
             notices.append(f"{path} is not copied: {problem}")
-    return found, notices
+    return files, notices
 
 
 def _is_left_out(root: Path, name: str) -> bool:
     """Whether a user should be told that the file is not copied: neither known, nor weights, nor hidden, nor a folder.
     """
-    known = is_known(name) or _WEIGHTS.fullmatch(name) or name.startswith(".")
-    return not known and not (root / name).is_dir()
+    needs_no_notice = is_known(name) or _WEIGHTS.fullmatch(name) or name.startswith(".")
+    return not needs_no_notice and not (root / name).is_dir()
 
 
 def _shown(name: str) -> str:

@@ -21,13 +21,13 @@ def hf_source(spec: ModelSpec, name: str) -> HFSource:
 
 def module_names(spec: ModelSpec) -> dict[str, str]:
     """Projection -> what the family calls it, of those that have a matrix of their own in its files."""
-    found = {}
+    modules = {}
     for name in all_linear(spec.gated) + (LATENT_TARGETS if spec.mla is not None else ()):
         block = "mlp" if name in MLP_TARGETS else "self_attn"
         source = hf_source(spec, f"model.layers.0.{block}.{name}.weight")
         if source == HFSource(source.name):
-            found[name] = source.name.split(".")[-2]
-    return found
+            modules[name] = source.name.split(".")[-2]
+    return modules
 
 
 def stored_tensors(spec: ModelSpec) -> Iterator[tuple[LogicalTensor, LogicalTensor]]:
@@ -45,15 +45,15 @@ def repeated_tensors(spec: ModelSpec) -> dict[str, str]:
     embedding = "model.embed_tokens.weight"
     head = embedding if spec.tied else "lm_head.weight"
     parts = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
-    return {f"{layer.format(i)}.{part}": of for i in spec.predictions for part, of in parts.items()}
+    return {f"{layer.format(i)}.{part}": original for i in spec.predictions for part, original in parts.items()}
 
 
 def stored_boxes(spec: ModelSpec, tensor: LogicalTensor, box: Box) -> Iterator[tuple[LogicalTensor, Box]]:
     """The boxes of stored tensors that a box of a logical tensor is made of, along its first axis: itself, or one per
     expert or head."""
     if tensor.per_expert:
-        inside = Box(box.lo[1:], box.hi[1:])
-        yield from ((expert_tensor(tensor, e), inside) for e in range(box.lo[0], box.hi[0]))
+        expert_box = Box(box.lo[1:], box.hi[1:])
+        yield from ((expert_tensor(tensor, e), expert_box) for e in range(box.lo[0], box.hi[0]))
     elif heads_apart(spec, tensor):
         (lo,), (hi,), d = box.lo, box.hi, spec.head_dim
         module = tensor.name.removesuffix(".weight")
@@ -66,8 +66,8 @@ def stored_boxes(spec: ModelSpec, tensor: LogicalTensor, box: Box) -> Iterator[t
 
 def heads_apart(spec: ModelSpec, tensor: LogicalTensor) -> bool:
     """Files have a tensor of it for each head."""
-    apart = FAMILIES[spec.hf_model_type].names.heads_apart
-    return bool(apart) and tensor.name.removesuffix(".weight").endswith(tuple(apart))
+    suffixes = FAMILIES[spec.hf_model_type].names.heads_apart
+    return bool(suffixes) and tensor.name.removesuffix(".weight").endswith(tuple(suffixes))
 
 
 def name_table(spec: ModelSpec) -> dict[str, HFSource]:
@@ -119,24 +119,24 @@ def plain_names(names: Collection[str], layer: str, head: str, whole: str | None
         whole: what names begin with in a model of more than language; None: there is none.
     """
     adapters = tuple(n for n in names if any(part.startswith(_ADAPTERS) for part in n.split(".")))
-    found, off = {name: name for name in names}, dict[str, None]()
-    for part, who in _INSIDE.items():
-        if any(part in name.split(".") for name in found.values()):
-            found = {raw: ".".join(p for p in name.split(".") if p != part) for raw, name in found.items()}
-            off[f"{part}. ({who})"] = None
+    renamed, removed = {name: name for name in names}, dict[str, None]()
+    for part, wrapper in _INSIDE.items():
+        if any(part in name.split(".") for name in renamed.values()):
+            renamed = {raw: ".".join(p for p in name.split(".") if p != part) for raw, name in renamed.items()}
+            removed[f"{part}. ({wrapper})"] = None
     base, _, rest = layer.removesuffix(".{}").partition(".")
-    own = (f"{base}.{rest}.", f"{rest}.", *([whole] if whole else []))
-    while start := _common(found.values(), own, f"{base}."):
-        found = {raw: name.removeprefix(start) for raw, name in found.items()}
-        off[f"{start} ({_PREFIXES[start]})"] = None
-    added = ""
-    values = found.values()
+    removable = (f"{base}.{rest}.", f"{rest}.", *([whole] if whole else []))
+    while start := _common(renamed.values(), removable, f"{base}."):
+        renamed = {raw: name.removeprefix(start) for raw, name in renamed.items()}
+        removed[f"{start} ({_PREFIXES[start]})"] = None
+    added_prefix = ""
+    values = renamed.values()
     if any(n.startswith(f"{rest}.") for n in values) and not any(n.startswith(f"{base}.") for n in values):
-        added = f"{base}."
-        found = {raw: name if name == head else added + name for raw, name in found.items()}
-    back: dict[str, str] = {}
-    clash = next(((back[n], raw) for raw, n in found.items() if back.setdefault(n, raw) != raw), None)
-    return Names(found, tuple(off), added, clash, adapters)
+        added_prefix = f"{base}."
+        renamed = {raw: name if name == head else added_prefix + name for raw, name in renamed.items()}
+    raw_names: dict[str, str] = {}
+    clash = next(((raw_names[n], raw) for raw, n in renamed.items() if raw_names.setdefault(n, raw) != raw), None)
+    return Names(renamed, tuple(removed), added_prefix, clash, adapters)
 
 
 def _common(names: Collection[str], own: tuple[str, ...], base: str) -> str:
@@ -146,8 +146,8 @@ def _common(names: Collection[str], own: tuple[str, ...], base: str) -> str:
         own: how names of the family begin, with and without its ``base``, which may be called as a wrapper is.
     """
     for start in _PREFIXES:
-        after = tuple(start + begin for begin in own if start != base or begin.startswith(base))
-        if all(n.startswith(start) for n in names) and any(n.startswith(after) for n in names):
+        after_start = tuple(start + begin for begin in own if start != base or begin.startswith(base))
+        if all(n.startswith(start) for n in names) and any(n.startswith(after_start) for n in names):
             return start
     return ""
 

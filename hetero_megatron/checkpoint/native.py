@@ -137,10 +137,10 @@ class CheckpointSaver:
         self, step: int, staged: Mapping[str, BoxedTensor], state: Mapping[str, Any], local: Any, merge: Merge
     ) -> None:
         try:
-            known = {**state, **merge(self.group.gather_objects(local))}
+            merged_state = {**state, **merge(self.group.gather_objects(local))}
             rank = self.group.ranks[self.group.index]
             prune = lambda: self.directory.prune(self.keep, self.retain_interval, step)  # noqa: E731
-            writer = BoxWriter(self.directory, step, rank, known, self.extra, prune, self.dtype)
+            writer = BoxWriter(self.directory, step, rank, merged_state, self.extra, prune, self.dtype)
             save_boxes(staged, writer, self.group)
         except Exception as error:
             if self.group.index == 0:
@@ -159,8 +159,8 @@ def _cause(error: BaseException, field: str, value: str, group: Group) -> BaseEx
         if (refusal := out_of_memory(inner, error.rank)) is not None:
             return refusal
         if isinstance(inner, OSError):
-            where, saves = f"({inner.strerror}: {inner.filename or value})", field == SAVE
-            problem = f"cannot be written {where}; older ones are untouched" if saves else f"cannot be read {where}"
+            reason, saves = f"({inner.strerror}: {inner.filename or value})", field == SAVE
+            problem = f"cannot be written {reason}; older ones are untouched" if saves else f"cannot be read {reason}"
             accepted = f"a directory {'with room, writable' if saves else 'readable'} by all ranks"
             return UserError(f"the checkpoint {problem}", field=field, value=value, accepted=accepted)
         if isinstance(inner, Damaged):
@@ -199,8 +199,8 @@ def check_writable(path: str, group: Group) -> None:
     problem = group.gather_objects(problem, str)[0]
     if not problem:
         probe = directory / group.gather_objects(name, str)[0]
-        every = group.gather_objects(probe.exists(), bool)
-        unseen = [rank for rank, seen in zip(group.ranks, every, strict=True) if not seen]
+        seen_by_ranks = group.gather_objects(probe.exists(), bool)
+        unseen = [rank for rank, is_seen in zip(group.ranks, seen_by_ranks, strict=True) if not is_seen]
         if group.index == 0:
             probe.unlink(missing_ok=True)
         if unseen:
@@ -268,10 +268,10 @@ def open_checkpoint(
         damage, steps = steps, _agree(group, directory.held(), list[int])[::-1]
         log(notice_line(f"{field} {damage.path}: {damage.problem}"))
     for candidate in steps:
-        found = _open(directory.place(candidate), candidate, group, field)
-        if isinstance(found, Checkpoint):
-            return found
-        damage = found
+        opened = _open(directory.place(candidate), candidate, group, field)
+        if isinstance(opened, Checkpoint):
+            return opened
+        damage = opened
         if not previous:
             raise damaged_error(damage, field)
         passed = f"the checkpoint of step {candidate} is passed over"
@@ -294,8 +294,10 @@ def _candidates(
         steps = directory.held()
         if step is not None:
             if step not in steps:
-                have = ", ".join(map(str, steps[-8:])) or "no checkpoints"
-                return UserError(f"{directory.path} has no such step", field="--ckpt-step", value=step, accepted=have)
+                steps_text = ", ".join(map(str, steps[-8:])) or "no checkpoints"
+                return UserError(
+                    f"{directory.path} has no such step", field="--ckpt-step", value=step, accepted=steps_text
+                )
             return [step]
         try:
             latest = directory.latest()
@@ -305,15 +307,15 @@ def _candidates(
             return []
         return [latest, *(s for s in steps[::-1] if s < latest)] if previous else [latest]
 
-    found: list[int] | RemoteError | None = None
+    steps_or_error: list[int] | RemoteError | None = None
     if group is None or group.index == 0:
         decided = decide()
-        found = decided if isinstance(decided, list) else RemoteError.of(decided)
-    found = _agree(group, found, list[int] | RemoteError | None)
-    if isinstance(found, list):
-        return found
-    assert found is not None
-    problem = found.error()
+        steps_or_error = decided if isinstance(decided, list) else RemoteError.of(decided)
+    steps_or_error = _agree(group, steps_or_error, list[int] | RemoteError | None)
+    if isinstance(steps_or_error, list):
+        return steps_or_error
+    assert steps_or_error is not None
+    problem = steps_or_error.error()
     if isinstance(problem, Damaged):
         return problem
     raise problem
@@ -327,18 +329,18 @@ def _agree(group: Group | None, value: Any, kind: Any) -> Any:
 def _open(path: Path, step: int, group: Group | None, field: str) -> Checkpoint | Damaged:
     """Verify, every rank some of the files; the result is equal on all ranks."""
     damage: RemoteError | None = None
-    found = None
+    opened = None
     part, parts = (group.index, group.size) if group is not None else (0, 1)
     try:
         sums = read_sums(path)
         metadata, state = read_metadata(path, sums, step)
         verify(path, sums, file_limits(metadata), part, parts)
         check_files(path, metadata, part, parts)
-        found = Checkpoint(path, step, metadata, state, field)
+        opened = Checkpoint(path, step, metadata, state, field)
     except Damaged as error:
         damage = RemoteError.of(error)
     for trouble in group.gather_objects(damage, RemoteError | None) if group is not None else [damage]:
         if trouble is not None and isinstance(problem := trouble.error(), Damaged):
             return problem
-    assert found is not None
-    return found
+    assert opened is not None
+    return opened

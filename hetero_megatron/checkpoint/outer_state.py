@@ -37,28 +37,28 @@ def outer_tensors(
 ) -> tuple[dict[str, BoxedTensor], dict[str, float]]:
     """(boxes by name of everything this rank writes, or reads; the inner optimizer's numbers). What is the same on all
     islands is written by the first one. Called on all ranks: an exchange that is under way is waited for."""
-    own, numbers = owned_tensors(outer.optimizer, spec, with_optimizer)
-    under_way = outer.under_way()
-    sums = outer.settled(under_way) if under_way is not None else []
+    owned, numbers = owned_tensors(outer.optimizer, spec, with_optimizer)
+    current_fragment = outer.under_way()
+    sums = outer.settled(current_fragment) if current_fragment is not None else []
     shapes = {t.name: t.shape for t in trained_tensors(spec)}
     parts: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
-    lost: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
+    lost_boxes: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
     for fragment in outer.fragments:
         for i, piece in enumerate(fragment.pieces):
             values = {MODEL: piece.weights}
             if with_optimizer and piece.momentum is not None:
                 values[f"{OUTER}.momentum"] = piece.momentum
-            if with_optimizer and fragment is under_way:
+            if with_optimizer and fragment is current_fragment:
                 values[f"{OUTER}.sum"] = sums[i]
             if piece.lost is not None:
-                lost[piece.name].append((piece.box, piece.lost))
+                lost_boxes[piece.name].append((piece.box, piece.lost))
             for kind, tensor in values.items() if reading or outer.index == 0 else ():
                 parts[f"{kind}.{piece.name}"].append((piece.box, tensor))
-    found = {key: BoxedTensor(shapes[_name(key)], boxes) for key, boxes in parts.items()}
+    tensors = {key: BoxedTensor(shapes[_name(key)], boxes) for key, boxes in parts.items()}
     if with_optimizer:
-        own |= {f"{LOST}.{name}": BoxedTensor(shapes[name], boxes) for name, boxes in lost.items()}
-        found |= {f"island.{outer.index}.{key}": tensor for key, tensor in own.items()}
-    return found, numbers
+        owned |= {f"{LOST}.{name}": BoxedTensor(shapes[name], boxes) for name, boxes in lost_boxes.items()}
+        tensors |= {f"island.{outer.index}.{key}": tensor for key, tensor in owned.items()}
+    return tensors, numbers
 
 
 def _name(key: str) -> str:
@@ -81,40 +81,42 @@ def check_outer(found: Checkpoint, plan: Plan) -> None:
     Raises:
         UserError: it was made with other ones, or this run has none.
     """
-    was, outer = found.state.get(OUTER), plan.outer
-    if was is None:  # all islands begin from what it holds
+    saved, outer = found.state.get(OUTER), plan.outer
+    if saved is None:  # all islands begin from what it holds
         return
-    islands = was["islands"]
+    islands = saved["islands"]
     accepted = "a plan with such outer steps, or --no-load-optim or --finetune, which take the global weights"
     if outer is None:
         raise UserError(
             f"the checkpoint is one of outer steps between {plural(islands, 'island')}, and the plan has none",
             field=found.field, value=str(found.path), accepted=accepted,
         )  # fmt: skip
-    differ = [f"{key} {was[key]} (here {getattr(outer, key)})" for key in _PHASE if was[key] != getattr(outer, key)]
+    changes = [
+        f"{key} {saved[key]} (here {getattr(outer, key)})" for key in _PHASE if saved[key] != getattr(outer, key)
+    ]
     if islands != len(outer.islands):
-        differ.insert(0, f"{islands} {word(islands, 'island')} (here {len(outer.islands)})")
-    if (was["rates"]["momentum"] > 0) != (outer.momentum > 0):
-        differ.append(f"momentum {was['rates']['momentum']:g} (here {outer.momentum:g})")
-    if differ:
+        changes.insert(0, f"{islands} {word(islands, 'island')} (here {len(outer.islands)})")
+    if (saved["rates"]["momentum"] > 0) != (outer.momentum > 0):
+        changes.append(f"momentum {saved['rates']['momentum']:g} (here {outer.momentum:g})")
+    if changes:
         raise UserError(
-            f"the checkpoint was made with other outer steps: {', '.join(differ)}",
+            f"the checkpoint was made with other outer steps: {', '.join(changes)}",
             field=found.field, value=str(found.path), accepted=accepted,
         )  # fmt: skip
 
 
 def other_rates(was: Mapping[str, Any], outer: Outer) -> list[str]:
     """What may differ from the checkpoint's, and changes numbers."""
-    mine = {key: float(getattr(outer, key)) for key in _RATES}
-    told = [
-        f"outer {key} is {mine[key]:g}; the checkpoint was made with {rate:g}"
-        for key, rate in was["rates"].items() if mine.get(key, rate) != rate
+    rates = {key: float(getattr(outer, key)) for key in _RATES}
+    notices = [
+        f"outer {key} is {rates[key]:g}; the checkpoint was made with {rate:g}"
+        for key, rate in was["rates"].items() if rates.get(key, rate) != rate
     ]  # fmt: skip
     compress = _compress(was)
     if compress != outer.compress:
         dropped = "" if outer.compressed else ", and what that lost so far of differences is left out"
-        told.append(f"outer compress is {outer.compress}; the checkpoint was made with {compress}{dropped}")
-    return told
+        notices.append(f"outer compress is {outer.compress}; the checkpoint was made with {compress}{dropped}")
+    return notices
 
 
 def _compress(was: Mapping[str, Any]) -> str:
@@ -128,20 +130,20 @@ def load_outer(found: Checkpoint, outer: OuterSteps, spec: ModelSpec, group: Gro
         UserError: it does not hold all of it.
     """
     check_model(found, spec)
-    was = found.state[OUTER]
-    outer.updates = was["updates"]
-    for fragment, tokens in zip(outer.fragments, was["tokens"], strict=True):
+    outer_saved = found.state[OUTER]
+    outer.updates = outer_saved["updates"]
+    for fragment, tokens in zip(outer.fragments, outer_saved["tokens"], strict=True):
         fragment.tokens = [float(count) for count in tokens]
-    if was["under_way"]:
+    if outer_saved["under_way"]:
         outer.exchange = Exchange(None, [], [])
-        under_way = outer.under_way()
-        assert under_way is not None
-        outer.exchange.sums = [torch.zeros_like(piece.weights) for piece in under_way.pieces]
+        current_fragment = outer.under_way()
+        assert current_fragment is not None
+        outer.exchange.sums = [torch.zeros_like(piece.weights) for piece in current_fragment.pieces]
     saved = found.state["optimizer"] or {}
     names = (key.split(".") for key in found.metadata.state_dict_metadata if key.startswith(f"island.0.{OPTIMIZER}."))
     make_states(outer.optimizer, sorted({parts[3] for parts in names}), saved.get("numbers", {}))
     tensors, _ = outer_tensors(outer, spec, True, reading=True)
-    if _compress(was) == Outer.compress:  # nothing was lost
+    if _compress(outer_saved) == Outer.compress:  # nothing was lost
         tensors = {key: t for key, t in tensors.items() if not key.startswith(f"island.{outer.index}.{LOST}.")}
     for key, tensor in tensors.items():
         if found.shape(key) != tensor.shape:

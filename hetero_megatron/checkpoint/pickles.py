@@ -33,9 +33,9 @@ class Inert:
     """Stands for an object of a class that is not loaded: keeps the state that the pickle gives it, does nothing."""
 
     def __new__(cls, *args: Any, **_: Any) -> Inert:
-        made = object.__new__(cls)
-        made.__dict__["args"] = args
-        return made
+        stand_in = object.__new__(cls)
+        stand_in.__dict__["args"] = args
+        return stand_in
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -54,11 +54,11 @@ def load_tensors(file: BinaryIO, stand_ins: re.Pattern[str] | None = None, path:
         UserError: it is damaged, compressed, or refers to anything else.
     """
     problem, names = scan_archive(file)
-    others = [name for name in names if not TENSOR_NAMES.fullmatch(name)]
-    foreign = [name for name in others if stand_ins is None or not stand_ins.fullmatch(name)]
+    other_names = [name for name in names if not TENSOR_NAMES.fullmatch(name)]
+    foreign = [name for name in other_names if stand_ins is None or not stand_ins.fullmatch(name)]
     if problem or foreign:
         raise UserError(f"not a file of tensors ({problem or refers(foreign[0])})")
-    inert = [(type("Inert", (Inert,), {}), name.replace(" ", ".", 1)) for name in others]
+    inert = [(type("Inert", (Inert,), {}), name.replace(" ", ".", 1)) for name in other_names]
     file.seek(0)
     others_allow = torch.serialization.get_safe_globals()  # megatron-core's import allows Namespace, among others
     torch.serialization.clear_safe_globals()

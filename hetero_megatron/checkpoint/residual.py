@@ -36,20 +36,20 @@ class ResidualBase(HFWeights):
         if tensor.name not in self._adapted or not box.size:
             return super().read(tensor, box)
         if self._last[0] != tensor.name:
-            whole = super().read(tensor, Box.whole(tensor.shape))
-            self._last = tensor.name, residual(whole, self._lora, tensor.name.removesuffix(".weight"))
+            base_weight = super().read(tensor, Box.whole(tensor.shape))
+            self._last = tensor.name, residual(base_weight, self._lora, tensor.name.removesuffix(".weight"))
         return self._last[1][box.slices()]
 
 
 def residual(weight: torch.Tensor, lora: Lora, module: str) -> torch.Tensor:
     """W [outputs, inputs] of a module without the first parts of its decomposition, as many as its adapter has ranks,
     in at least fp32. The adapters' scale cancels in PiSSA, and counts in OLoRA."""
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    if not wide.isfinite().all():  # neither decomposition exists: whoever reads the weights says so
+    wide_weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    if not wide_weight.isfinite().all():  # neither decomposition exists: whoever reads the weights says so
         return weight
     rank = lora.site_of(module).rank
     if lora.residual == "pissa":
-        u, s, vh = torch.linalg.svd(wide, full_matrices=False)
-        return wide - (u[:, :rank] * s[:rank]) @ vh[:rank]
-    q, r = torch.linalg.qr(wide)
-    return torch.sub(wide, q[:, :rank] @ r[:rank], alpha=lora.scale(module))
+        u, s, vh = torch.linalg.svd(wide_weight, full_matrices=False)
+        return wide_weight - (u[:, :rank] * s[:rank]) @ vh[:rank]
+    q, r = torch.linalg.qr(wide_weight)
+    return torch.sub(wide_weight, q[:, :rank] @ r[:rank], alpha=lora.scale(module))

@@ -82,14 +82,14 @@ def check_file(path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, .
         raise unusable(path, error) from None
     except OSError as error:
         raise Damaged(path, f"cannot be read: {error.strerror}") from error
-    found = {k: v for k, v in table.items() if k != "__metadata__"} if isinstance(table, dict) else {}
-    if missing := sorted(entries.keys() ^ found.keys()):
+    header_entries = {k: v for k, v in table.items() if k != "__metadata__"} if isinstance(table, dict) else {}
+    if missing := sorted(entries.keys() ^ header_entries.keys()):
         raise Damaged(path, f"does not hold the tensors that {METADATA} says: {missing[0][:200]}")
     start = 0
-    for key in sorted(found, key=lambda k: _offsets(found[k])):
+    for key in sorted(header_entries, key=lambda k: _offsets(header_entries[k])):
         dtype, shape = entries[key]
         stop = start + torch.Size(shape).numel() * dtype.itemsize
-        if found[key] != {"dtype": LABELS[dtype], "shape": list(shape), "data_offsets": [start, stop]}:
+        if header_entries[key] != {"dtype": LABELS[dtype], "shape": list(shape), "data_offsets": [start, stop]}:
             raise Damaged(path, f"holds {key[:200]} with another dtype or shape than {METADATA} says")
         start = stop
     if start != size - 8 - length:
@@ -98,8 +98,8 @@ def check_file(path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, .
 
 def _offsets(entry: Any) -> tuple[int, ...]:
     """Sort key of a header entry; anything for malformed entries."""
-    found = entry.get("data_offsets") if isinstance(entry, dict) else None
-    return tuple(found) if isinstance(found, list) and all(isinstance(n, int) for n in found) else ()
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    return tuple(offsets) if isinstance(offsets, list) and all(isinstance(n, int) for n in offsets) else ()
 
 
 class Files:
@@ -120,11 +120,11 @@ class Files:
         try:
             if file not in self._handles:
                 self._handles[file] = self._safe_open(path, framework="pt", device="cpu")
-            whole = self._handles[file].get_slice(key)
-            if [s.stop - s.start for s in slices] == list(whole.get_shape()):
+            whole_tensor = self._handles[file].get_slice(key)
+            if [s.stop - s.start for s in slices] == list(whole_tensor.get_shape()):
                 everything: torch.Tensor = self._handles[file].get_tensor(key)  # mapped, not copied
                 return everything
-            part: torch.Tensor = whole[slices]
+            part: torch.Tensor = whole_tensor[slices]
             return part
         except (OSError, SafetensorError) as error:
             raise Damaged(path, "cannot be read, though it was when it was verified") from error

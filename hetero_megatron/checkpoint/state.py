@@ -55,23 +55,23 @@ def owned_tensors(
 def _common(key: str, values: Sequence[Any]) -> float:
     """The common value of all; tensors on a device are read with one synchronisation."""
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    found = {float(v) for v in values if not isinstance(v, torch.Tensor)}
+    numbers = {float(v) for v in values if not isinstance(v, torch.Tensor)}
     if tensors:
-        found |= set(torch.stack([t.detach().reshape(()) for t in tensors]).unique().tolist())
-    assert len(found) == 1, f"{key} differs between elements: {sorted(found)}"
-    return found.pop()
+        numbers |= set(torch.stack([t.detach().reshape(()) for t in tensors]).unique().tolist())
+    assert len(numbers) == 1, f"{key} differs between elements: {sorted(numbers)}"
+    return numbers.pop()
 
 
 def _logical(key: str) -> str:
-    kind, _, rest = key.partition(".")
-    return rest if kind == MODEL else rest.partition(".")[2]
+    kind, _, logical_name = key.partition(".")
+    return logical_name if kind == MODEL else logical_name.partition(".")[2]
 
 
 def merge_numbers(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The numbers of the first rank that owns anything."""
-    found: list[Mapping[str, float]] = [numbers for numbers in ranks if numbers]
-    assert all(numbers == found[0] for numbers in found), f"optimizer steps differ between ranks: {found}"
-    return dict(found[0]) if found else {}
+    nonempty: list[Mapping[str, float]] = [numbers for numbers in ranks if numbers]
+    assert all(numbers == nonempty[0] for numbers in nonempty), f"optimizer steps differ between ranks: {nonempty}"
+    return dict(nonempty[0]) if nonempty else {}
 
 
 def moments(checkpoint: Checkpoint) -> list[str]:
@@ -103,16 +103,18 @@ def check_moments(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     names, numbers = moments(checkpoint), saved.get("numbers", {})
     if not names and not numbers:  # no step was taken yet
         return
-    known = _MOMENTS.get(saved.get("name", ""), names)
+    state_names = _MOMENTS.get(saved.get("name", ""), names)
     stepped = [t for t in trained_tensors(spec) if not t.by_load]
-    wanted = {f"{OPTIMIZER}.{m}.{t.name}": t.shape for t in stepped for m in states_of(t, known)}
-    held = {key for key in checkpoint.metadata.state_dict_metadata if key.startswith(OPTIMIZER + ".")}
-    wrong = sorted(key for key in held | wanted.keys() if checkpoint.shape(key) != wanted.get(key))
-    if "exp_avg" in known and "step" not in numbers:
-        wrong.append("the number of steps")
-    if wrong:
-        what = f"holds no complete state of its optimizer: {wrong[0][:200]}"
-        raise damaged_error(Damaged(checkpoint.path / METADATA, what), checkpoint.field)
+    wanted_shapes = {f"{OPTIMIZER}.{m}.{t.name}": t.shape for t in stepped for m in states_of(t, state_names)}
+    stored_keys = {key for key in checkpoint.metadata.state_dict_metadata if key.startswith(OPTIMIZER + ".")}
+    problems = sorted(
+        key for key in stored_keys | wanted_shapes.keys() if checkpoint.shape(key) != wanted_shapes.get(key)
+    )
+    if "exp_avg" in state_names and "step" not in numbers:
+        problems.append("the number of steps")
+    if problems:
+        problem = f"holds no complete state of its optimizer: {problems[0][:200]}"
+        raise damaged_error(Damaged(checkpoint.path / METADATA, problem), checkpoint.field)
 
 
 def states_of(tensor: LogicalTensor, kinds: Sequence[str]) -> Sequence[str]:
@@ -131,10 +133,10 @@ def make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Mapp
         return
     native = isinstance(inner, torch.optim.AdamW | torch.optim.SGD)  # others count steps in an int
     on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
-    both = len(names) > 1 and "momentum_buffer" in names  # Muon's, and Adam's of what are no matrices
-    for matrix, master in ((both and "matrices" in g, m) for g in inner.param_groups for m in g["params"]):
-        mine = [name for name in names if not both or (name == "momentum_buffer") == matrix]
-        state: dict[str, Any] = {name: torch.zeros_like(master) for name in mine}
+    is_mixed = len(names) > 1 and "momentum_buffer" in names  # Muon's, and Adam's of what are no matrices
+    for matrix, master in ((is_mixed and "matrices" in g, m) for g in inner.param_groups for m in g["params"]):
+        state_names = [name for name in names if not is_mixed or (name == "momentum_buffer") == matrix]
+        state: dict[str, Any] = {name: torch.zeros_like(master) for name in state_names}
         for key, number in numbers.items() if not matrix else ():
             device = master.device if on_device else torch.device("cpu")
             state[key] = torch.tensor(number, dtype=torch.float32, device=device) if native else int(number)
@@ -149,29 +151,31 @@ def check_model(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         UserError: listing what does not match.
     """
     problems = []
-    wanted = {f"{MODEL}.{t.name}": t.shape for t in trained_tensors(spec)}
-    for name, shape in wanted.items():
-        got = checkpoint.shape(name)
-        if got != shape:
+    wanted_shapes = {f"{MODEL}.{t.name}": t.shape for t in trained_tensors(spec)}
+    for name, shape in wanted_shapes.items():
+        shape_there = checkpoint.shape(name)
+        if shape_there != shape:
             problems.append(
-                f"missing {name} {list(shape)}" if got is None else f"{name} is {list(got)}, not {list(shape)}"
+                f"missing {name} {list(shape)}"
+                if shape_there is None
+                else f"{name} is {list(shape_there)}, not {list(shape)}"
             )
-    known = checkpoint.metadata.state_dict_metadata
-    apart = tuple(f"{MODEL}.model.layers.{i}." for i in left_out(checkpoint, spec))
-    own = (name for name in known if name.startswith(MODEL + ".") and not name.startswith(apart))
-    problems += [f"unexpected {name}" for name in own if name not in wanted]
+    stored = checkpoint.metadata.state_dict_metadata
+    left_out_prefixes = tuple(f"{MODEL}.model.layers.{i}." for i in left_out(checkpoint, spec))
+    model_names = (name for name in stored if name.startswith(MODEL + ".") and not name.startswith(left_out_prefixes))
+    problems += [f"unexpected {name}" for name in model_names if name not in wanted_shapes]
     if problems:
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        rest_text = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise UserError(
-            f"is a checkpoint of another model than {spec.name}: {'; '.join(problems[:8])}{more}",
+            f"is a checkpoint of another model than {spec.name}: {'; '.join(problems[:8])}{rest_text}",
             field=checkpoint.field, value=str(checkpoint.path), accepted=f"a checkpoint of {spec.name}",
         )  # fmt: skip
 
 
 def left_out(checkpoint: Checkpoint, spec: ModelSpec) -> range:
     """Numbers of the layers of modules that predict further tokens that a checkpoint has and the model has not."""
-    has = checkpoint.state["model"].get("mtp_layers", 0)
-    return range(spec.predictions.stop, spec.num_layers + (has if type(has) is int else 0))
+    saved_layers = checkpoint.state["model"].get("mtp_layers", 0)
+    return range(spec.predictions.stop, spec.num_layers + (saved_layers if type(saved_layers) is int else 0))
 
 
 def weight_dtypes(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, torch.dtype]:
@@ -185,21 +189,21 @@ def weight_dtypes(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, torch.dt
     """
     names = [t.name for t in trained_tensors(spec)]
     if checkpoint.state.get(WEIGHT_DTYPES) is not None:
-        said = checkpoint.state[WEIGHT_DTYPES]
+        dtype_names = checkpoint.state[WEIGHT_DTYPES]
     elif checkpoint.state.get("plan") is None:  # converted
-        known = {name: checkpoint.metadata.state_dict_metadata[f"{MODEL}.{name}"] for name in names}
-        said = {n: _name(e.properties.dtype) for n, e in known.items() if isinstance(e, TensorStorageMetadata)}
+        entries = {name: checkpoint.metadata.state_dict_metadata[f"{MODEL}.{name}"] for name in names}
+        dtype_names = {n: _name(e.properties.dtype) for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
     else:
-        said = dict.fromkeys(names, checkpoint.state["dtype"])
-    if not isinstance(said, Mapping) or not all(isinstance(d, str) for d in said.values()):
-        said = {}
-    found = {name: _DTYPES[said[name]] for name in names if said.get(name) in _DTYPES}
-    if len(found) < len(names):
+        dtype_names = dict.fromkeys(names, checkpoint.state["dtype"])
+    if not isinstance(dtype_names, Mapping) or not all(isinstance(d, str) for d in dtype_names.values()):
+        dtype_names = {}
+    dtypes = {name: _DTYPES[dtype_names[name]] for name in names if dtype_names.get(name) in _DTYPES}
+    if len(dtypes) < len(names):
         raise UserError(
             "does not say in which dtypes its weights are exported", field=checkpoint.field,
             value=str(checkpoint.path), accepted=f"{', '.join(_DTYPES)} for every tensor",
         )  # fmt: skip
-    return found
+    return dtypes
 
 
 def encode_dtypes(dtypes: Mapping[str, torch.dtype] | None) -> dict[str, str] | None:

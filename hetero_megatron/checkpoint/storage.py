@@ -70,7 +70,7 @@ class BoxWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        done: Future[list[WriteResult]] = Future()
+        future: Future[list[WriteResult]] = Future()
         tensors: dict[str, torch.Tensor] = {}
         for item in plan.items:
             assert item.type is WriteItemType.SHARD and item.index.offset is not None, "only boxes are written"
@@ -85,21 +85,21 @@ class BoxWriter(StorageWriter):
                 key = _key(item.index)
                 size = tensors[key].nbytes
                 results.append(WriteResult(item.index, size, Written(ChunkLocation(name, key), digest)))
-        done.set_result(results)
-        return done
+        future.set_result(results)
+        return future
 
     def _require_finite(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Nothing that is not finite gets into a file: whoever goes on from there could only compute NaN."""
-        found = []
+        nonfinite = []
         for item in plan.items:
             name = item.index.fqn
             used_as = self.dtype if name.startswith(WEIGHTS) else None
             if not is_finite(tensors[_key(item.index)], used_as):
-                found.append(name)
-        if found:
+                nonfinite.append(name)
+        if nonfinite:
             raise UserError(
-                f"the checkpoint of step {self.step} is not saved: NaN or Inf in {listed(found)} on rank {self.rank}; "
-                "older ones are untouched", field="--save", value=str(self.directory.path),
+                f"the checkpoint of step {self.step} is not saved: NaN or Inf in {listed(nonfinite)}"
+                f" on rank {self.rank}; older ones are untouched", field="--save", value=str(self.directory.path),
                 accepted="values that are finite: a smaller --lr or --weight-decay, from a checkpoint before; or other "
                 "hardware or --kernels for that rank",
             )  # fmt: skip
@@ -160,9 +160,9 @@ class BoxReader(StorageReader):
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(files.read(file, key, slices))
                 planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -13,9 +13,9 @@ _GLOBAL = ("naming", "sliding_window", "rope_theta", "rope_scaling")
 
 def stored_spec(model: Any) -> ModelSpec:
     """From ``state["model"]``; UserError where it is not a model."""
-    found = typed(_with_layer_kinds(model), ModelSpec, "state.model")
-    assert isinstance(found, ModelSpec)
-    return found
+    spec = typed(_with_layer_kinds(model), ModelSpec, "state.model")
+    assert isinstance(spec, ModelSpec)
+    return spec
 
 
 def _with_layer_kinds(model: Any) -> Any:

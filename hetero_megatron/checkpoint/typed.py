@@ -30,9 +30,9 @@ def typed(value: Any, kind: Any, field: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        others = [k for k in arguments if k is not type(None)]
-        assert len(others) == 1, f"{kind}: one kind or None"
-        return typed(value, others[0], field)
+        kinds = [k for k in arguments if k is not type(None)]
+        assert len(kinds) == 1, f"{kind}: one kind or None"
+        return typed(value, kinds[0], field)
     if origin is tuple and Ellipsis not in arguments and isinstance(value, list) and len(value) == len(arguments):
         return tuple(typed(item, k, f"{field}[{i}]") for i, (item, k) in enumerate(zip(value, arguments, strict=True)))
     if origin in (list, tuple) and isinstance(value, list) and (origin is list or Ellipsis in arguments):
@@ -53,14 +53,16 @@ def typed(value: Any, kind: Any, field: str) -> Any:
 def _record(value: Any, kind: type, field: str) -> Any:
     if not isinstance(value, dict):
         raise UserError("has another type", field=field, value=value, accepted="an object")
-    hints, known = _hints(kind), dataclasses.fields(kind)
+    hints, record_fields = _hints(kind), dataclasses.fields(kind)
     if unknown := sorted(value.keys() - hints.keys()):
         raise UserError("is not known to this version", field=f"{field}.{unknown[0]}", accepted="the one that wrote it")
-    given = {f.name: typed(value[f.name], hints[f.name], f"{field}.{f.name}") for f in known if f.name in value}
-    for f in known:
-        if f.name not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+    given_fields = {
+        f.name: typed(value[f.name], hints[f.name], f"{field}.{f.name}") for f in record_fields if f.name in value
+    }
+    for f in record_fields:
+        if f.name not in given_fields and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise UserError("is missing", field=f"{field}.{f.name}")
-    return kind(**given)
+    return kind(**given_fields)
 
 
 @functools.cache

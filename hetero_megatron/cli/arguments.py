@@ -38,9 +38,9 @@ class CommandParser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        if found := _NUMBER.fullmatch(message):
-            problem, flag, accepted = found["problem"], found["flag"], found["accepted"] or ""
-            raise UserError(problem, field=flag, value=found["word"], accepted=accepted, where=self.prog)
+        if match := _NUMBER.fullmatch(message):
+            problem, flag, accepted = match["problem"], match["flag"], match["accepted"] or ""
+            raise UserError(problem, field=flag, value=match["word"], accepted=accepted, where=self.prog)
         raise UserError(message, where=self.prog, accepted=f"`{self.prog} --help` lists the flags")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -63,13 +63,13 @@ def version_line() -> str:
 def refuse_empty(words: Sequence[str]) -> None:
     """Refuse empty values: with an unset variable, ``--out "$OUT"`` would write nothing and ``--directory`` would be
     the working directory."""
-    before = ""
+    previous_word = ""
     for word in words:
         name, separator, value = word.partition("=")
         if not word.strip() or (separator and name.startswith("--") and not value.strip()):
-            field = name if separator else before if before.startswith("-") else "command line"
+            field = name if separator else previous_word if previous_word.startswith("-") else "command line"
             raise UserError("is empty (an unset variable?)", field=field, value="", accepted="a value")
-        before = word
+        previous_word = word
 
 
 KINDS: dict[type, str] = {int: "an integer", float: "a number"}
@@ -134,8 +134,8 @@ class Number:
             value = read_number(self.kind, word)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{word[:40]!r} {error}") from None
-        if (wrong := beyond(value, self.least, self.most, self.above, self.below)) is not None:
-            raise argparse.ArgumentTypeError(f"{word[:40]!r} is {wrong[0]}; accepted: {wrong[1]}")
+        if (violation := beyond(value, self.least, self.most, self.above, self.below)) is not None:
+            raise argparse.ArgumentTypeError(f"{word[:40]!r} is {violation[0]}; accepted: {violation[1]}")
         return value
 
 

@@ -72,9 +72,9 @@ def _check_dtypes(names: Sequence[str], cluster: Cluster) -> None:
     common = [name for name in DTYPES if all(name in dtypes for dtypes in chips.values())]
     for name in names:
         if name not in common:
-            lacking = ", ".join(chip for chip, dtypes in chips.items() if name not in dtypes)
+            chips_lacking = ", ".join(chip for chip, dtypes in chips.items() if name not in dtypes)
             raise UserError(
-                f"{lacking} does not compute in it", field="--dtype", value=name, where=cluster.file,
+                f"{chips_lacking} does not compute in it", field="--dtype", value=name, where=cluster.file,
                 accepted=", ".join(common) or "no dtype is common to all chips: give each type a cluster file",
             )  # fmt: skip
 
@@ -160,8 +160,8 @@ def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -
     if options.model is not None:
         raise UserError("the CSV file names the models", field="--model", value=options.model, accepted="no --model")
     cluster = replace(cluster, rates=rates)
-    dtype, *more = _dtypes(options.dtype or "bf16")
-    if more:
+    dtype, *other_dtypes = _dtypes(options.dtype or "bf16")
+    if other_dtypes:
         raise UserError("the runs had one", field="--dtype", value=options.dtype, accepted="one of them")
 
     def say(text: str) -> None:
@@ -209,12 +209,12 @@ def _wanted(cluster: Cluster, spec: ModelSpec, options: argparse.Namespace) -> t
 def _known_fixed(cluster: Cluster, rates: Mapping[str, Any], dtype: str, length: int) -> dict[str, float]:
     """Seconds of an action besides its layers, of each chip type where shorter sequences have told them: they tell it
     best, and it is the same for all rows."""
-    found = {}
+    fixed_seconds = {}
     for chip, by_dtype in rates.get("chips", {}).items():
-        known = given_rates(chip, dtype, by_dtype.get(dtype, {}), cluster)
-        if any(row.seq_length < length for row in known["layers"]):
-            found[chip] = known.get("action_seconds", 0.0)
-    return found
+        chip_rates = given_rates(chip, dtype, by_dtype.get(dtype, {}), cluster)
+        if any(row.seq_length < length for row in chip_rates["layers"]):
+            fixed_seconds[chip] = chip_rates.get("action_seconds", 0.0)
+    return fixed_seconds
 
 
 def _facts(
@@ -229,16 +229,16 @@ def _facts(
     shapes = f"{options.model}: {plural(one.seq_length, 'token')}, micro-batches of {sizes}, TP {degrees}"
     counts = {chip: sum(rank.chip == chip for rank in cluster.ranks) for chip in cluster.chips}
     chip = cluster.ranks[comm.rank].chip
-    own = {
+    machine = {
         "when": datetime.date.today().isoformat(),
         "vendor": "cpu" if platform.device.type == "cpu" else platform.vendor,
         "hardware": f"{counts[chip]} x {platform.chip()}, {os.cpu_count()} cores of a host",
         "software": f"hetero-megatron {__version__}, torch {torch.__version__}{library}", "command": command,
         "shapes": shapes,
     }  # fmt: skip
-    short = {key: printable(text)[:LONGEST_NAME] for key, text in own.items()}
-    every = comm.group(tuple(range(cluster.world_size))).gather_objects(short, dict[str, str])
-    return {rank.chip: facts for rank, facts in zip(reversed(cluster.ranks), reversed(every), strict=True)}
+    shortened = {key: printable(text)[:LONGEST_NAME] for key, text in machine.items()}
+    facts_of_ranks = comm.group(tuple(range(cluster.world_size))).gather_objects(shortened, dict[str, str])
+    return {rank.chip: facts for rank, facts in zip(reversed(cluster.ranks), reversed(facts_of_ranks), strict=True)}
 
 
 def _measure(
@@ -262,15 +262,15 @@ def _measure(
 
     spec = load_model(options.model)
     launcher = _launcher(cluster)
-    wanted = _wanted(cluster, spec, options)
-    _check_dtypes([one.dtype for one in wanted if one.dtype], cluster)  # before this rank's place is looked for
+    runs = _wanted(cluster, spec, options)
+    _check_dtypes([run.dtype for run in runs if run.dtype], cluster)  # before this rank's place is looked for
     plugins = load_plugins()
     rank = position(cluster, launcher)
     platform = platform_at(rank, cluster, launcher, plugins)
-    if not wanted[0].dtype:
-        wanted = tuple(replace(one, dtype="fp32" if platform.device.type == "cpu" else "bf16") for one in wanted)
-        _check_dtypes([wanted[0].dtype], cluster)
-    refuse_twice(cluster, {chip: {one.dtype: {} for one in wanted} for chip in cluster.chips})
+    if not runs[0].dtype:
+        runs = tuple(replace(run, dtype="fp32" if platform.device.type == "cpu" else "bf16") for run in runs)
+        _check_dtypes([runs[0].dtype], cluster)
+    refuse_twice(cluster, {chip: {run.dtype: {} for run in runs} for chip in cluster.chips})
     if rank == 0:
         check_writable(out, "--out")
     emulation = Emulation.of(launcher, rank, TIMEOUT)
@@ -288,32 +288,32 @@ def _measure(
         if platform.device.type != "cpu":
             comm.clock.synchronize = platform.synchronize
         links = None
-        for one in wanted:
-            log(f"{one.dtype}, {plural(one.seq_length, 'token')}")
-            kind = TORCH_DTYPES[one.dtype]
+        for run in runs:
+            log(f"{run.dtype}, {plural(run.seq_length, 'token')}")
+            kind = TORCH_DTYPES[run.dtype]
             kernels = partial(rank_kernels, rank=comm.rank, registry=plugins.registry, platform=platform, dtype=kind)
             # Its rates are not told apart by the dtype of the weights: that of the first counts.
-            has = "fp8" in cluster.chips[cluster.ranks[comm.rank].chip].dtypes and one.dtype == wanted[0].dtype
-            fp8 = fp8_kernels(plugins.registry, platform, kind) if has else {}
+            measures_fp8 = "fp8" in cluster.chips[cluster.ranks[comm.rank].chip].dtypes and run.dtype == runs[0].dtype
+            fp8 = fp8_kernels(plugins.registry, platform, kind) if measures_fp8 else {}
             job = Job(comm, kind, optimizer_factory(OptimizerConfig()), kernels, fp8)
-            fixed = _known_fixed(cluster, rates, one.dtype, one.seq_length)
-            found = calibrate(job, cluster, spec, one, log, links, fixed)
-            facts = _facts(comm, cluster, platform, options, one)
-            for chip, by_dtype in found.rates["chips"].items():
+            fixed = _known_fixed(cluster, rates, run.dtype, run.seq_length)
+            outcome = calibrate(job, cluster, spec, run, log, links, fixed)
+            facts = _facts(comm, cluster, platform, options, run)
+            for chip, by_dtype in outcome.rates["chips"].items():
                 for rows in by_dtype.values():
                     rows["measured"] = facts[chip]
-            rates, links = merge_rates(rates, found.rates), found.links
+            rates, links = merge_rates(rates, outcome.rates), outcome.links
             if comm.rank == 0 and not options.json:
-                text = format_rates(found.rates, found.slow, found.clock)
-                print(f"{one.dtype}, {plural(one.seq_length, 'token')}\n{text}", flush=True)
+                text = format_rates(outcome.rates, outcome.slow, outcome.clock)
+                print(f"{run.dtype}, {plural(run.seq_length, 'token')}\n{text}", flush=True)
     finally:
         stop_comm(platform)
     if comm.rank != 0:
         return None
-    if found.clock is not None and found.clock.invalid:
-        chip = cluster.ranks[found.clock.worst_rank].chip
+    if outcome.clock is not None and outcome.clock.invalid:
+        chip = cluster.ranks[outcome.clock.worst_rank].chip
         raise UserError(
-            f"rank {found.clock.worst_rank}'s core did not keep up with its emulated chip, so nothing was written",
+            f"rank {outcome.clock.worst_rank}'s core did not keep up with its emulated chip, so nothing was written",
             field=f"chips.{chip}.emulate.speed", value=cluster.chips[chip].speed, accepted="a lower speed",
             where=cluster.file,
         )  # fmt: skip

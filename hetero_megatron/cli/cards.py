@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="FILE", help="contribute: where to write (default CARD.yaml); a file of\n"
                         "the same card is added to")  # fmt: skip
     args = parser.parse_args(list(argv))
-    least, most = COUNTS[args.what]
-    if not least <= len(args.names) <= most:
+    least, most_names = COUNTS[args.what]
+    if not least <= len(args.names) <= most_names:
         noun = "file" if args.what in ("contribute", "check") else "card"
         field = noun.upper()
         raise UserError(f"{plural(len(args.names), noun)} for {args.what}", field=field, accepted=WORDS[args.what])
@@ -75,8 +75,8 @@ def find(name: str) -> Chip:
     """A card of the catalogue. UserError: there is none, with the nearest."""
     if name in CHIPS:
         return CHIPS[name]
-    near = difflib.get_close_matches(name, list(CHIPS), n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    nearest = difflib.get_close_matches(name, list(CHIPS), n=1)
+    hint = f" (did you mean {nearest[0]}?)" if nearest else ""
     raise UserError(f"no such card{hint}", field="CARD", value=name, accepted=", ".join(CHIPS))
 
 
@@ -85,20 +85,20 @@ def facts(chip: Chip) -> dict[str, Any]:
     is in ``cluster/cards`` of it."""
     products = {dtype: _products(chip, dtype, peak) for dtype, peak in chip.flops.items()}
     memory = None if chip.memory_bandwidth is None else chip.memory_bandwidth * MEMORY_BANDWIDTH
-    by = measurements(chip, "").get("bytes_per_second")
+    measured = measurements(chip, "").get("bytes_per_second")
     return {
-        "memory": chip.memory, "bytes_per_second": memory if by is None else by.rates["bytes_per_second"],
-        "memory_measured_by": None if by is None else by.told, "link": chip.link_bandwidth,
+        "memory": chip.memory, "bytes_per_second": memory if measured is None else measured.rates["bytes_per_second"],
+        "memory_measured_by": None if measured is None else measured.told, "link": chip.link_bandwidth,
         "host": chip.host_bandwidth, "source": chip.source, "vendor": chip.vendor, "products": products,
-        "measured": [_measurement(one) for one in measured_card(chip.name)],
+        "measured": [_measurement(measurement) for measurement in measured_card(chip.name)],
     }  # fmt: skip
 
 
 def _products(chip: Chip, dtype: str, peak: float) -> dict[str, Any]:
-    share, by = share_of_peak(chip.name, dtype), measurements(chip, dtype)
+    share, measured = share_of_peak(chip.name, dtype), measurements(chip, dtype)
     rates = {key: rate for key, rate in measured_rates(chip, dtype).items() if key in PRODUCTS}
     reached = rates.get("gemm_flops", peak * share.value)
-    source = by["gemm_flops"].told if "gemm_flops" in rates else share.source
+    source = measured["gemm_flops"].told if "gemm_flops" in rates else share.source
     return {
         "peak": peak, "share": reached / peak, "reached": reached, "measured_by": source or None,
         "half_at": round(rates.get("gemm_half", half_saturation(reached))),
@@ -112,10 +112,10 @@ def _measurement(one: Measurement) -> dict[str, Any]:
 def _list(rows: dict[str, dict[str, Any]]) -> str:
     lines = [f"{'card':17} {'memory':>8} {'dtype':>5} {'TFLOP/s':>8} {'share':>5}  share of the peak measured by"]
     for name, card in rows.items():
-        for i, (dtype, of) in enumerate(card["products"].items()):
+        for i, (dtype, product) in enumerate(card["products"].items()):
             head = f"{name:17} {card['memory'] / GIB:4.0f} GiB" if i == 0 else " " * 26
-            cells = f"{dtype:>5} {of['reached'] / 1e12:8.1f} {of['share']:5.2f}"
-            lines.append(f"{head} {cells}  {of['measured_by'] or ASSUMED}")
+            cells = f"{dtype:>5} {product['reached'] / 1e12:8.1f} {product['share']:5.2f}"
+            lines.append(f"{head} {cells}  {product['measured_by'] or ASSUMED}")
         if not card["products"]:
             lines.append(f"{name:17} {card['memory'] / GIB:4.0f} GiB  nothing is known of its products")
     return "\n".join(lines)
@@ -137,19 +137,19 @@ def _compared(rows: dict[str, dict[str, Any]]) -> str:
     line("memory bandwidth", [card["bytes_per_second"] for card in cards], 1e9, "GB/s")
     for name, card in rows.items():
         if card["bytes_per_second"] is not None:
-            said = _source(card["memory_measured_by"], f"data sheet x {MEMORY_BANDWIDTH}")
-            lines.append(f"    {name}: {said}")
+            source = _source(card["memory_measured_by"], f"data sheet x {MEMORY_BANDWIDTH}")
+            lines.append(f"    {name}: {source}")
     line("to a card beside it", [card["link"] for card in cards], 1e9, "GB/s")
     for dtype in dict.fromkeys(dtype for card in cards for dtype in card["products"]):
-        of = [card["products"].get(dtype) for card in cards]
-        line(f"products in {dtype}", [None if x is None else x["reached"] for x in of], 1e12, "TFLOP/s")
-        line("  half of that at", [None if x is None else x["half_at"] for x in of], 1, "rows")
-        for name, found in zip(rows, of, strict=True):
-            if found is not None:
-                lines.append(f"    {name}: {found['share']:.2f} of the peak, {_source(found['measured_by'])}")
+        products = [card["products"].get(dtype) for card in cards]
+        line(f"products in {dtype}", [None if x is None else x["reached"] for x in products], 1e12, "TFLOP/s")
+        line("  half of that at", [None if x is None else x["half_at"] for x in products], 1, "rows")
+        for name, product in zip(rows, products, strict=True):
+            if product is not None:
+                lines.append(f"    {name}: {product['share']:.2f} of the peak, {_source(product['measured_by'])}")
     lines += [f"data sheet of {name}: {card['source']}" for name, card in rows.items()]
     for name, card in rows.items():
-        lines += [line for one in card["measured"] for line in _told(name, one)]
+        lines += [line for measurement in card["measured"] for line in _told(name, measurement)]
     return "\n".join(lines)
 
 

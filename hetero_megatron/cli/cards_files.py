@@ -32,18 +32,18 @@ WHERE = "the command line"
 
 def check(files: Sequence[str], as_json: bool) -> int:
     """Read entries; UserError: of the first thing that is wrong."""
-    found = {file: _checked(read_card(Path(file)), Path(file)) for file in files}
+    entries_by_file = {file: _checked(read_card(Path(file)), Path(file)) for file in files}
     if as_json:
-        print_json({file: len(entries) for file, entries in found.items()})
+        print_json({file: len(entries) for file, entries in entries_by_file.items()})
     else:
-        for file, entries in found.items():
+        for file, entries in entries_by_file.items():
             print(f"{file}: {entries[0].card}, {plural(len(entries), 'measurement')}, within its data sheet")
     return 0
 
 
 def _checked(entries: Sequence[Measurement], file: Path) -> Sequence[Measurement]:
-    for one in entries:
-        check_card(one)
+    for measurement in entries:
+        check_card(measurement)
     if file.stem != entries[0].card:
         raise UserError("a file is called as its card", field="FILE", value=str(file),
                         accepted=f"{entries[0].card}.yaml")  # fmt: skip
@@ -55,21 +55,23 @@ def contribute(file: str, card: str | None, by: str | None, out: str | None, as_
     for flag, value, accepted in (("--as", card, f"one of {', '.join(CHIPS)}"), ("--by", by, "a name, or a project")):
         if value is None:
             raise UserError("says whose entry it is", field=flag, accepted=accepted)
-    name, who = known_card(Entry(card, "--as", WHERE)), Entry(by, "--by", WHERE).text()
+    name, contributor = known_card(Entry(card, "--as", WHERE)), Entry(by, "--by", WHERE).text()
     sections = _sections(file, name)
-    added = [_item(given, name, who, dtype) for dtype, given in sections.items()]
-    left = {key for given in sections.values() for key in given.value if key in REFUSED} - {"measured"}
+    entries = [_item(entry, name, contributor, dtype) for dtype, entry in sections.items()]
+    omitted = {key for entry in sections.values() for key in entry.value if key in REFUSED} - {"measured"}
     target = Path(out or f"{name}.yaml")
     if target.stem != name:
         raise UserError("a file is called as its card", field="--out", value=out, accepted=f"{name}.yaml")
-    text = card_text(name, added, read_text(target, "--out") if target.is_file() else "", str(target))
+    text = card_text(name, entries, read_text(target, "--out") if target.is_file() else "", str(target))
     write_text(target, "--out", text)
     if as_json:
-        print_json({"file": str(target), "card": name, "dtypes": [one["dtype"] for one in added], "left": sorted(left)})
+        print_json(
+            {"file": str(target), "card": name, "dtypes": [item["dtype"] for item in entries], "left": sorted(omitted)}
+        )
         return 0
-    print(f"{target}: {name} in {', '.join(one['dtype'] for one in added)}, measured by {who}")
-    if left:
-        print(f"left out, as it is of the cluster: {', '.join(sorted(left))}")
+    print(f"{target}: {name} in {', '.join(item['dtype'] for item in entries)}, measured by {contributor}")
+    if omitted:
+        print(f"left out, as it is of the cluster: {', '.join(sorted(omitted))}")
     print("a pull request adds it to hetero_megatron/cluster/cards/")
     return 0
 
@@ -86,11 +88,11 @@ def _item(given: Entry, card: str, by: str, dtype: str) -> Mapping[str, Any]:
     keys = entry.mapping(tuple(FACTS))
     facts = read_facts(entry, keys)
     require_vendor(keys["vendor"], card)
-    own = replace(given, value={key: value for key, value in given.value.items() if key not in REFUSED})
-    if not own.value:
+    allowed = replace(given, value={key: value for key, value in given.value.items() if key not in REFUSED})
+    if not allowed.value:
         raise UserError("no rates", field=given.path, where=given.where, accepted="those that calibrate wrote")
-    rates = own.plain()
-    check_card(Measurement(card, by, facts, dtype, rates, own, {}))
+    rates = allowed.plain()
+    check_card(Measurement(card, by, facts, dtype, rates, allowed, {}))
     return {"by": by, **facts, "dtype": dtype, "rates": rates}
 
 
@@ -114,14 +116,14 @@ def _sections(file: str, card: str) -> Mapping[str, Entry]:
         read_rates(section)
         for name, entry in (section.value["chips"].value if "chips" in section.value else {}).items():
             chips.setdefault(name, {}).update(entry.any_mapping())
-    chips = {name: {d: e for d, e in found.items() if e.any_mapping()} for name, found in chips.items()}
-    chips = {name: found for name, found in chips.items() if found}
+    chips = {name: {d: e for d, e in entries.items() if e.any_mapping()} for name, entries in chips.items()}
+    chips = {name: entries for name, entries in chips.items() if entries}
     if not chips:
         raise UserError("holds no rates of a chip", field="FILE", value=file, accepted="a file that calibrate wrote")
-    chosen = card if card in chips else next(iter(chips))
-    if chosen != card and (len(chips) > 1 or chosen in CHIPS):
+    chip_name = card if card in chips else next(iter(chips))
+    if chip_name != card and (len(chips) > 1 or chip_name in CHIPS):
         raise UserError(f"the file has rates of {', '.join(chips)}", field="--as", value=card, where=file,
                         accepted=f"one of these, or a file with rates of {card}")  # fmt: skip
-    if "nodes" in keys and chosen in described and "emulate" in described[chosen].value:
-        described[chosen].value["emulate"].fail("measured on an emulated chip", accepted="rates of real cards")
-    return chips[chosen]
+    if "nodes" in keys and chip_name in described and "emulate" in described[chip_name].value:
+        described[chip_name].value["emulate"].fail("measured on an emulated chip", accepted="rates of real cards")
+    return chips[chip_name]

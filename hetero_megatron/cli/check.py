@@ -70,15 +70,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
-    given = dict(_pair(word) for word in options.set)
+    variables = dict(_pair(word) for word in options.set)
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded to judge a script
     text = read_text("/dev/stdin" if options.script == "-" else options.script, "SCRIPT")
-    found = launches_of(text, options.script, given)
-    if not found:
+    launches = launches_of(text, options.script, variables)
+    if not launches:
         raise UserError("no launch line is in it", field="SCRIPT", value=options.script,
                         accepted="a script that starts pretrain_gpt.py or another trainer by python, torchrun or srun, "
                         "or FlagScale's YAML with model: and system:")  # fmt: skip
-    verdicts = [check_launch(launch, options.ranks) for launch in found]
+    verdicts = [check_launch(launch, options.ranks) for launch in launches]
     if options.json:
         print_json({"script": options.script, "launches": [{**asdict(v), "ok": v.ok} for v in verdicts]})
     else:
@@ -96,12 +96,12 @@ def _pair(word: str) -> tuple[str, str]:
 
 def check_launch(launch: Launch, ranks: int | None = None) -> Verdict:
     """What would be done with every flag of a launch line."""
-    known, groups = index(), _groups(launch.flags)
-    whole = [[shown(word) for word in group] for group in groups]
+    known_flags, groups = index(), _groups(launch.flags)
+    shown_groups = [[shown(word) for word in group] for group in groups]
     clear = [word for group in groups if not any(map(unresolved, group)) for word in group]
     args, errors = parse_all(clear)
     for group in groups:
-        flag = known.get(group[0].partition("=")[0])
+        flag = known_flags.get(group[0].partition("=")[0])
         if any(map(unresolved, group)) and flag is not None and flag.status != NOTICE:
             args.given.add(flag.key)
             args.failed.add(flag.key)
@@ -110,11 +110,11 @@ def check_launch(launch: Launch, ranks: int | None = None) -> Verdict:
     notices: tuple[str, ...] = ()
     try:
         notices = configure_arguments(args, list(errors), {"WORLD_SIZE": str(world)}).notices
-    except UserError as found:
-        errors = list(found.several or (found,))
+    except UserError as refusal:
+        errors = list(refusal.several or (refusal,))
     verdict = Verdict(launch.line, launch.program, world, notices=[n for n in notices if "no effect" not in n])
     idle = dict(args.idle)
-    for group, words in zip(groups, whole, strict=True):
+    for group, words in zip(groups, shown_groups, strict=True):
         verdict.flags.append(_judged(group, words, errors, idle))
     flagged = {flag.flag for flag in verdict.flags}
     for problem in errors:
@@ -129,16 +129,16 @@ def _judged(group: list[str], words: list[str], errors: Sequence[UserError], idl
     flag = index().get(name)
     values = [words[0].partition("=")[2], *words[1:]] if "=" in words[0] else words[1:]
     names = {name} if flag is None else {name, flag.name}
-    if mine := [error for error in errors if error.field in names]:
-        return Judged(name, values, REFUSED, "; ".join(e.problem for e in mine), mine[0].accepted)
+    if own_errors := [error for error in errors if error.field in names]:
+        return Judged(name, values, REFUSED, "; ".join(e.problem for e in own_errors), own_errors[0].accepted)
     if flag is not None and flag.name in idle:
         return Judged(name, values, NOTICED, idle[flag.name])
     if flag is not None and flag.status == NOTICE:
         return Judged(name, values, NOTICED, flag.help)
     if unknown := [part for word in group for part in unresolved(word)]:
         return Judged(name, values, OPEN, f"{', '.join(unknown)}: known only when the script runs")
-    if wrong := [error for error in errors if error.field == "word" and error.value in words]:
-        return Judged(name, values, REFUSED, wrong[0].problem, wrong[0].accepted)
+    if word_errors := [error for error in errors if error.field == "word" and error.value in words]:
+        return Judged(name, values, REFUSED, word_errors[0].problem, word_errors[0].accepted)
     return Judged(name, values, HONOURED)
 
 
@@ -169,17 +169,17 @@ def _least(args: Arguments) -> int:
 def format_verdict(verdict: Verdict, script: str) -> str:
     """For the terminal."""
     lines = [f"{script}:{verdict.line}: {verdict.program}, {plural(verdict.ranks, 'rank')}"]
-    good = [flag for flag in verdict.flags if flag.status == HONOURED]
-    lines.append(f"  {HONOURED} ({len(good)}): " + ", ".join(" ".join([f.flag, *f.values]) for f in good))
+    honoured = [flag for flag in verdict.flags if flag.status == HONOURED]
+    lines.append(f"  {HONOURED} ({len(honoured)}): " + ", ".join(" ".join([f.flag, *f.values]) for f in honoured))
     for status in (NOTICED, OPEN, REFUSED):
         rows = [flag for flag in verdict.flags if flag.status == status]
-        lost = verdict.refused if status == REFUSED else []
-        if rows or lost:
-            lines.append(f"  {status} ({len(rows) + len(lost)}):")
+        refused_words = verdict.refused if status == REFUSED else []
+        if rows or refused_words:
+            lines.append(f"  {status} ({len(rows) + len(refused_words)}):")
         for row in rows:
             accepted = f". Accepted: {row.accepted}" if row.accepted else ""
             lines.append(f"    {' '.join([row.flag, *row.values])}: {row.reason}{accepted}")
-        for problem in lost:
+        for problem in refused_words:
             lines.append(f"    {problem['field']}: {problem['reason']}. Accepted: {problem['accepted']}")
     lines += [f"  notice: {' '.join(notice.split())}" for notice in verdict.notices]
     return "\n".join(lines)

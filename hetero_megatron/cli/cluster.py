@@ -74,17 +74,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _addresses(options: argparse.Namespace) -> list[str]:
-    found = list(options.hosts)
+    addresses = list(options.hosts)
     if options.hostfile:
         lines = (line.partition("#")[0].split() for line in read_text(options.hostfile, "--hostfile").splitlines())
-        found += [words[0] for words in lines if words]
-    if not found:
+        addresses += [words[0] for words in lines if words]
+    if not addresses:
         raise UserError("missing", field="HOST", accepted="hosts to ask, or --hostfile FILE")
-    for index, address in enumerate(found):
-        if address in found[:index]:
+    for index, address in enumerate(addresses):
+        if address in addresses[:index]:
             raise UserError("is there twice", field="HOST", value=address, accepted="each host once")
         HOST.check(address, "HOST")
-    return found
+    return addresses
 
 
 def _ask(addresses: Sequence[str], cluster: Cluster, ssh: str, seconds: float) -> dict[str, dict[str, Any]]:
@@ -106,13 +106,13 @@ def _ask(addresses: Sequence[str], cluster: Cluster, ssh: str, seconds: float) -
             except subprocess.TimeoutExpired:
                 raise UserError(f"no answer in {seconds:g} s", field="HOST", value=address,
                                 accepted="a host that answers ssh without a password") from None  # fmt: skip
-            said = [text for text in out.split("\n") if text.startswith(MARK)]  # splitlines() would split at MARK, too
-            if process.returncode or not said:
+            lines = [text for text in out.split("\n") if text.startswith(MARK)]  # splitlines() would split at MARK, too
+            if process.returncode or not lines:
                 reason = printable(err.strip().splitlines()[-1]) if err.strip() else f"exit code {process.returncode}"
                 raise UserError(f"cannot be asked: {reason}", field="HOST", value=address,
                                 accepted="a host that answers ssh without a password, with Hetero-Megatron in "
                                 f"{python}")  # fmt: skip
-            answers[address] = parse_json(said[-1].removeprefix(MARK), address)
+            answers[address] = parse_json(lines[-1].removeprefix(MARK), address)
     finally:
         for process in running.values():
             process.kill()

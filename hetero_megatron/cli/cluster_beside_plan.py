@@ -41,18 +41,18 @@ class ClusterBesidePlan:
         """Write ``text`` with our mark; None: the plan is for --cluster, and an earlier one goes."""
         if self.path is None:
             return
-        said = ""
+        message = ""
         if text is not None:
             write_text(self.path, "--out", MARK + text)
-            said = f"the plan's ranks refer to {self.path}"
+            message = f"the plan's ranks refer to {self.path}"
         elif not self.keep and self.path.exists():
             try:
                 self.path.unlink()
             except OSError as error:
                 raise unwritable(error, str(self.path), "--out") from None
-            said = f"removed {self.path} of an earlier plan: this one's ranks refer to --cluster"
-        if said and not quiet:
-            print(said, file=sys.stderr)
+            message = f"removed {self.path} of an earlier plan: this one's ranks refer to --cluster"
+        if message and not quiet:
+            print(message, file=sys.stderr)
 
     def _ours(self) -> bool:
         assert self.path is not None

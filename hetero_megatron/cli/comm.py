@@ -109,8 +109,8 @@ def _run(
     from hetero_megatron.comm import check
 
     assert comm.islands is not None
-    everyone = tuple(range(world))
-    groups = [everyone, *(m for m in comm.islands.members if 1 < len(m) < world)]
+    all_ranks = tuple(range(world))
+    groups = [all_ranks, *(m for m in comm.islands.members if 1 < len(m) < world)]
     if options.plan is not None:
         from hetero_megatron.plans import load_plan
         from hetero_megatron.plans.compile import CompiledPlan
@@ -124,19 +124,19 @@ def _run(
         groups += CompiledPlan(plan_for(plan, comm.islands), spec).groups
     groups = list(dict.fromkeys(groups))
     comm.create_groups(groups)
-    control = comm.group(everyone)
+    control = comm.group(all_ranks)
 
     def tell(found: list[Fault]) -> list[Fault]:
-        return [fault for one in control.gather_objects(found, list[check.Fault]) for fault in one]
+        return [fault for of_rank in control.gather_objects(found, list[check.Fault]) for fault in of_rank]
 
     if faults := tell(check.check_pairs(comm, world, min(options.bytes, 1 << 16))):
         return faults, []
     if faults := tell(check.check_groups(comm, groups, min(options.bytes, 1 << 20))):
         return faults, []
     pairs = link_pairs(cluster) if cluster is not None else _pairs(comm)
-    both = list(dict.fromkeys(p for a, b in pairs for p in ((a, b), (b, a))))
-    mine = check.measure(comm, control, both, options.bytes)
-    speeds = [s for one in control.gather_objects(mine, list[check.LinkSpeed]) for s in one]
+    both_ways = list(dict.fromkeys(p for a, b in pairs for p in ((a, b), (b, a))))
+    own_speeds = check.measure(comm, control, both_ways, options.bytes)
+    speeds = [s for speeds_of_rank in control.gather_objects(own_speeds, list[check.LinkSpeed]) for s in speeds_of_rank]
     return [f for s in speeds if (f := _slow(s, cluster)) is not None], speeds
 
 
@@ -144,8 +144,8 @@ def _pairs(comm: Comm) -> list[tuple[int, int]]:
     """A pair of ranks of every island, and of each two islands."""
     assert comm.islands is not None
     members = comm.islands.members
-    inside = [(m[0], m[1]) for m in members if len(m) > 1]
-    return inside + [(a[0], b[0]) for i, a in enumerate(members) for b in members[i + 1 :]]
+    within = [(m[0], m[1]) for m in members if len(m) > 1]
+    return within + [(a[0], b[0]) for i, a in enumerate(members) for b in members[i + 1 :]]
 
 
 def _promised(speed: LinkSpeed, cluster: Cluster | None) -> float | None:
@@ -154,8 +154,8 @@ def _promised(speed: LinkSpeed, cluster: Cluster | None) -> float | None:
     if link is None:
         return None
     assert cluster is not None
-    one, two = cluster.group_of(speed.source), cluster.group_of(speed.target)
-    return 1 / cluster.seconds_per_byte(link, one, two, shared=False, rate=link.emulated)
+    source_group, target_group = cluster.group_of(speed.source), cluster.group_of(speed.target)
+    return 1 / cluster.seconds_per_byte(link, source_group, target_group, shared=False, rate=link.emulated)
 
 
 def _slow(speed: LinkSpeed, cluster: Cluster | None) -> Fault | None:
@@ -165,24 +165,24 @@ def _slow(speed: LinkSpeed, cluster: Cluster | None) -> Fault | None:
     if promised is None or speed.bandwidth >= SLOW * promised:
         return None
     assert cluster is not None
-    what = f"{format_rate(speed.bandwidth)} measured, where {cluster.file} says {format_rate(promised)}"
-    return Fault(speed.source, speed.target, what)
+    problem = f"{format_rate(speed.bandwidth)} measured, where {cluster.file} says {format_rate(promised)}"
+    return Fault(speed.source, speed.target, problem)
 
 
 def _print(
     comm: Comm, faults: list[Fault], speeds: list[LinkSpeed], cluster: Cluster | None, options: argparse.Namespace
 ) -> None:
     if options.json:
-        found = {"faults": [asdict(f) for f in faults], "speeds": [asdict(s) for s in speeds], "ok": not faults}
-        print_json(found)
+        summary = {"faults": [asdict(f) for f in faults], "speeds": [asdict(s) for s in speeds], "ok": not faults}
+        print_json(summary)
         return
     print(comm.islands)
     for s in speeds:
         promised = _promised(s, cluster)
-        said = f", {format_rate(promised)} promised" if promised is not None else ""
+        promise = f", {format_rate(promised)} promised" if promised is not None else ""
         print(
             f"  rank {s.source} to {s.target}: {s.route}; latency {format_seconds(s.latency)}, "
-            f"{format_rate(s.bandwidth)} at {format_bytes(options.bytes)} (spread {s.spread:.0%}){said}"
+            f"{format_rate(s.bandwidth)} at {format_bytes(options.bytes)} (spread {s.spread:.0%}){promise}"
         )
     for fault in faults:
         print(f"FAULT {fault}")

@@ -57,16 +57,16 @@ def flags_of(command: str) -> list[str]:
 
 
 def _bash(words: dict[str, tuple[str, ...]], zsh: bool) -> str:
-    cases = "\n".join(f'        {name}) words="{" ".join(of)}" ;;' for name, of in words.items())
+    cases = "\n".join(f'        {name}) words="{" ".join(flags)}" ;;' for name, flags in words.items())
     script = _BASH.format(commands=" ".join(words), cases=cases)
     return f"autoload -U +X bashcompinit && bashcompinit\n{script}" if zsh else script
 
 
 def _fish(words: dict[str, tuple[str, ...]]) -> str:
     lines = []
-    for name, of in words.items():
+    for name, flags in words.items():
         lines.append(f"complete -c hetero-megatron -n __fish_use_subcommand -xa {name} -d '{COMMANDS[name].does}'")
-        for word in of:
-            what = f"-l {word[2:]}" if word.startswith("--") else f"-a {word}"
-            lines.append(f"complete -c hetero-megatron -n '__fish_seen_subcommand_from {name}' {what}")
+        for word in flags:
+            argument = f"-l {word[2:]}" if word.startswith("--") else f"-a {word}"
+            lines.append(f"complete -c hetero-megatron -n '__fish_seen_subcommand_from {name}' {argument}")
     return "\n".join(lines)

@@ -78,23 +78,26 @@ def main(argv: Sequence[str]) -> int:
     if to_gguf:
         from hetero_megatron.checkpoint.convert import to_gguf as write
 
-        done = write(source, target, kind == NATIVE, dtype, number, finite)
+        report = write(source, target, kind == NATIVE, dtype, number, finite)
     elif kind == NATIVE:
-        done = from_native(source, target, dtype, number, finite)
+        report = from_native(source, target, dtype, number, finite)
     elif kind == MEGATRON:
-        done = _from_megatron(source, target, model, number, dtype, finite)
+        report = _from_megatron(source, target, model, number, dtype, finite)
     else:
-        done = to_native(source, target, dtype, finite)
+        report = to_native(source, target, dtype, finite)
     files = [Path(target)] if to_gguf else Path(target).rglob("*")
-    done["bytes"] = sum(p.stat().st_size for p in files if p.is_file())
-    done["seconds"] = round(time.perf_counter() - start, 3)
-    told = [f"NaN or Inf in {listed(done['nonfinite'])}"] if done["nonfinite"] else []
-    for notice in (*done["notices"], *told):
+    report["bytes"] = sum(p.stat().st_size for p in files if p.is_file())
+    report["seconds"] = round(time.perf_counter() - start, 3)
+    nonfinite_notice = [f"NaN or Inf in {listed(report['nonfinite'])}"] if report["nonfinite"] else []
+    for notice in (*report["notices"], *nonfinite_notice):
         print(notice_line(notice), file=sys.stderr)
     if "--json" in options:
-        print_json(done)
+        print_json(report)
     else:
-        print(f"{done['direction']}: {done['model']}, {done['dtype']}, {plural(done['bytes'], 'byte')} in {target}")
+        print(
+            f"{report['direction']}: {report['model']}, {report['dtype']}, "
+            f"{plural(report['bytes'], 'byte')} in {target}"
+        )
     return 0
 
 
@@ -110,10 +113,10 @@ def _parse(argv: Sequence[str]) -> tuple[tuple[str, str], dict[str, str]]:
     for word in words:
         name, separator, value = word.partition("=")
         if name in _VALUES:
-            found = value if separator else next(words, None)
-            if found is None:
+            value_words = value if separator else next(words, None)
+            if value_words is None:
                 raise UserError("has no value", field=name, accepted=USAGE.splitlines()[0])
-            options[name] = found
+            options[name] = value_words
         elif word in _SWITCHES:
             options[word] = ""
         elif word.startswith("-"):
@@ -142,9 +145,9 @@ def _kind(source: str) -> str:
     if not foreign:
         refuse_foreign(source, "SOURCE")
     if native == foreign:
-        what = "is both a Hugging Face directory and one of checkpoints" if native else "holds no model"
+        problem = "is both a Hugging Face directory and one of checkpoints" if native else "holds no model"
         accepted = "a directory with config.json and weights, one that --save wrote, or one of Megatron-LM"
-        raise UserError(what, field="SOURCE", value=source, accepted=accepted)
+        raise UserError(problem, field="SOURCE", value=source, accepted=accepted)
     return NATIVE if native else HF
 
 
@@ -160,8 +163,8 @@ def _from_megatron(
     tensors = open_megatron(source, step)
     spec, notices = spec_of_arguments(tensors.arguments, model, tensors.vocabulary_rows())
     folder = model_folder(model)
-    along = from_directory(folder) if folder is not None else ModelFiles()
+    model_files = from_directory(folder) if folder is not None else ModelFiles()
     direction = f"Megatron's {tensors.form} to native"
     weights = MegatronWeights(tensors, spec)
     weights.notices.extend(notices)
-    return import_weights(weights, along, direction, target, dtype, check_finite)
+    return import_weights(weights, model_files, direction, target, dtype, check_finite)

@@ -41,15 +41,15 @@ def examine() -> list[DoctorLine]:
         "mlflow": ("--mlflow-experiment", False),
         "triton": ("kernels for accelerators", False), "deepspeed": ("offloaded optimizers", False),
     }  # fmt: skip
-    found = [check() for check in checks] + _testbed()
-    return found + [_package(n, use, needed) for n, (use, needed) in packages.items()]
+    findings = [check() for check in checks] + _testbed()
+    return findings + [_package(n, use, needed) for n, (use, needed) in packages.items()]
 
 
 def _python() -> DoctorLine:
     version = platform.python_version()
-    good = sys.version_info >= (3, 11)
+    recent = sys.version_info >= (3, 11)
     return DoctorLine(
-        "python", OK if good else BROKEN, f"{version} ({sys.executable})", "" if good else "3.11 or later"
+        "python", OK if recent else BROKEN, f"{version} ({sys.executable})", "" if recent else "3.11 or later"
     )
 
 
@@ -115,8 +115,8 @@ def _testbed() -> list[DoctorLine]:
     from hetero_megatron.testbed.machine import examine as examine_machine
     from hetero_megatron.testbed.settings import SHARE
 
-    found = examine_machine()
-    need = {"namespaces": found.no_namespaces(), "memory": found.no_memory_limit()}
+    machine = examine_machine()
+    need = {"namespaces": machine.no_namespaces(), "memory": machine.no_memory_limit()}
     remedies = {
         "not root": "run as root; without it: --chips clock or soft, --links paced",
         "installed": "apt-get install iproute2",
@@ -125,19 +125,19 @@ def _testbed() -> list[DoctorLine]:
         "cgroup": "mount cgroups (v1 or v2) writable; without them no --memory-limit",
     }
     lines = []
-    for what, why in need.items():
+    for ability, why in need.items():
         remedy = next((text for word, text in remedies.items() if word in why), "--links paced") if why else ""
-        version = found.memory_groups if what == "memory" else 0
-        here = "possible" + (f" (cgroups v{version})" if version else "")
-        lines.append(DoctorLine(f"testbed {what}", OPTIONAL if why else OK, why or here, remedy))
-    if found.lacks is None:
+        version = machine.memory_groups if ability == "memory" else 0
+        possible = "possible" + (f" (cgroups v{version})" if version else "")
+        lines.append(DoctorLine(f"testbed {ability}", OPTIONAL if why else OK, why or possible, remedy))
+    if machine.lacks is None:
         lines.append(DoctorLine("testbed kernel", OPTIONAL, "not tried", "needs root, ip and tc"))
     else:
-        missing = f"lacks {', '.join(found.lacks)}" if found.lacks else ", ".join(MODULES)
-        modules = " ".join(MODULES[name] for name in found.lacks)
-        remedy = f"modprobe {modules}, or a kernel that has them" if found.lacks else ""
-        lines.append(DoctorLine("testbed kernel", OPTIONAL if found.lacks else OK, missing, remedy))
-    cores = len(found.cores)
+        missing = f"lacks {', '.join(machine.lacks)}" if machine.lacks else ", ".join(MODULES)
+        modules = " ".join(MODULES[name] for name in machine.lacks)
+        remedy = f"modprobe {modules}, or a kernel that has them" if machine.lacks else ""
+        lines.append(DoctorLine("testbed kernel", OPTIONAL if machine.lacks else OK, missing, remedy))
+    cores = len(machine.cores)
     few = "" if cores > 1 else "two cores or more: ranks that share one disturb each other"
     speed = f"{cores} cores: emulated chips may be as fast as {SHARE * cores:g} cores together"
     return [*lines, DoctorLine("testbed cores", OPTIONAL if few else OK, speed, few)]
@@ -145,8 +145,8 @@ def _testbed() -> list[DoctorLine]:
 
 def _package(name: str, use: str, needed: bool) -> DoctorLine:
     if importlib.util.find_spec(name) is None:
-        why = f" (for {use})" if use else ""
-        remedy = "make env" if needed else f"pip install {name}{why}"
+        use_text = f" (for {use})" if use else ""
+        remedy = "make env" if needed else f"pip install {name}{use_text}"
         return DoctorLine(name, BROKEN if needed else OPTIONAL, "not installed", remedy)
     try:
         version = importlib.metadata.version({"yaml": "PyYAML"}.get(name, name))
@@ -159,12 +159,12 @@ def main(argv: Sequence[str]) -> int:
     """Print the findings (``--json``: as one object), or the known chips; 1 if something needed is missing."""
     parser = ArgumentParser("doctor", "What this machine has, what is missing, how to mend it. Nothing is changed.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    what = "print the chips that cluster files may name, with data-sheet values and their sources, instead"
-    parser.add_argument("--chips", action="store_true", help=what)
+    chips_help = "print the chips that cluster files may name, with data-sheet values and their sources, instead"
+    parser.add_argument("--chips", action="store_true", help=chips_help)
     options = parser.parse_args(list(argv))
     if options.chips:
-        known = {name: asdict(chip) for name, chip in CHIPS.items()}
-        print_json(known) if options.json else print(markdown())
+        chips = {name: asdict(chip) for name, chip in CHIPS.items()}
+        print_json(chips) if options.json else print(markdown())
         return 0
     findings = examine()
     broken = [f for f in findings if f.status == BROKEN]

@@ -48,8 +48,8 @@ class Launch:
 def launches_of(text: str, name: str, given: Mapping[str, str]) -> list[Launch]:
     """In the order of the file."""
     if name.endswith((".yaml", ".yml")):
-        return [found] if (found := _flagscale(parse_document(text, name))) is not None else []
-    return [found for command in read_script(text, given) if (found := _launch(command)) is not None]
+        return [launch] if (launch := _flagscale(parse_document(text, name))) is not None else []
+    return [launch for command in read_script(text, given) if (launch := _launch(command)) is not None]
 
 
 def _launch(command: ShellCommand) -> Launch | None:
@@ -59,11 +59,11 @@ def _launch(command: ShellCommand) -> Launch | None:
         return None
     flags: Sequence[str] = words[start + 1 :]
     ranks = _ranks(words[:start])
-    overrides = [found for word in flags if (found := _OVERRIDE.fullmatch(word))]
+    overrides = [match for word in flags if (match := _OVERRIDE.fullmatch(word))]
     if overrides and not any(word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") in
                              ("num_layers", "micro_batch_size", "model", "load_hf") for word in flags):  # fmt: skip
-        own, world = _nemo([(found["key"], found["value"]) for found in overrides])
-        return Launch(command.line, words[start], tuple(own), world or ranks)
+        own_flags, world = _nemo([(match["key"], match["value"]) for match in overrides])
+        return Launch(command.line, words[start], tuple(own_flags), world or ranks)
     return Launch(command.line, words[start], tuple(flags), ranks)
 
 
@@ -73,26 +73,26 @@ def _is_trainer(words: Sequence[str], at: int) -> bool:
     if word in ("pretrain", "finetune"):
         return at > 0 and words[at - 1].rpartition("/")[2] in ("hetero-megatron", "hetero_megatron")
     script = _TRAINER.fullmatch(word) is not None and not any(other in word for other in _OTHERS)
-    return script and any(rest.startswith("--") or _OVERRIDE.fullmatch(rest) or unresolved(rest)
-                          for rest in words[at + 1 :])  # fmt: skip
+    return script and any(word_after.startswith("--") or _OVERRIDE.fullmatch(word_after) or unresolved(word_after)
+                          for word_after in words[at + 1 :])  # fmt: skip
 
 
 def _ranks(words: Sequence[str]) -> int | None:
     """How many ranks a launcher's words ask for."""
-    found: dict[str, str] = {}
-    for at, word in enumerate(words):
+    rank_flags: dict[str, str] = {}
+    for position, word in enumerate(words):
         name, separator, value = word.partition("=")
         key = name.lstrip("-").replace("_", "-")
         if name.startswith("--") and key in (*_RANKS, "ntasks"):
-            found[key] = value if separator else (list(words) + [""])[at + 1]
+            rank_flags[key] = value if separator else (list(words) + [""])[position + 1]
         elif name == "-n" and words[0].rpartition("/")[2] in ("srun", "mpirun"):
-            found["ntasks"] = (list(words) + [""])[at + 1]
-    if not found:
+            rank_flags["ntasks"] = (list(words) + [""])[position + 1]
+    if not rank_flags:
         return None
-    if found.get("ntasks", "").isdecimal() and "nproc-per-node" not in found:
-        return int(found["ntasks"])
-    each, nodes = found.get("nproc-per-node", "1"), found.get("nnodes", "1").rpartition(":")[2]
-    return int(each) * int(nodes) if each.isdecimal() and nodes.isdecimal() and int(each) * int(nodes) else None
+    if rank_flags.get("ntasks", "").isdecimal() and "nproc-per-node" not in rank_flags:
+        return int(rank_flags["ntasks"])
+    local, nodes = rank_flags.get("nproc-per-node", "1"), rank_flags.get("nnodes", "1").rpartition(":")[2]
+    return int(local) * int(nodes) if local.isdecimal() and nodes.isdecimal() and int(local) * int(nodes) else None
 
 
 def _nemo(pairs: Sequence[tuple[str, str]]) -> tuple[list[str], int | None]:
@@ -135,10 +135,10 @@ def _flagscale(document: Entry) -> Launch | None:
 
 
 def _leaves(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for key, item in value.items():
-        found += _leaves(item) if isinstance(item, dict) else [(str(key), item)]
-    return found
+        leaves += _leaves(item) if isinstance(item, dict) else [(str(key), item)]
+    return leaves
 
 
 def _flag(key: str, value: Any) -> list[str]:

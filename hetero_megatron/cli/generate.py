@@ -45,12 +45,12 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
     """Returns the exit code; an error is one line on standard error."""
     launcher = LauncherEnvironment()
     try:
-        args, rest = parse(argv)
+        args, other_words = parse(argv)
         launcher = read_launcher(environment)
         with at_once(launcher.rank == 0):
-            made = generate(args, rest, launcher, environment)
+            generated = generate(args, other_words, launcher, environment)
         if launcher.rank == 0:
-            _print(args, made)
+            _print(args, generated)
         return 0
     except (Exception, KeyboardInterrupt) as error:
         return end_rank(error, launcher, environment)
@@ -90,7 +90,7 @@ def _parser() -> ArgumentParser:
 
 def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """(own flags, words for the model and the plan)."""
-    args, rest = _parser().parse_known_args(list(argv))
+    args, other_words = _parser().parse_known_args(list(argv))
     for flag, number in {"--top-p": args.top_p, "--top-k": args.top_k}.items():
         if number not in (None, 0, 1.0) and not args.temperature:
             accepted = "--temperature 1 beside it, or leave the flag out"
@@ -99,15 +99,15 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         accepted = "--prompt TEXT or --prompt-file FILE"
         raise UserError("missing: nothing to continue", field="--prompt", accepted=accepted)
     if args.load is None and args.load_hf is None:
-        for word in rest:
-            if near := did_you_mean(name := word.partition("=")[0], ("--load-hf", "--load"), 0.75):
-                raise UserError(f"no such flag{near}", field=name)
+        for word in other_words:
+            if hint := did_you_mean(name := word.partition("=")[0], ("--load-hf", "--load"), 0.75):
+                raise UserError(f"no such flag{hint}", field=name)
         raise UserError("missing: no model", field="--load-hf", accepted="--load-hf DIR or --load DIR")
     if args.ckpt_step is not None and args.load is None:
         raise UserError("has no effect without --load", field="--ckpt-step", value=args.ckpt_step)
     if args.load_adapter is not None and (args.load is not None or args.load_hf is None):
         raise UserError("needs its base", field="--load-adapter", value=args.load_adapter, accepted="--load-hf DIR")
-    return args, rest
+    return args, other_words
 
 
 def generate(
@@ -126,8 +126,8 @@ def generate(
     from hetero_megatron.generation import open_weights
 
     weights = open_weights(config.spec, config.load_hf, args.load_adapter, checkpoint)
-    told = (*ending.notices, *(weights.base.notices if weights.base is not None else ()))
-    for notice in told if launcher.rank == 0 else ():
+    notices = (*ending.notices, *(weights.base.notices if weights.base is not None else ()))
+    for notice in notices if launcher.rank == 0 else ():
         print(notice_line(notice), file=sys.stderr, flush=True)
     answers, seconds = _generate(args, config, weights, launcher, prompts, length, ending)
     texts = [tokenizer.decode(answer) for answer in answers]
@@ -189,11 +189,11 @@ def _tokenizer(args: Namespace, source: str, checkpoint: Any) -> HuggingFaceToke
         import tempfile
 
         with tempfile.TemporaryDirectory() as folder:
-            found = checkpoint.model_files()
-            found.write(Path(folder))
-            if CONFIG in found.files:  # its model_type says which tokenizer it is where the tokenizer's files do not
-                write_new(Path(folder) / CONFIG, found.files[CONFIG])
-            if not found.tokenizer().files:
+            stored = checkpoint.model_files()
+            stored.write(Path(folder))
+            if CONFIG in stored.files:  # its model_type says which tokenizer it is where the tokenizer's files do not
+                write_new(Path(folder) / CONFIG, stored.files[CONFIG])
+            if not stored.tokenizer().files:
                 raise UserError(
                     "the checkpoint holds no tokenizer", field="--tokenizer-model",
                     accepted="the directory or name of the model's tokenizer",
@@ -216,12 +216,12 @@ def _prompts(args: Namespace, tokenizer: HuggingFaceTokenizer) -> list[list[int]
         from hetero_megatron.data.chat.encode import ChatEncoder
 
         encoder = ChatEncoder(tokenizer, *read_template(args.chat_template, tokenizer))
-        before = [{"role": "system", "content": args.system}] if args.system is not None else []
-        return encoder.prompts([[*before, {"role": "user", "content": text}] for text in texts])
-    found = [ids.tolist() for ids in encode_texts(texts, tokenizer)]
-    if empty := next((text for text, ids in zip(texts, found) if not ids), None):
+        system_turns = [{"role": "system", "content": args.system}] if args.system is not None else []
+        return encoder.prompts([[*system_turns, {"role": "user", "content": text}] for text in texts])
+    encoded = [ids.tolist() for ids in encode_texts(texts, tokenizer)]
+    if empty := next((text for text, ids in zip(texts, encoded) if not ids), None):
         raise UserError("becomes no token", field="--prompt", value=empty, accepted="text")
-    return found
+    return encoded
 
 
 def _generate(
@@ -260,19 +260,19 @@ def _generate(
     if comm.rank in plan.ranks:
         kernels = rank_kernels(plan, config.spec, comm.rank, plugins.registry, platform, dtype)
         decoder = Decoder(plan, config.spec, comm, dtype, weights, length, kernels)
-        each = pipeline_shares(plan, len(prompts))
-        start = sum(each[: decoder.place.pipeline])
-        mine = range(start, start + each[decoder.place.pipeline]) if decoder.works else range(0)
+        shares = pipeline_shares(plan, len(prompts))
+        start = sum(shares[: decoder.place.pipeline])
+        prompt_range = range(start, start + shares[decoder.place.pipeline]) if decoder.works else range(0)
         filters = filters_of(args, ending.settings)
         sampling = Sampling(args.temperature or 0.0, filters, args.seed, ending.settings, ending.ends)
         began = time.perf_counter()
-        found: list[list[int]] = []
-        for at in range(mine.start, mine.stop, args.batch_size):
-            batch = prompts[at : min(at + args.batch_size, mine.stop)]
-            found += decoder.generate(batch, at, args.max_new_tokens, sampling, ending.stops)
+        own_answers: list[list[int]] = []
+        for first in range(prompt_range.start, prompt_range.stop, args.batch_size):
+            batch = prompts[first : min(first + args.batch_size, prompt_range.stop)]
+            own_answers += decoder.generate(batch, first, args.max_new_tokens, sampling, ending.stops)
         leads = decoder.works and decoder.place.stage == 0 and decoder.place.tp_rank == 0
-        everyone = decoder.world.gather_objects(found if leads else [], list[list[int]])
-        answers = _in_order(plan, everyone)
+        answers_of_ranks = decoder.world.gather_objects(own_answers if leads else [], list[list[int]])
+        answers = _in_order(plan, answers_of_ranks)
     seconds = time.perf_counter() - began
     with suppress(Exception):
         stop_comm(platform)
@@ -290,13 +290,13 @@ def _print(args: Namespace, made: Generated) -> None:
     prompts, answers, texts, seconds, tokenizer = made
     count = sum(map(len, answers))
     if args.json:
-        each = [
+        continuations = [
             {"prompt_tokens": len(p), "tokens": a, "text": t} for p, a, t in zip(prompts, answers, texts, strict=True)
         ]
-        print_json({"answers": each, "new_tokens": count, "seconds": round(seconds, 4)})
+        print_json({"answers": continuations, "new_tokens": count, "seconds": round(seconds, 4)})
         return
-    shown = args.prompt + ([""] * (len(prompts) - len(args.prompt)))
-    for prompt, ids, text in zip(shown, prompts, texts, strict=True):
+    prompt_texts = args.prompt + ([""] * (len(prompts) - len(args.prompt)))
+    for prompt, ids, text in zip(prompt_texts, prompts, texts, strict=True):
         if len(prompts) > 1:
             print(without_controls(f"--- {prompt or tokenizer.decode(ids)}"))
         print(without_controls(text), flush=True)

@@ -45,23 +45,23 @@ def find_settings(
     Raises:
         UserError: the file says what is not supported.
     """
-    found, where = _said(source, checkpoint)
-    told = notices(found, where, args.temperature) if Path(where).name == GENERATION else []
+    stored, origin = _said(source, checkpoint)
+    messages = notices(stored, origin, args.temperature) if Path(origin).name == GENERATION else []
     if args.ignore_generation_config:
-        found, told = {key: found[key] for key in ("eos_token_id",) if key in found}, []
-    settings = read_settings(found, vocabulary, where, bool(args.temperature))
+        stored, messages = {key: stored[key] for key in ("eos_token_id",) if key in stored}, []
+    settings = read_settings(stored, vocabulary, origin, bool(args.temperature))
     if args.ignore_eos:
-        return Ending(replace(settings, ends=(), stop_strings=()), (), None, tuple(told))
-    ends, own = settings.ends, tokenizer.eod
+        return Ending(replace(settings, ends=(), stop_strings=()), (), None, tuple(messages))
+    ends, tokenizer_end = settings.ends, tokenizer.eod
     if ends is None:
-        ends = () if own is None else (own,)
-    elif own is not None and own not in ends:
-        told.append(
-            f"the tokenizer's end, id {own}, ends no answer, as in transformers: {where} says eos_token_id "
-            f"{found['eos_token_id']}"
+        ends = () if tokenizer_end is None else (tokenizer_end,)
+    elif tokenizer_end is not None and tokenizer_end not in ends:
+        messages.append(
+            f"the tokenizer's end, id {tokenizer_end}, ends no answer, as in transformers: {origin} says eos_token_id "
+            f"{stored['eos_token_id']}"
         )
     stops = tokenizer.stops_at(settings.stop_strings) if settings.stop_strings else None
-    return Ending(settings, ends, stops, tuple(told))
+    return Ending(settings, ends, stops, tuple(messages))
 
 
 def filters_of(args: Namespace, settings: ScoreSettings) -> Filters:
@@ -80,11 +80,11 @@ def _said(source: str, checkpoint: Checkpoint | None) -> tuple[dict[str, Any], s
             content = get(name) if place is not None else None
             if content is None:
                 continue
-            where = str(place / name) if place is not None else name
-            found = parse_json(content, where)
-            if not isinstance(found, dict):
-                raise UserError("not a JSON object", where=where, accepted='{"eos_token_id": ...}')
-            return (found if name == GENERATION else _of_model(found)), where
+            path = str(place / name) if place is not None else name
+            content_read = parse_json(content, path)
+            if not isinstance(content_read, dict):
+                raise UserError("not a JSON object", where=path, accepted='{"eos_token_id": ...}')
+            return (content_read if name == GENERATION else _of_model(content_read)), path
     return {}, GENERATION
 
 

@@ -24,33 +24,33 @@ def asks_for_ranks(words: Sequence[str]) -> bool:
 def main(command: str, words: Sequence[str]) -> int:
     """Refuse what can be refused before anything is started, then start the ranks; returns the exit code."""
     try:
-        count, rest = _count(words)
+        count, run_words = _count(words)
         refuse_copies(f"{FLAGS[0]} {count}", "starts all ranks by itself")
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
             raise UserError("a launcher has started this process as a rank (RANK, WORLD_SIZE)", field=FLAGS[0],
                             value=count, accepted="one of the two")  # fmt: skip
-        if command in _CONFIGURED and "--auto-plan" not in rest:  # each rank searches; here it would be once more
+        if command in _CONFIGURED and "--auto-plan" not in run_words:  # each rank searches; here it would be once more
             from hetero_megatron.cli.configure import configure
 
-            own = ["--sft"] if command == "finetune" and "--sft" not in rest else []
-            configure([*own, *rest], {"WORLD_SIZE": str(count)}, early="--dry-run" not in rest)
+            added_flags = ["--sft"] if command == "finetune" and "--sft" not in run_words else []
+            configure([*added_flags, *run_words], {"WORLD_SIZE": str(count)}, early="--dry-run" not in run_words)
     except UserError as error:
         say_error(str(error))
         return 2
     with at_once():
         from hetero_megatron.launch.here import start_here
-    return start_here(["-m", "hetero_megatron", command, *rest], count)
+    return start_here(["-m", "hetero_megatron", command, *run_words], count)
 
 
 def _count(words: Sequence[str]) -> tuple[int, list[str]]:
     """(ranks, the other words)."""
-    rest, found = list(words), ""
+    other_words, count = list(words), ""
     for index, word in enumerate(words):
         name, separator, value = word.partition("=")
         if name in FLAGS:
-            found = value if separator else (list(words) + [""])[index + 1]
-            del rest[index : index + (1 if separator else 2)]
+            count = value if separator else (list(words) + [""])[index + 1]
+            del other_words[index : index + (1 if separator else 2)]
             break
-    if not re.fullmatch(r"[0-9]{1,6}", found) or not 1 <= int(found) <= MAX_RANKS or asks_for_ranks(rest):
-        raise UserError("is no number of ranks", field=FLAGS[0], value=found, accepted="1 or more, once")
-    return int(found), rest
+    if not re.fullmatch(r"[0-9]{1,6}", count) or not 1 <= int(count) <= MAX_RANKS or asks_for_ranks(other_words):
+        raise UserError("is no number of ranks", field=FLAGS[0], value=count, accepted="1 or more, once")
+    return int(count), other_words

@@ -123,27 +123,27 @@ def with_present_names(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         UserError: an old name and the present one contradict each other.
     """
-    found, flags = dict(stored), index()
+    arguments, flags = dict(stored), index()
     for old in stored:
         flag = flags.get("--" + old.replace("_", "-"))
         if flag is None or flag.key == old or flag.key not in KEYS.honoured | KEYS.fixed.keys():
             continue
-        value = found.pop(old)
-        if value is not None and found.get(flag.key) is not None and not is_one_of(value, (found[flag.key],)):
+        value = arguments.pop(old)
+        if value is not None and arguments.get(flag.key) is not None and not is_one_of(value, (arguments[flag.key],)):
             raise UserError(
-                f"{flag.key} says {found[flag.key]}, which is the same argument by its present name", field=old,
+                f"{flag.key} says {arguments[flag.key]}, which is the same argument by its present name", field=old,
                 value=value, where=where, accepted="one value",
             )  # fmt: skip
-        if value is not None or flag.key not in found:
-            found[flag.key] = value
+        if value is not None or flag.key not in arguments:
+            arguments[flag.key] = value
     for old in _HEADS:
-        heads, present = found.pop(old, None), found.get("num_query_groups") if _grouped(found) else None
+        heads, present = arguments.pop(old, None), arguments.get("num_query_groups") if _grouped(arguments) else None
         if heads is not None and present is not None and heads != present:
             problem = f"num_query_groups says {present}"
             raise UserError(problem, field=old, value=heads, where=where, accepted="one value")
-        if heads is not None and heads != found.get("num_attention_heads"):
-            found |= {"group_query_attention": True, "num_query_groups": heads}
-    return found
+        if heads is not None and heads != arguments.get("num_attention_heads"):
+            arguments |= {"group_query_attention": True, "num_query_groups": heads}
+    return arguments
 
 
 def _grouped(stored: Mapping[str, Any]) -> bool:
@@ -161,8 +161,8 @@ def check_stored(stored: Mapping[str, Any], where: str) -> tuple[str, ...]:
             KEYS.problem, field="encoder_num_layers", value=stored["encoder_num_layers"], where=where,
             accepted=f"null, or num_layers ({stored.get('num_layers')})",
         )  # fmt: skip
-    turned = stored.get("position_embedding_type") == "rope" or stored.get("use_rotary_position_embeddings") is True
-    if stored.get("add_position_embedding") is False and not turned and "position_embedding_type" in stored:
+    has_rope = stored.get("position_embedding_type") == "rope" or stored.get("use_rotary_position_embeddings") is True
+    if stored.get("add_position_embedding") is False and not has_rope and "position_embedding_type" in stored:
         raise UserError(
             "a model without positions is not supported", field="add_position_embedding", value=False, where=where,
             accepted="true, or position_embedding_type rope",
@@ -173,14 +173,14 @@ def check_stored(stored: Mapping[str, Any], where: str) -> tuple[str, ...]:
             "this router is not supported", field="moe_router_load_balancing_type", value=balance, where=where,
             accepted="none, aux_loss, seq_aux_loss, global_aux_loss",
         )  # fmt: skip
-    told = [
+    messages = [
         f"{where}: {key} = {stored[key]}: tokens that the run dropped by it are not dropped here"
         for key in _DROPS if stored.get("num_experts") and stored.get(key) is not None
     ]  # fmt: skip
     unknown = [key for key in KEYS.unknown(stored) if not _FAMILIES_OFF.fullmatch(key) and _is_said(stored[key])]
     if unknown:
-        told.append(f"{where}: not known, and taken to say nothing about the model: {KEYS.named(unknown)}")
-    return tuple(told)
+        messages.append(f"{where}: not known, and taken to say nothing about the model: {KEYS.named(unknown)}")
+    return tuple(messages)
 
 
 def _is_said(value: Any) -> bool:

@@ -51,22 +51,22 @@ def print_json(value: Any) -> None:
 def json_alone(command: str, words: Sequence[str]) -> Iterator[None]:
     """While a command runs that was asked for JSON, standard output is for ``print_json`` only: libraries print there
     while they are imported and used, and so do compilers that they start."""
-    own = list(words[: words.index("--")] if "--" in words else words)
-    if "--json" not in own or command in _STARTERS or not {"-h", "--help"}.isdisjoint(own):
+    own_words = list(words[: words.index("--")] if "--" in words else words)
+    if "--json" not in own_words or command in _STARTERS or not {"-h", "--help"}.isdisjoint(own_words):
         yield
         return
-    before, handle = sys.stdout, _separate_handle()
-    stream = before if handle is None else os.fdopen(handle, "w", encoding=before.encoding, errors=before.errors)
+    stdout, handle = sys.stdout, _separate_handle()
+    stream = stdout if handle is None else os.fdopen(handle, "w", encoding=stdout.encoding, errors=stdout.errors)
     sys.stdout = _AnswerStream(LastingStream(stream))  # type: ignore[arg-type, assignment]
-    loggers = _handlers_of(before)
+    loggers = _handlers_of(stdout)
     try:
         for handler in loggers:
             handler.setStream(sys.stderr)
         yield
     finally:
-        sys.stdout = before
+        sys.stdout = stdout
         for handler in loggers:
-            handler.setStream(before)
+            handler.setStream(stdout)
         if handle is not None:
             os.dup2(handle, 1)
             with suppress(OSError):  # nobody reads it any more, and some of it was not written
@@ -75,10 +75,10 @@ def json_alone(command: str, words: Sequence[str]) -> Iterator[None]:
 
 def _handlers_of(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
     """What logs to this stream by libraries that are there already, as in a notebook."""
-    named = logging.root.manager.loggerDict.values()
-    known = [logging.root, *(logger for logger in named if isinstance(logger, logging.Logger))]
-    handlers = (handler for logger in known for handler in logger.handlers)
-    return [one for one in handlers if isinstance(one, logging.StreamHandler) and one.stream is stream]
+    known_loggers = logging.root.manager.loggerDict.values()
+    loggers = [logging.root, *(logger for logger in known_loggers if isinstance(logger, logging.Logger))]
+    handlers = (handler for logger in loggers for handler in logger.handlers)
+    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler) and handler.stream is stream]
 
 
 def _separate_handle() -> int | None:

@@ -42,15 +42,15 @@ def main(argv: Sequence[str]) -> int:
         return context_only(argv)
     args = _parser().parse_args(list(argv))
     _check(args)
-    beside = ClusterBesidePlan(args.out, args.cluster, bool(args.without or args.add) or args.objective != "tokens")
-    given = load_model(args.model)
-    model = Model.of(with_lora(args, given), args.model).stretched(args.seq_length)
-    cluster = asked = Cluster.read(args.cluster)
+    copy = ClusterBesidePlan(args.out, args.cluster, bool(args.without or args.add) or args.objective != "tokens")
+    spec_read = load_model(args.model)
+    model = Model.of(with_lora(args, spec_read), args.model).stretched(args.seq_length)
+    cluster = cluster_asked = Cluster.read(args.cluster)
     if args.without:
         cluster = cluster.without(*[name for word in args.without for name in word.split(",")])
     for text in args.add or ():
         cluster = cluster.with_more(text)
-    notices = [*positions_notice(Model.of(given), args.seq_length), *cluster.notices]
+    notices = [*positions_notice(Model.of(spec_read), args.seq_length), *cluster.notices]
     for notice in notices:
         print(notice_line(notice), file=sys.stderr)
     if args.shop:
@@ -60,34 +60,34 @@ def main(argv: Sequence[str]) -> int:
     with WorkLine("search", args.time_limit or 0.0, show=format_seconds) as line:
         say = None if args.json or args.quiet else partial(_say, line=line)
         elapsed = None if args.quiet else lambda seconds: line.add(seconds - line.done)
-        found = search(model, cluster, progress=say, elapsed=elapsed, **_question(args))
+        planned = search(model, cluster, progress=say, elapsed=elapsed, **_question(args))
     if args.runtime:
-        return _for_runtime(args, found)
+        return _for_runtime(args, planned)
     if args.out:
-        write_text(args.out, "--out", found.file)
+        write_text(args.out, "--out", planned.file)
     try:  # the report may take longer than the search did
-        beside.finish(found.cluster.text() if found.cluster is not asked else None, quiet=args.json)
+        copy.finish(planned.cluster.text() if planned.cluster is not cluster_asked else None, quiet=args.json)
         if not args.json:
-            print(_without_packed(found.file), found.explain(), "", sep="\n", flush=True)
+            print(_without_packed(planned.file), planned.explain(), "", sep="\n", flush=True)
         tell = None if say is None else partial(say, what="report")
-        found.compare(baselines=not args.no_baselines, every=args.compare, progress=tell)
+        planned.compare(baselines=not args.no_baselines, every=args.compare, progress=tell)
         if tell is not None:
-            tell(f"{found.summary.seconds:.2f} s, after {found.seconds:.2f} s of search")
+            tell(f"{planned.summary.seconds:.2f} s, after {planned.seconds:.2f} s of search")
         if args.fallbacks:
-            _write_fallbacks(args.fallbacks, found)
+            _write_fallbacks(args.fallbacks, planned)
         if args.html:
-            write_text(args.html, "--html", found.page())
+            write_text(args.html, "--html", planned.page())
     except KeyboardInterrupt:
-        where = f"; the plan is in {args.out}" if args.out else "" if args.json else "; the plan is above"
-        print(f"error: interrupted in the report{where}", file=sys.stderr)
+        plan_place = f"; the plan is in {args.out}" if args.out else "" if args.json else "; the plan is above"
+        print(f"error: interrupted in the report{plan_place}", file=sys.stderr)
         return INTERRUPTED
     if args.json:
-        print_json(found.as_json())
+        print_json(planned.as_json())
     else:
-        print(found.comparisons(), flush=True)
+        print(planned.comparisons(), flush=True)
     if args.export:  # last: what the format cannot say is refused, and the plan and its report are there
         kind, _, name = args.export.partition(":")
-        exported = found.plan.canonical, found.plan.model.spec, found.cluster.described, found.plan.dtype
+        exported = planned.plan.canonical, planned.plan.model.spec, planned.cluster.described, planned.plan.dtype
         write_text(name, "--export", export(kind, *exported))
     return 0
 
@@ -185,10 +185,10 @@ def _parser() -> ArgumentParser:
 
 
 def _check(args: Namespace) -> None:
-    wants = args.objective == "deadline"
+    has_deadline = args.objective == "deadline"
     for name in ("deadline_hours", "train_tokens"):
-        if (getattr(args, name) is None) == wants:
-            problem = "missing beside --objective deadline" if wants else "it needs --objective deadline"
+        if (getattr(args, name) is None) == has_deadline:
+            problem = "missing beside --objective deadline" if has_deadline else "it needs --objective deadline"
             raise UserError(problem, field="--" + name.replace("_", "-"), accepted="a number above 0")
     if args.compare and args.no_baselines:
         raise UserError("it contradicts --compare", field="--no-baselines", accepted="one of the two")
@@ -233,14 +233,14 @@ def _exportable(args: Namespace) -> dict[str, Any]:
     if not args.export or args.runtime:
         return {}
     kind = args.export.partition(":")[0]
-    only = _EXPORTED | ({"recompute": "none"} if kind == "sailor" else {})
-    for name, value in only.items():
-        asked = getattr(args, name)
-        if asked not in (value, "auto", None, False):
+    only_choice = _EXPORTED | ({"recompute": "none"} if kind == "sailor" else {})
+    for name, value in only_choice.items():
+        flag_value = getattr(args, name)
+        if flag_value not in (value, "auto", None, False):
             flag = "--" + name.replace("_", "-")
             accepted = "the command without it" if value is False else str(value)
-            raise UserError(f"{kind} cannot say it (--export)", field=flag, value=asked, accepted=accepted)
-    return {"shares": False, **only}
+            raise UserError(f"{kind} cannot say it (--export)", field=flag, value=flag_value, accepted=accepted)
+    return {"shares": False, **only_choice}
 
 
 _ASKED = (
@@ -257,7 +257,7 @@ def _question(args: Namespace) -> dict[str, Any]:
 
 def _write_fallbacks(folder: str, found: Found) -> None:
     """Plans for the loss of a node, each as ``without-NODE.yaml``."""
-    losses, made = found.losses(), found.plan.canonical.made_for
+    losses, settings = found.losses(), found.plan.canonical.made_for
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -266,5 +266,5 @@ def _write_fallbacks(folder: str, found: Found) -> None:
     for loss in losses:
         if loss.plan is not None:
             head = f"# {found.plan.model.name} without {loss.node}: {loss.step_seconds:.4g} s per step predicted.\n"
-            text = head + dump_yaml(replace(loss.plan, made_for=made))
+            text = head + dump_yaml(replace(loss.plan, made_for=settings))
             write_text(str(Path(folder) / f"without-{loss.node}.yaml"), "--fallbacks", text)

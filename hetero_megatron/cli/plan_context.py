@@ -53,14 +53,14 @@ def run_context_only(args: argparse.Namespace) -> int:
         UserError: unsupported requests, before anything is printed.
     """
     check_writable(args.out, "--out")
-    beside = ClusterBesidePlan(args.out, args.cluster, may_write=False)
+    cluster_copy = ClusterBesidePlan(args.out, args.cluster, may_write=False)
     problem, notices = _problem(args)
     choice = schedule_context(problem)
     plan = one_stage_plan(problem, choice.layout, args.global_batch_size)
     validate(plan, problem.model)
     if args.out:
         write_text(args.out, "--out", dump_yaml(plan))
-    beside.finish(None, quiet=args.json)
+    cluster_copy.finish(None, quiet=args.json)
     if args.json:
         print_json(report(problem, choice, plan, notices))
     else:
@@ -69,8 +69,8 @@ def run_context_only(args: argparse.Namespace) -> int:
 
 
 def _problem(args: argparse.Namespace) -> tuple[ContextProblem, list[str]]:
-    given = Model(args.model)
-    model, notices = given.stretched(args.seq_length).spec, positions_notice(given, args.seq_length)
+    model_read = Model(args.model)
+    model, notices = model_read.stretched(args.seq_length).spec, positions_notice(model_read, args.seq_length)
     if args.seq_length > model.max_position_embeddings:
         raise UserError(
             f"the model has {model.max_position_embeddings} learned positions", field="--seq-length",
@@ -121,11 +121,11 @@ def _text(problem: ContextProblem, choice: ContextChoice, plan: Plan, notices: S
     for k, group in enumerate(choice.layout.groups):
         for m, tokens, heads in zip(group.members, group.tokens, group.heads, strict=True):
             member = problem.members[m]
-            used = choice.evaluation.memory[m]
+            used_bytes = choice.evaluation.memory[m]
             rows.append(
                 (
                     str(k), rank_ranges(member.ranks), f"{tokens / problem.seq_length:.1%}", str(tokens), str(heads),
-                    format_bytes(round(used)), format_bytes(round(member.memory)),
+                    format_bytes(round(used_bytes)), format_bytes(round(member.memory)),
                 )
             )  # fmt: skip
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]

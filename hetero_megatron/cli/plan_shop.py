@@ -25,14 +25,14 @@ def main(args: Namespace, model: Model, cluster: Cluster) -> int:
         print(f"shop: {text}", file=sys.stderr, flush=True)
 
     cards = [name.strip() for name in args.shop.split(",")]
-    asked = {name: getattr(args, name) for name in _ASKED} | {"fp8": fp8_of(args)}
-    found = shop(model, cluster, cards, args.prices, args.budget, progress=None if quiet else say, **asked)
+    question = {name: getattr(args, name) for name in _ASKED} | {"fp8": fp8_of(args)}
+    sets = shop(model, cluster, cards, args.prices, args.budget, progress=None if quiet else say, **question)
     if not quiet:
-        say(f"{len(found.offers)} searches in {time.monotonic() - started:.1f} s")
+        say(f"{len(sets.offers)} searches in {time.monotonic() - started:.1f} s")
     if args.html:
-        write_text(args.html, "--html", found.page())
+        write_text(args.html, "--html", sets.page())
     if args.json:
-        print_json(found.as_json())
+        print_json(sets.as_json())
     else:
-        print(found)
+        print(sets)
     return 0

@@ -73,11 +73,11 @@ def _list(args: argparse.Namespace) -> int:
     import_torch()
     from hetero_megatron.platform.plugins import load_plugins
 
-    found = load_plugins()
-    platforms = [_platform_row(found, name) for name in found.platforms]
-    plugins = [_plugin_row(plugin) for plugin in found.plugins]
+    loaded = load_plugins()
+    platforms = [_platform_row(loaded, name) for name in loaded.platforms]
+    plugins = [_plugin_row(plugin) for plugin in loaded.plugins]
     kernels = [
-        {"operator": k.op, "provider": k.provider, "kind": k.kind, "version": k.version} for k in found.registry
+        {"operator": k.op, "provider": k.provider, "kind": k.kind, "version": k.version} for k in loaded.registry
     ]
     if args.json:
         print_json({"platforms": platforms, "plugins": plugins, "kernels": kernels})
@@ -85,29 +85,29 @@ def _list(args: argparse.Namespace) -> int:
     print(f"{'platform':<12}{'vendor':<16}{'device':<8}{'backend':<9}{'here':<14}tested by this project")
     for row in platforms:
         tested = "yes" if row["tested"] else "UNTESTED: written from the adapter's documentation"
-        absent = "FAILS" if row["failure"] else "no device" if row["installed"] else "no adapter"
-        here = f"{row['devices']} x" if row["devices"] else absent
+        absence = "FAILS" if row["failure"] else "no device" if row["installed"] else "no adapter"
+        devices = f"{row['devices']} x" if row["devices"] else absence
         backend = "/".join(row["backends"])
-        print(f"{row['name']:<12}{row['vendor']:<16}{row['device']:<8}{backend:<9}{here:<14}{tested}")
+        print(f"{row['name']:<12}{row['vendor']:<16}{row['device']:<8}{backend:<9}{devices:<14}{tested}")
         if row["failure"]:
             print(f"    {row['failure']}")
     print(f"\n{'plugin':<16}{'found by':<14}{'version':<10}registers")
     for row in plugins:
-        what = f"BROKEN: {row['error']}" if row["error"] else row["registers"]
-        print(f"{row['name']:<16}{row['origin']:<14}{row['version'] or '-':<10}{what}")
+        state = f"BROKEN: {row['error']}" if row["error"] else row["registers"]
+        print(f"{row['name']:<16}{row['origin']:<14}{row['version'] or '-':<10}{state}")
     print(f"\n{'operator':<22}providers, the first that can serve is used")
-    for op in sorted(found.registry.specs):
-        print(f"{op:<22}{', '.join(k.provider for k in found.registry.kernels(op))}")
+    for op in sorted(loaded.registry.specs):
+        print(f"{op:<22}{', '.join(k.provider for k in loaded.registry.kernels(op))}")
     return 0
 
 
 def _platform_row(found: Plugins, name: str) -> dict[str, Any]:
     a = found.platforms[name]
-    here = a.available()
+    available = a.available()
     return {
         "name": a.name, "vendor": a.vendor, "device": a.device_type, "backends": list(a.backends),
-        "installed": a.installed(), "devices": a.device_count() if here else 0,
-        "chip": a.chip(0) if here else "", "tested": a.tested, "failure": a.failure(),
+        "installed": a.installed(), "devices": a.device_count() if available else 0,
+        "chip": a.chip(0) if available else "", "tested": a.tested, "failure": a.failure(),
     }  # fmt: skip
 
 
@@ -160,14 +160,14 @@ def _compare(args: argparse.Namespace) -> int:
     import_torch()
     from hetero_megatron.training.alignment.dump import compare_dumps
 
-    result = compare_dumps(args.one, args.other, args.tolerance)
-    print_json(result.to_dict()) if args.json else print(result.text())
-    return 0 if result.ok else 1
+    comparison = compare_dumps(args.one, args.other, args.tolerance)
+    print_json(comparison.to_dict()) if args.json else print(comparison.text())
+    return 0 if comparison.ok else 1
 
 
 def _drift(args: argparse.Namespace) -> int:
     from hetero_megatron.training.alignment.drift import loss_drift
 
-    result = loss_drift(args.one, args.other, args.threshold)
-    print_json(asdict(result) | {"ok": result.ok}) if args.json else print(result.text())
-    return 0 if result.ok else 1
+    drift = loss_drift(args.one, args.other, args.threshold)
+    print_json(asdict(drift) | {"ok": drift.ok}) if args.json else print(drift.text())
+    return 0 if drift.ok else 1

@@ -44,9 +44,9 @@ def read_plan(args: Namespace, cluster: Cluster) -> Plan:
         accepted = "preset, Hugging Face directory or config.json"
         raise UserError("missing: the file names none", field="--model", accepted=accepted)
     model = Model.of(with_lora(args, load_model(args.model)), args.model)
-    given = GivenSizes(world, model.spec.num_layers, **{size: getattr(args, size) for size in SIZES})
+    sizes = GivenSizes(world, model.spec.num_layers, **{size: getattr(args, size) for size in SIZES})
     assert runtime.read is not None
-    loaded = runtime.read(text, name, given)
+    loaded = runtime.read(text, name, sizes)
     if args.dtype is not None and loaded.dtype is not None and args.dtype != loaded.dtype:
         problem = f"the file says {loaded.dtype}"
         raise UserError(problem, field="--dtype", value=args.dtype, accepted=loaded.dtype, where=name)
@@ -69,10 +69,10 @@ def _world(cluster: Cluster, nodes: tuple[str, ...], name: str) -> int:
     ranks = cluster.described.ranks
     if not nodes:
         return len(ranks)
-    known = {rank.node for rank in ranks}
-    if missing := [node for i, node in enumerate(nodes) if node not in known or node in nodes[:i]]:
+    known_nodes = {rank.node for rank in ranks}
+    if missing := [node for i, node in enumerate(nodes) if node not in known_nodes or node in nodes[:i]]:
         raise UserError("no node of the cluster, or named twice", field="nodes", value=missing[0],
-                        accepted=", ".join(sorted(known)), where=name)  # fmt: skip
+                        accepted=", ".join(sorted(known_nodes)), where=name)  # fmt: skip
     return sum(rank.node in nodes for rank in ranks)
 
 
@@ -80,8 +80,8 @@ def _from_flags(args: Namespace, cluster: Cluster, text: str, nodes: tuple[str, 
     """Of a launch line, or of flags alone: read as this program's own."""
     launches = launches_of(text, args.source, {})
     if len(launches) > 1:
-        where = ", ".join(str(launch.line) for launch in launches)
-        raise UserError(f"several launch lines are in it ({where})", field="--from", value=args.source, accepted="one")
+        lines = ", ".join(str(launch.line) for launch in launches)
+        raise UserError(f"several launch lines are in it ({lines})", field="--from", value=args.source, accepted="one")
     words = list(launches[0].flags) if launches else _words(text, args.source)
     if openly := [shown(word) for word in words if unresolved(word)]:
         raise UserError("known only when the script runs", field="--from", value=openly[0], where=args.source,

@@ -75,17 +75,17 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         flag = extra.split("=")[0]
         raise UserError("not a flag of this tool", field=flag, accepted=_REFUSED.get(flag, "see --help"))
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
-        shown = " ".join(arguments.json_keys)
-        raise UserError("a key stands twice", field="--json-keys", value=shown, accepted="each key once")
-    chosen = choose_type(
+        keys_text = " ".join(arguments.json_keys)
+        raise UserError("a key stands twice", field="--json-keys", value=keys_text, accepted="each key once")
+    tokenizer_type = choose_type(
         arguments.tokenizer_type, arguments.tokenizer_model, arguments.vocab_file, arguments.merge_file
     )
-    if chosen is None:
+    if tokenizer_type is None:
         raise UserError("missing", field="--tokenizer-type", accepted=", ".join(TOKENIZER_TYPES))
-    if arguments.vocab_size is not None and chosen != "NullTokenizer":
-        problem = f"{chosen} does not read it"
+    if arguments.vocab_size is not None and tokenizer_type != "NullTokenizer":
+        problem = f"{tokenizer_type} does not read it"
         raise UserError(problem, field="--vocab-size", value=arguments.vocab_size, accepted="leave the flag out")
-    arguments.tokenizer_type = chosen
+    arguments.tokenizer_type = tokenizer_type
     return arguments
 
 
@@ -112,11 +112,11 @@ def run(arguments: argparse.Namespace) -> None:
     with ExitStack() as stack:
         stack.enter_context(counts)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype, "--output-prefix")) for prefix in prefixes]
-        for done, encoded in _encode_all(_records(corpus, arguments.json_keys), arguments, tokenizer):
+        for bytes_done, encoded in _encode_all(_records(corpus, arguments.json_keys), arguments, tokenizer):
             for writer, ids in zip(writers, encoded):
                 if len(ids):
                     writer.add(ids)
-            counts.add([len(ids) for ids in encoded], done)
+            counts.add([len(ids) for ids in encoded], bytes_done)
         if not counts.tokens:
             raise UserError("the corpus is empty (no text)", field="--input", value=arguments.input)
     print(f"wrote {counts.summary(len(prefixes))} ({np.dtype(dtype).name}): {' '.join(prefixes)}")
@@ -157,8 +157,8 @@ class Counts:
         self.tokens += sum(lengths)
         now = time.monotonic()
         if self._bar is not None and self._task is not None:
-            said = f"{plural(self.read, 'document')}, {plural(self.tokens, 'token')}"
-            self._bar.update(self._task, completed=done, description=said)
+            progress = f"{plural(self.read, 'document')}, {plural(self.tokens, 'token')}"
+            self._bar.update(self._task, completed=done, description=progress)
             return
         if self.read % self._interval == 0 or now - self._last >= _REPORT_SECONDS:
             self._last = now
@@ -167,25 +167,25 @@ class Counts:
     def progress(self, done: int, seconds: float) -> str:
         """A line with the share that is done and the time that is left at this pace."""
         share = min(1.0, done / max(1, self._total))
-        left = format_seconds(seconds * (1 / share - 1)) if share > 0 else "unknown"
+        time_left = format_seconds(seconds * (1 / share - 1)) if share > 0 else "unknown"
         rate = plural(round(self.read / max(seconds, 1e-9)), "document")
         return (
             f"{share:.0%} read: {plural(self.read, 'document')}, {plural(self.tokens, 'token')}, {rate}/s, "
-            f"{format_seconds(seconds)} so far, ETA {left}"
+            f"{format_seconds(seconds)} so far, ETA {time_left}"
         )
 
     def summary(self, outputs: int) -> str:
         """What is in the outputs."""
-        of = f" in {outputs} outputs" if outputs > 1 else ""
+        outputs_text = f" in {outputs} outputs" if outputs > 1 else ""
         left_out = f", {self.empty:,} empty {word(self.empty, 'one')} left out" if self.empty else ""
-        return f"{plural(self.written, 'document')}{of}{left_out}, {plural(self.tokens, 'token')}"
+        return f"{plural(self.written, 'document')}{outputs_text}{left_out}, {plural(self.tokens, 'token')}"
 
 
 def _records(corpus: Corpus, keys: Sequence[str]) -> Iterator[_Record]:
     for file, path in enumerate(corpus.files):
         for number, record, position in read_objects(path):
-            where = f"{path}:{number}"
-            yield where, corpus.bytes_before((file, *position)), [text_of(record, key, where) for key in keys]
+            place = f"{path}:{number}"
+            yield place, corpus.bytes_before((file, *position)), [text_of(record, key, place) for key in keys]
 
 
 def _encode_all(
@@ -200,8 +200,8 @@ def _encode_all(
     # Spawned, not forked: tokenizers have threads.
     context = multiprocessing.get_context("spawn")
     with context.Pool(arguments.workers, _start_worker, (arguments,)) as pool:
-        for part in pool.imap(_work, _throttled(chunks, 4 * arguments.workers, done := [0])):
-            done[0] += 1
+        for part in pool.imap(_work, _throttled(chunks, 4 * arguments.workers, parts_done := [0])):
+            parts_done[0] += 1
             for encoded in part:
                 if isinstance(encoded, UserError):
                     raise encoded
@@ -210,8 +210,8 @@ def _encode_all(
 
 def _throttled(chunks: Iterator[list[_Record]], ahead: int, done: list[int]) -> Iterator[list[_Record]]:
     """Chunks, at most ``ahead`` more than are done: imap's feeder thread would read the whole input into memory."""
-    for given, chunk in enumerate(chunks):
-        while given - done[0] >= ahead:
+    for chunks_given, chunk in enumerate(chunks):
+        while chunks_given - done[0] >= ahead:
             time.sleep(0.001)
         yield chunk
 
@@ -234,8 +234,8 @@ class _Encoder:
         """Of a few records, up to an error."""
         out: list[_Encoded | UserError] = []
         if self._guard is not None:
-            for (_, done, _), answer in zip(chunk, self._guard.run(chunk)):  # an error is the last answer
-                out.append(answer if isinstance(answer, UserError) else (done, answer))
+            for (_, bytes_done, _), encoded in zip(chunk, self._guard.run(chunk)):  # an error is the last answer
+                out.append(encoded if isinstance(encoded, UserError) else (bytes_done, encoded))
             return out
         try:
             out += self.map(iter(chunk))
@@ -244,11 +244,11 @@ class _Encoder:
         return out
 
     def _encode(self, record: _Record, limits: CallLimits = UNLIMITED) -> list[np.ndarray]:
-        where, _, texts = record
+        place, _, texts = record
         try:
             ids = [np.asarray(self._tokenizer.encode(text, limits), dtype=np.int64) for text in texts]
         except UserError as error:
-            raise UserError(str(error), where=where) from None
+            raise UserError(str(error), where=place) from None
         return [with_end(i, self._eod) if len(i) and self._eod is not None else i for i in ids]
 
     def _refuse(self, record: _Record, _: str, why: str) -> UserError:

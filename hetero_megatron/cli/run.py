@@ -108,10 +108,10 @@ def main(argv: Sequence[str]) -> int:
     seats = _seats(config)
     for plan in fallbacks:
         _same_work(_configure(words, plan, None, None), config, plan)
-    again = ("--on-failure", policy) if policy != "stop" else (DRIFT_FLAG, config.failure.replan_on_drift)
-    if again[1] is not None and not elastic and not config.checkpoint.goes_on:
+    needs_checkpoints = ("--on-failure", policy) if policy != "stop" else (DRIFT_FLAG, config.failure.replan_on_drift)
+    if needs_checkpoints[1] is not None and not elastic and not config.checkpoint.goes_on:
         raise UserError(
-            "needs checkpoints to go on from", field=again[0], value=again[1],
+            "needs checkpoints to go on from", field=needs_checkpoints[0], value=needs_checkpoints[1],
             accepted="--save DIR and --load DIR, the same, without --finetune (to begin with other weights: "
             "--pretrained-checkpoint or --load-hf beside them); or --on-failure stop",
         )  # fmt: skip
@@ -186,10 +186,10 @@ def _access(options: dict[str, str], cluster: Path | None) -> Access | None:
         raise UserError("contradicts --via", field="--testbed", accepted="one of them")
     from hetero_megatron.launch.job import Access
 
-    usual = Access()
+    defaults = Access()
     return Access(
-        options.get("--ssh-command", usual.ssh), options.get("--address", ""),
-        _number(options, "--connect-timeout", usual.connect_seconds), _number(options, "--lease", usual.lease),
+        options.get("--ssh-command", defaults.ssh), options.get("--address", ""),
+        _number(options, "--connect-timeout", defaults.connect_seconds), _number(options, "--lease", defaults.lease),
     )  # fmt: skip
 
 
@@ -225,8 +225,8 @@ def largest_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
     """The plan for the most ranks of those whose ranks and chips are available, the first of several."""
 
     def choose(seats: Sequence[Seat], cluster: Path | None) -> Path | None:
-        found = list(_fitting(words, plans, seats, cluster))
-        return max(found, key=lambda one: one[1])[0] if found else None
+        fitting = list(_fitting(words, plans, seats, cluster))
+        return max(fitting, key=lambda plan_and_seconds: plan_and_seconds[1])[0] if fitting else None
 
     return choose
 
@@ -252,16 +252,16 @@ def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
         from hetero_megatron.cli.configure import configure
 
         same = ["--seq-length", str(config.plan.seq_length), "--global-batch-size", str(config.plan.global_batch_size)]
-        made = config.plan.made_for
-        if made is not None:  # the words may leave to the plan what the search needs to know
+        settings = config.plan.made_for
+        if settings is not None:  # the words may leave to the plan what the search needs to know
             same += ["--dtype", config.dtype, "--optimizer", config.optimizer.name]
             if config.fp8 is not None and "--fp8-format" not in words:
                 same += ["--fp8-format", config.fp8.format, "--fp8-recipe", config.fp8.recipe]
-            if made.mtp_layers and "--mtp-num-layers" not in words:
-                same += ["--mtp-num-layers", str(made.mtp_layers)]
-            if made.lora is not None and "--load-adapter" not in words:
-                same += lora_words(made.lora)
-            same += ["--model", made.model] if not {"--model", "--load-hf", "--num-layers"} & set(words) else []
+            if settings.mtp_layers and "--mtp-num-layers" not in words:
+                same += ["--mtp-num-layers", str(settings.mtp_layers)]
+            if settings.lora is not None and "--load-adapter" not in words:
+                same += lora_words(settings.lora)
+            same += ["--model", settings.model] if not {"--model", "--load-hf", "--num-layers"} & set(words) else []
         flags = ["--auto-plan", "--cluster", str(cluster), *same, *words]
         try:
             plan = configure(flags, {"WORLD_SIZE": str(len(seats)), SUPERVISED: "1"}).plan
@@ -269,7 +269,7 @@ def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
             print(f"launcher: no plan found: {error}", file=sys.stderr, flush=True)
             return None
         path = scratch / f"plan-for-{len(seats)}-ranks.yaml"
-        path.write_text(dump_yaml(replace(plan, made_for=made)))
+        path.write_text(dump_yaml(replace(plan, made_for=settings)))
         return path
 
     return choose
@@ -280,23 +280,23 @@ def replanned(words: Sequence[str], scratch: Path) -> Replanner:
 
     def choose(setup: Setup, drift: Mapping[str, Any], number: int) -> tuple[Setup, str]:
         assert setup.cluster is not None, "--replan-on-drift needs --cluster"
-        before = load_cluster(str(setup.cluster))
-        factors = worst_by_node(before, drift["ratios"])
-        document = with_slow_nodes(read_cluster_document(setup.cluster).plain(), before, factors, drift["dtype"])
+        old_cluster = load_cluster(str(setup.cluster))
+        factors = worst_by_node(old_cluster, drift["ratios"])
+        document = with_slow_nodes(read_cluster_document(setup.cluster).plain(), old_cluster, factors, drift["dtype"])
         cluster = scratch / f"cluster-round-{number}.yaml"
         cluster.write_text(yaml.safe_dump(document, sort_keys=False))
-        kept = scratch / f"plan-round-{number}.yaml"
+        path = scratch / f"plan-round-{number}.yaml"
         config = _configure(words, setup.plan, setup.cluster, len(setup.seats))
-        kept.write_text(dump_yaml(_any_chip(config.plan)))
-        old = _predicted(_configure(words, kept, cluster, len(setup.seats)))
-        chosen = searched(words, config, scratch)(setup.seats, cluster)
-        new = _predicted(_configure(words, chosen, cluster, len(setup.seats))) if chosen is not None else None
+        path.write_text(dump_yaml(_any_chip(config.plan)))
+        old = _predicted(_configure(words, path, cluster, len(setup.seats)))
+        new_plan = searched(words, config, scratch)(setup.seats, cluster)
+        new = _predicted(_configure(words, new_plan, cluster, len(setup.seats))) if new_plan is not None else None
         slow = ", ".join(f"{node} takes {factor:.2f} times as long" for node, factor in sorted(factors.items()))
-        if chosen is None or new is None or (old is not None and new > (1 - WORTH) * old):
-            return replace(setup, plan=kept, cluster=cluster), f"{slow}; the plan stays: no other is predicted to gain"
+        if new_plan is None or new is None or (old is not None and new > (1 - WORTH) * old):
+            return replace(setup, plan=path, cluster=cluster), f"{slow}; the plan stays: no other is predicted to gain"
         gain = f", predicted {new:.3g} s per step instead of {old:.3g} s" if old is not None else ""
-        kept.write_text(chosen.read_text())
-        return replace(setup, plan=kept, cluster=cluster), f"{slow}; plan {kept}{gain}"
+        path.write_text(new_plan.read_text())
+        return replace(setup, plan=path, cluster=cluster), f"{slow}; plan {path}{gain}"
 
     return choose
 
@@ -307,16 +307,16 @@ def _any_chip(plan: Plan) -> Plan:
 
 
 def _predicted(config: RunConfig) -> float | None:
-    found, _ = expectation(config)
-    return None if found is None else found.step_seconds
+    prediction, _ = expectation(config)
+    return None if prediction is None else prediction.step_seconds
 
 
 def _configure(words: Sequence[str], plan: Path, cluster: Path | None, world: int | None) -> RunConfig:
     from hetero_megatron.cli.configure import configure
 
-    more = ["--cluster", str(cluster)] if cluster is not None else []
+    cluster_flags = ["--cluster", str(cluster)] if cluster is not None else []
     environment = {"WORLD_SIZE": str(_ENOUGH if world is None else world), SUPERVISED: "1"}
-    return configure(["--plan", str(plan), *more, *words], environment)
+    return configure(["--plan", str(plan), *cluster_flags, *words], environment)
 
 
 def _seats(config: RunConfig) -> tuple[Seat, ...]:
@@ -328,12 +328,12 @@ def _seats(config: RunConfig) -> tuple[Seat, ...]:
 
 def _same_work(other: RunConfig, config: RunConfig, path: Path) -> None:
     """Check that a fallback plan computes the same."""
-    for what in ("global_batch_size", "seq_length"):
-        mine, theirs = getattr(config.plan, what), getattr(other.plan, what)
-        if mine != theirs:
+    for key in ("global_batch_size", "seq_length"):
+        own_size, fallback_size = getattr(config.plan, key), getattr(other.plan, key)
+        if own_size != fallback_size:
             raise UserError(
-                f"its {what} is {theirs}, so the loss curve would change",
-                field="--fallback-plan", value=str(path), accepted=f"a plan with {what} {mine}",
+                f"its {key} is {fallback_size}, so the loss curve would change",
+                field="--fallback-plan", value=str(path), accepted=f"a plan with {key} {own_size}",
             )  # fmt: skip
 
 
@@ -343,8 +343,8 @@ def _number(options: Mapping[str, str], name: str, default: float) -> float:
         value = read_number(float, text)
     except ValueError as error:
         raise UserError(str(error), field=name, value=text, accepted="0 or more") from None
-    if (wrong := beyond(value, 0, _MOST)) is not None:
-        raise UserError(wrong[0], field=name, value=text, accepted=wrong[1])
+    if (violation := beyond(value, 0, _MOST)) is not None:
+        raise UserError(violation[0], field=name, value=text, accepted=violation[1])
     return value
 
 
@@ -361,15 +361,15 @@ def _parse(argv: Sequence[str]) -> tuple[dict[str, str], list[Path], list[str]]:
             options[name] = ""
             continue
         if name not in (*_SINGLE, "--fallback-plan"):
-            known = (*_SINGLE, "--fallback-plan", "--testbed", "--elastic")
-            raise UserError("unknown flag", field=name, accepted=", ".join(known))
-        found = [value] if separator else []
-        while not separator and words and not words[0].startswith("--") and (not found or name == "--fallback-plan"):
-            found.append(words.pop(0))
-        if not found:
+            known_flags = (*_SINGLE, "--fallback-plan", "--testbed", "--elastic")
+            raise UserError("unknown flag", field=name, accepted=", ".join(known_flags))
+        values = [value] if separator else []
+        while not separator and words and not words[0].startswith("--") and (not values or name == "--fallback-plan"):
+            values.append(words.pop(0))
+        if not values:
             raise UserError("has no value", field=name, accepted=USAGE.splitlines()[0])
         if name == "--fallback-plan":
-            fallbacks += map(Path, found)
+            fallbacks += map(Path, values)
         else:
-            options[name] = found[0]
+            options[name] = values[0]
     return options, fallbacks, list(argv[split + 1 :])

@@ -46,7 +46,7 @@ def unresolved(word: str) -> list[str]:
 
 def shown(word: str) -> str:
     """A word with what is not known as it stands in the script."""
-    return _MARKED.sub(lambda found: found[1].replace("\ue002", " "), word)
+    return _MARKED.sub(lambda match: match[1].replace("\ue002", " "), word)
 
 
 @dataclass
@@ -58,35 +58,35 @@ class _Shell:
 
     def expand(self, text: str) -> list[str]:
         """The words that a word of the script becomes."""
-        words, quoted, at = [""], False, 0
-        while at < len(text):
-            letter = text[at]
-            if letter == "\\" and at + 1 < len(text):
-                words[-1] += "" if text[at + 1] == "\n" else text[at + 1]
-                at += 2
+        words, quoted, position = [""], False, 0
+        while position < len(text):
+            letter = text[position]
+            if letter == "\\" and position + 1 < len(text):
+                words[-1] += "" if text[position + 1] == "\n" else text[position + 1]
+                position += 2
             elif letter == "'":
-                end = text.find("'", at + 1)
+                end = text.find("'", position + 1)
                 end = len(text) if end < 0 else end
-                words[-1] += text[at + 1 : end]
-                quoted, at = True, end + 1
+                words[-1] += text[position + 1 : end]
+                quoted, position = True, end + 1
             elif letter == '"':
-                end = _end_of_quote(text, at)
-                inner = text[at + 1 : end]
-                if found := re.fullmatch(r"\$\{(\w+)\[@\]\}", inner):  # one word for each element
-                    array = self._list(found[1])
+                end = _end_of_quote(text, position)
+                inner = text[position + 1 : end]
+                if array_name := re.fullmatch(r"\$\{(\w+)\[@\]\}", inner):  # one word for each element
+                    array = self._list(array_name[1])
                     words[-1:] = [words[-1] + array[0], *array[1:]] if array else [words[-1]]
                     quoted = quoted or bool(array)
                 else:
                     words[-1] += self.text(inner)
                     quoted = True
-                at = end + 1
+                position = end + 1
             elif letter in "$`":
-                at, found_words = self._dollar(text, at)
+                position, found_words = self._dollar(text, position)
                 pieces = " ".join(found_words).split() if found_words else []
                 words[-1:] = [words[-1] + pieces[0], *pieces[1:]] if pieces else [words[-1]]
             else:
                 words[-1] += letter
-                at += 1
+                position += 1
         self.budget -= len(words) + sum(map(len, words)) // 100
         if self.budget < 0:
             return []
@@ -94,18 +94,18 @@ class _Shell:
 
     def text(self, text: str) -> str:
         """The same of text in double quotes: one word."""
-        result, at = "", 0
-        while at < len(text):
-            if text[at] == "\\" and text[at + 1 : at + 2] in ('"', "\\", "$", "`", "\n"):
-                result += "" if text[at + 1] == "\n" else text[at + 1]
-                at += 2
-            elif text[at] in "$`":
-                at, words = self._dollar(text, at)
-                result += " ".join(words)
+        expanded, position = "", 0
+        while position < len(text):
+            if text[position] == "\\" and text[position + 1 : position + 2] in ('"', "\\", "$", "`", "\n"):
+                expanded += "" if text[position + 1] == "\n" else text[position + 1]
+                position += 2
+            elif text[position] in "$`":
+                position, words = self._dollar(text, position)
+                expanded += " ".join(words)
             else:
-                result += text[at]
-                at += 1
-        return result
+                expanded += text[position]
+                position += 1
+        return expanded
 
     def _list(self, name: str) -> list[str]:
         return self.values[name] if name in self.values else [mark(f"${name}")]
@@ -116,29 +116,29 @@ class _Shell:
             end = text.find("`", at + 1)
             end = len(text) - 1 if end < 0 else end
             return end + 1, [mark(text[at : end + 1])]
-        rest = text[at + 1 :]
-        if rest.startswith("(("):
+        text_after = text[at + 1 :]
+        if text_after.startswith("(("):
             end = text.find("))", at)
             end = len(text) - 2 if end < 0 else end
             return end + 2, [self._sum(text[at + 3 : end], text[at : end + 2])]
         for opening, closing in (("(", ")"), ("{", "}")):
-            if rest.startswith(opening):
+            if text_after.startswith(opening):
                 end = _end_of(text, at + 1, opening, closing)
                 inner = text[at + 2 : end]
                 return end + 1, [mark(text[at : end + 1])] if opening == "(" else self._braces(inner)
-        name = _NAME.match(rest) or re.match(r"[0-9@*#?$!]", rest)
+        name = _NAME.match(text_after) or re.match(r"[0-9@*#?$!]", text_after)
         if name is None:
             return at + 1, ["$"]
         return at + 1 + name.end(), self._list(name[0])
 
     def _braces(self, inner: str) -> list[str]:
-        found = _DEFAULT.fullmatch(inner)
-        if found is None or (found[4] and not found[3]):
+        match = _DEFAULT.fullmatch(inner)
+        if match is None or (match[4] and not match[3]):
             return [mark(f"${{{inner}}}")]
-        name, kind, word = found[1], found[3].lstrip(":"), found[4]
+        name, kind, word = match[1], match[3].lstrip(":"), match[4]
         if kind == "+":
             return [self.text(word)] if name in self.values else []
-        if name in self.values and (self.values[name] not in ([], [""]) or not found[3].startswith(":")):
+        if name in self.values and (self.values[name] not in ([], [""]) or not match[3].startswith(":")):
             return self.values[name]
         return [self.text(word)] if kind in ("-", "=") else [mark(f"${name}")]
 
@@ -150,11 +150,11 @@ class _Shell:
             return mark(whole)
 
     def assign(self, name: str, words: list[str], add: bool) -> None:
-        before = self.values.get(name)
-        if self.branch and before is not None and (add or before != words):
-            words = [mark(f"${name}")] if not add else [*before, mark(f"${name}")]
-        elif add and before is not None:
-            words = [*before, *words]
+        old_words = self.values.get(name)
+        if self.branch and old_words is not None and (add or old_words != words):
+            words = [mark(f"${name}")] if not add else [*old_words, mark(f"${name}")]
+        elif add and old_words is not None:
+            words = [*old_words, *words]
         self.values[name] = words
 
     def run(self, words: list[str], line: int) -> None:
@@ -168,26 +168,26 @@ class _Shell:
             words = words[1:]
         if words and words[0] in _DECLARE:
             words = [word for word in words[1:] if not word.startswith("-")]
-        while words and (found := _ASSIGNMENT.fullmatch(words[0])):
-            name, add, value = found[1], found[2] == "+", found[3]
+        while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+            name, add, value = match[1], match[2] == "+", match[3]
             if value.startswith("("):
                 items = [word for piece in split(value[1:-1]) for word in self.expand(piece)]
                 self.assign(name, items, add)
             else:
                 text = "".join(self.expand(f'"{value}"' if value[:1] not in "\"'" else value)) if value else ""
-                before = " ".join(self.values.get(name, [""])) if add else ""
+                old_text = " ".join(self.values.get(name, [""])) if add else ""
                 if add and self.branch:
-                    self.values[name] = [f"{before} {mark(text.strip())}"]
+                    self.values[name] = [f"{old_text} {mark(text.strip())}"]
                 else:
-                    self.assign(name, [before + text], False)
+                    self.assign(name, [old_text + text], False)
             words = words[1:]
         expanded = [word for piece in words for word in self.expand(piece)]
         if expanded:
             self.commands.append(ShellCommand(tuple(expanded), line))
-            for at, word in enumerate(expanded[:-1]):
-                if word in ("-c", "-lc") and at and expanded[at - 1].rpartition("/")[2] in ("bash", "sh"):
+            for index, word in enumerate(expanded[:-1]):
+                if word in ("-c", "-lc") and index and expanded[index - 1].rpartition("/")[2] in ("bash", "sh"):
                     inner = _Shell(self.values, self.branch, budget=self.budget // 2)
-                    self.commands += [ShellCommand(one.words, line) for one in inner.read(expanded[at + 1])]
+                    self.commands += [ShellCommand(command.words, line) for command in inner.read(expanded[index + 1])]
 
     def read(self, text: str) -> list[ShellCommand]:
         for words, line in _lines(text):
@@ -207,9 +207,9 @@ def _evaluate(node: ast.expr) -> int:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_evaluate(node.operand)
     if isinstance(node, ast.BinOp):
-        found = int(_SUMS[type(node.op)](_evaluate(node.left), _evaluate(node.right)))
-        if abs(found) < 2**63:
-            return found
+        value = int(_SUMS[type(node.op)](_evaluate(node.left), _evaluate(node.right)))
+        if abs(value) < 2**63:
+            return value
     raise ValueError("no sum of whole numbers")
 
 
@@ -222,41 +222,41 @@ def _lines(text: str, breaks: str = " \t", ends: str = "\n;&|") -> Iterator[tupl
     """(words of a simple command, its line): quotes, brackets and continued lines stay whole; redirections are left
     out."""
     words: list[str] = []
-    word, at, line, begin = "", 0, 1, 1
+    word, position, line, begin = "", 0, 1, 1
     redirected = False
-    while at <= len(text):
-        letter = text[at] if at < len(text) else ""
+    while position <= len(text):
+        letter = text[position] if position < len(text) else ""
         if letter == "" or letter in breaks or letter in ends or (letter == "#" and not word):
             if word and not redirected:
                 words.append(word)
             redirected = redirected and not word
             word = ""
             if letter == "#":
-                end = text.find("\n", at)
-                at = len(text) if end < 0 else end
+                end = text.find("\n", position)
+                position = len(text) if end < 0 else end
                 continue
             if (letter == "" or letter in ends) and words:
                 yield words, begin
                 words = []
             line += letter == "\n"
-            at += 1
+            position += 1
             begin = begin if words else line
             continue
-        if found := _HEREDOC.match(text, at):
-            body = text.find("\n", at)
-            closing = re.compile(rf"^\s*{found[2]}\s*$", re.MULTILINE).search(text, body) if body >= 0 else None
+        if heredoc := _HEREDOC.match(text, position):
+            body = text.find("\n", position)
+            closing = re.compile(rf"^\s*{heredoc[2]}\s*$", re.MULTILINE).search(text, body) if body >= 0 else None
             stop = closing.end() if closing is not None else len(text)
             line += text.count("\n", body, stop) if body >= 0 else 0
-            text = text[:at] + text[found.end() : max(body, found.end())] + text[stop:]
+            text = text[:position] + text[heredoc.end() : max(body, heredoc.end())] + text[stop:]
             continue
         if letter in "<>" and not (word and not word.isdecimal()):
             word, redirected = "", True
-            at += len((re.compile(r"[<>]+&?").match(text, at) or [letter])[0])
+            position += len((re.compile(r"[<>]+&?").match(text, position) or [letter])[0])
             continue
-        end = _end_of_piece(text, at, word)
-        line += text.count("\n", at, end)
-        word += text[at:end]
-        at = end
+        end = _end_of_piece(text, position, word)
+        line += text.count("\n", position, end)
+        word += text[position:end]
+        position = end
 
 
 def _end_of_piece(text: str, at: int, word: str) -> int:

@@ -58,9 +58,9 @@ def train(command: str, words: Sequence[str]) -> NoReturn:
             end_with_parent()
         outlive_terminal()
         with at_once(is_first()):
-            here = import_module("hetero_megatron.cli.here")
+            module = import_module("hetero_megatron.cli.here")
         try:
-            code = here.main(command, words) if here.asks_for_ranks(words) else _as_rank(command, words)
+            code = module.main(command, words) if module.asks_for_ranks(words) else _as_rank(command, words)
         except BrokenPipeError:
             code = _nobody_reads()
     for stream in (sys.stdout, sys.stderr):

@@ -124,28 +124,28 @@ def _json_only(words: list[str]) -> bool:
 
 def _status(words: list[str]) -> int:
     as_json = _json_only(words)
-    found = [{"id": t.id, "alive": t.alive, **t.record()} for t in state.all_testbeds()]
-    live = {entry["id"] for entry in found if entry["alive"]}
-    stray = sorted(pid for pid, where in process.marked().items() if Path(where).name not in live)
+    testbeds = [{"id": t.id, "alive": t.alive, **t.record()} for t in state.all_testbeds()]
+    live_ids = {entry["id"] for entry in testbeds if entry["alive"]}
+    stray = sorted(pid for pid, directory in process.marked().items() if Path(directory).name not in live_ids)
     if as_json:
-        print_json({"testbeds": found, "processes_of_dead_testbeds": stray})
+        print_json({"testbeds": testbeds, "processes_of_dead_testbeds": stray})
         return 0
-    for entry in found:
+    for entry in testbeds:
         if not entry["alive"]:
             print(f"{entry['id']}: dead; remove what it left: hetero-megatron testbed clean")
             continue
         print(f"{entry['id']}: chips {entry.get('chips')}, links {entry.get('links')}, {entry.get('cluster')}")
         for rank in entry.get("ranks", []):
-            there = process.status(rank["pid"]) if rank["pid"] else None
-            what = f"pid {rank['pid']} ({there.state})" if there else "not running"
-            print(f"  rank {rank['rank']}: {rank['node']}, {rank['chip']}, core {rank['core']}, {what}")
+            process_status = process.status(rank["pid"]) if rank["pid"] else None
+            state_text = f"pid {rank['pid']} ({process_status.state})" if process_status else "not running"
+            print(f"  rank {rank['rank']}: {rank['node']}, {rank['chip']}, core {rank['core']}, {state_text}")
         for node in entry.get("nodes", []):
             if node["namespace"]:
                 look = f"nsenter --net={node['namespace']} ip addr"
                 print(f"  node {node['name']}: {node['address']}, to look inside: {look}")
     if stray:
         print(f"processes of dead testbeds: {', '.join(map(str, stray))}")
-    if not found and not stray:
+    if not testbeds and not stray:
         print("no testbed is running, and none left anything")
     return 0
 
@@ -185,13 +185,13 @@ def _fault(words: list[str]) -> int:
             raise UserError("not a rank", field="rank", value=values[0], accepted="a whole number, counted from 0")
         rank = int(values[0])
         if kind == "slow-chip":
-            done = faults.slow_chip(testbed, rank, _number("speed", values[1], "above 0, at most 1.0", 0))
+            message = faults.slow_chip(testbed, rank, _number("speed", values[1], "above 0, at most 1.0", 0))
         else:
             simple = {"kill": faults.kill_rank, "freeze": faults.freeze_rank, "thaw": faults.thaw_rank}
-            done = simple[kind](testbed, rank)
+            message = simple[kind](testbed, rank)
     elif kind == "slow-link":
-        done = faults.slow_link(testbed, values[0], values[1], quantity(from_data(values[2], "rate"), "bytes/s"))
+        message = faults.slow_link(testbed, values[0], values[1], quantity(from_data(values[2], "rate"), "bytes/s"))
     else:
-        done = {"cut": faults.cut_link, "mend": faults.mend_link}[kind](testbed, values[0], values[1])
-    print(done)
+        message = {"cut": faults.cut_link, "mend": faults.mend_link}[kind](testbed, values[0], values[1])
+    print(message)
     return 0

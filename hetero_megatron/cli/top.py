@@ -31,11 +31,11 @@ def main(argv: Sequence[str]) -> int:
         console.print(render(_look(args.run), name))
         return 0
     try:
-        with Live(render(_look(args.run), name), console=console, auto_refresh=False) as live:
+        with Live(render(_look(args.run), name), console=console, auto_refresh=False) as screen:
             while not (view := _look(args.run)).ended:
-                live.update(render(view, name), refresh=True)
+                screen.update(render(view, name), refresh=True)
                 time.sleep(args.interval)
-            live.update(render(view, name), refresh=True)
+            screen.update(render(view, name), refresh=True)
     except KeyboardInterrupt:
         pass
     return 0

@@ -79,14 +79,14 @@ class BridgeWork:
         self._done, self._copies, self._timeout = done, copies, timeout
 
     def is_completed(self) -> bool:
-        return all(one.done() for one in self._done)
+        return all(future.done() for future in self._done)
 
     def wait(self) -> None:
         """Raises RuntimeError if the transfer failed or timed out."""
         end = time.monotonic() + self._timeout
-        for one in self._done:
+        for future in self._done:
             try:
-                event = one.result(max(end - time.monotonic(), 0.0))
+                event = future.result(max(end - time.monotonic(), 0.0))
             except TimeoutError:
                 raise RuntimeError(f"timed out after {self._timeout:g} s on the bridge") from None
             if event is not None:
@@ -127,9 +127,9 @@ class _Channel:
             except BaseException as error:
                 self._failed = error
         while self._pending:
-            done = self._pending.popleft().chunk.done
-            if done is not None:
-                done.set_exception(RuntimeError(str(self._failed)))
+            future = self._pending.popleft().chunk.done
+            if future is not None:
+                future.set_exception(RuntimeError(str(self._failed)))
 
     def _open(self) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS  # as large as chunks have been
@@ -209,13 +209,13 @@ class Bridge:
         if not parts:
             return []
         if self._copies is None:
-            return [self._transfer(peer, sends, i)(part, tag) for i, mine in enumerate(stripes) for part in mine]
-        ready, done = self._copies.now(), [Future[Any]() for _ in stripes]
-        for i, mine in enumerate(stripes):
-            ends = [None] * (len(mine) - 1) + [done[i]]
-            message = [_MessageChunk(part, tag, ready, end) for part, end in zip(mine, ends, strict=True)]
+            return [self._transfer(peer, sends, i)(part, tag) for i, stripe in enumerate(stripes) for part in stripe]
+        ready, futures = self._copies.now(), [Future[Any]() for _ in stripes]
+        for i, stripe in enumerate(stripes):
+            ends = [None] * (len(stripe) - 1) + [futures[i]]
+            message = [_MessageChunk(part, tag, ready, end) for part, end in zip(stripe, ends, strict=True)]
             self._channel(peer, sends, i).put(message)
-        return [BridgeWork(done, self._copies, self._timeout)]
+        return [BridgeWork(futures, self._copies, self._timeout)]
 
     def _channel(self, peer: int, sends: bool, stripe: int) -> _Channel:
         key = (peer, sends, stripe)

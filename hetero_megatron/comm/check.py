@@ -32,8 +32,8 @@ class Fault:
     group: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        where = f" in the group of ranks {list(self.group)}" if self.group else ""
-        return f"rank {self.source} to rank {self.target}{where}: {self.what}"
+        group_text = f" in the group of ranks {list(self.group)}" if self.group else ""
+        return f"rank {self.source} to rank {self.target}{group_text}: {self.what}"
 
 
 @dataclass(frozen=True)
@@ -96,21 +96,21 @@ def check_groups(comm: Comm, groups: Sequence[tuple[int, ...]], size: int) -> li
         group = comm.group(ranks)
         comm.activity = f"checking the group of ranks {list(ranks)}"
         sizes = {r: max(1, size - 1000 * i) if size > 1000 * len(ranks) else size for i, r in enumerate(ranks)}
-        gives = [pattern(comm.rank, r, sizes[r], comm.device) for r in ranks]
-        takes = [torch.zeros(sizes[comm.rank], dtype=torch.uint8, device=comm.device) for _ in ranks]
+        sends = [pattern(comm.rank, r, sizes[r], comm.device) for r in ranks]
+        incoming = [torch.zeros(sizes[comm.rank], dtype=torch.uint8, device=comm.device) for _ in ranks]
         try:
-            group.exchange(gives, takes).wait()
-            flat = group.all_to_all(torch.cat(gives), [sizes[r] for r in ranks], [sizes[comm.rank]] * len(ranks)).wait()
-            told = group.gather_vectors(torch.tensor([comm.rank], device=comm.device)).flatten().tolist()
+            group.exchange(sends, incoming).wait()
+            flat = group.all_to_all(torch.cat(sends), [sizes[r] for r in ranks], [sizes[comm.rank]] * len(ranks)).wait()
+            gathered = group.gather_vectors(torch.tensor([comm.rank], device=comm.device)).flatten().tolist()
         except CommError as error:
             return [*faults, Fault(error.peers[0] if error.peers else ranks[0], comm.rank, str(error), ranks)]
         assert flat is not None
         for i, peer in enumerate(ranks):
             if peer != comm.rank:
-                faults += _compare(takes[i], peer, comm.rank, ranks)
+                faults += _compare(incoming[i], peer, comm.rank, ranks)
             faults += _compare(flat.split(sizes[comm.rank])[i], peer, comm.rank, ranks)
-            if told[i] != peer:
-                faults.append(Fault(peer, comm.rank, f"a gathered number is {told[i]}", ranks))
+            if gathered[i] != peer:
+                faults.append(Fault(peer, comm.rank, f"a gathered number is {gathered[i]}", ranks))
     return faults
 
 
@@ -145,9 +145,9 @@ def one_way(comm: Comm, a: int, b: int, size: int, tag: int) -> float:
     comm.clock.synchronize()
     start = time.perf_counter()
     if comm.rank == a:
-        back = comm.irecv(note, b, tag + 1)
+        acknowledgement = comm.irecv(note, b, tag + 1)
         comm.isend(message, b, tag).wait()
-        back.wait()
+        acknowledgement.wait()
     else:
         comm.irecv(message, a, tag).wait()
         comm.isend(note, a, tag + 1).wait()
@@ -162,8 +162,8 @@ def pattern(source: int, target: int, size: int, device: torch.device) -> torch.
 
 
 def _compare(received: torch.Tensor, source: int, target: int, group: tuple[int, ...]) -> list[Fault]:
-    wrong = (received.cpu() != pattern(source, target, received.numel(), torch.device("cpu"))).nonzero().flatten()
-    if not wrong.numel():
+    unequal = (received.cpu() != pattern(source, target, received.numel(), torch.device("cpu"))).nonzero().flatten()
+    if not unequal.numel():
         return []
-    what = f"{wrong.numel():,} of {received.numel():,} bytes are wrong, the first is number {int(wrong[0]):,}"
-    return [Fault(source, target, what, group)]
+    problem = f"{unequal.numel():,} of {received.numel():,} bytes are wrong, the first is number {int(unequal[0]):,}"
+    return [Fault(source, target, problem, group)]

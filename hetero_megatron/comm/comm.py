@@ -107,18 +107,18 @@ class Comm:
         matches tags and accepts any order.
         """
         self.islands, self.copies = islands, copies
-        mine = islands.of(self.rank)
+        island = islands.of(self.rank)
         for i, members in enumerate(islands.members):
             if len(members) > 1 and not islands.uses_gloo(i):
-                options = self.accelerator.message_options() if self.accelerator is not None and i == mine else None
+                options = self.accelerator.message_options() if self.accelerator is not None and i == island else None
                 ways = (self._new_group(members, options)[0], self._new_group(members, options)[0])
-                if i == mine:
+                if i == island:
                     self._channels[i] = ways
         for i, j in itertools.combinations(range(len(islands)), 2):
             members = tuple(sorted(islands.members[i] + islands.members[j]))
             directions = (self._new_group(members), self._new_group(members))
-            if mine in (i, j):
-                self._channels[j if mine == i else i] = tuple(bridge or handle for handle, bridge in directions)  # type: ignore[assignment]
+            if island in (i, j):
+                self._channels[j if island == i else i] = tuple(bridge or handle for handle, bridge in directions)  # type: ignore[assignment]
 
     def connect(self, peers: Iterable[int]) -> None:
         """Connect to ``peers`` in both directions, if the library connects lazily at the first message: that one would
@@ -164,8 +164,8 @@ class Comm:
                 ) from error  # fmt: skip
         bridged = route is not None and route.bridged
         # On one host there is no network to fill, and its cores have better to do.
-        more = range(0 if self.launcher.one_host or not bridged else BRIDGE_STRIPES - 1)
-        stripes = [handle, *(self._new_gloo_group(ranks, self.timeout) for _ in more)]
+        extra_stripes = range(0 if self.launcher.one_host or not bridged else BRIDGE_STRIPES - 1)
+        stripes = [handle, *(self._new_gloo_group(ranks, self.timeout) for _ in extra_stripes)]
         if self.rank not in ranks:
             return None, None
         return handle, Bridge(stripes, self.copies, self.timeout.total_seconds()) if bridged else None
@@ -181,11 +181,11 @@ class Comm:
     def _connected(self, ranks: Sequence[int], patience: timedelta, connect: Callable[[], T], activity: str) -> T:
         """What ``connect`` returns, which makes a gloo group of ``ranks``; CommError after ``patience``, or as soon as
         one of them is gone."""
-        others, lost, turns = self._others(ranks), list[int](), itertools.count()
+        other_ranks, lost_ranks, turns = self._others(ranks), list[int](), itertools.count()
 
         def gone() -> Sequence[int]:
-            lost.extend(self.connectivity.gone(others, next(turns)))
-            return lost or (others if self.over() else lost)
+            lost_ranks.extend(self.connectivity.gone(other_ranks, next(turns)))
+            return lost_ranks or (other_ranks if self.over() else lost_ranks)
 
         def run() -> T:
             with self.hooks.on_other_cores():
@@ -193,9 +193,9 @@ class Comm:
 
         start = time.perf_counter()
         try:
-            return with_timeout(patience.total_seconds(), run, gone) if others else run()
+            return with_timeout(patience.total_seconds(), run, gone) if other_ranks else run()
         except (RuntimeError, ValueError) as error:
-            peers = tuple(dict.fromkeys([*lost, *others]))  # first those that the message is to name
+            peers = tuple(dict.fromkeys([*lost_ranks, *other_ranks]))  # first those that the message is to name
             raise self.failure(peers, time.perf_counter() - start, error, activity) from error
 
     def _backend(self, direct: str) -> str:
@@ -278,27 +278,27 @@ class Comm:
         islands = self.islands
         if islands is None:
             return 0
-        mine = islands.of(self.rank)
-        return sum(size for rank, size in self.sent_bytes.items() if islands.of(rank) != mine)
+        own_island = islands.of(self.rank)
+        return sum(size for rank, size in self.sent_bytes.items() if islands.of(rank) != own_island)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Send a contiguous tensor, which must not change until the handle is complete."""
         size = tensor.numel() * tensor.element_size()
         self.sent_bytes[dst] += size
-        way = self._channel(self.rank, dst)
-        if isinstance(way, Bridge):
-            work = self.start((dst,), lambda: Works(way.isend(tensor, dst, tag)), {dst: size})
+        channel = self._channel(self.rank, dst)
+        if isinstance(channel, Bridge):
+            work = self.start((dst,), lambda: Works(channel.isend(tensor, dst, tag)), {dst: size})
         else:
-            work = self.start((dst,), lambda: dist.isend(tensor, dst, way, tag), {dst: size})
+            work = self.start((dst,), lambda: dist.isend(tensor, dst, channel, tag), {dst: size})
         return Work(self, work, None, (dst,), tensor)
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
         """Receive into a contiguous tensor."""
-        way = self._channel(src, self.rank)
-        if isinstance(way, Bridge):
-            work: TorchWork | None = self.start((src,), lambda: Works(way.irecv(tensor, src, tag)))
+        channel = self._channel(src, self.rank)
+        if isinstance(channel, Bridge):
+            work: TorchWork | None = self.start((src,), lambda: Works(channel.irecv(tensor, src, tag)))
         else:
-            work = self.start((src,), lambda: dist.irecv(tensor, src, way, tag))
+            work = self.start((src,), lambda: dist.irecv(tensor, src, channel, tag))
         return Work(self, work, tensor, (src,))
 
     def start(

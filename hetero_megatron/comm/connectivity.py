@@ -91,16 +91,16 @@ def dial(address: Address, patience: float = PATIENCE) -> str | None:
         return GONE
     except OSError as error:
         return UNREACHABLE if error.errno in _NO_WAY else None
-    said = b""
+    received = b""
     with peer:
         try:
-            while len(said) < len(expected) and (more := peer.recv(len(expected) - len(said))):
-                said += more
+            while len(received) < len(expected) and (received_part := peer.recv(len(expected) - len(received))):
+                received += received_part
         except TimeoutError:
             return HANGS
         except OSError:  # it ended while we spoke
             return GONE
-    return ANSWERS if hmac.compare_digest(said, expected) else GONE  # another program has its port now
+    return ANSWERS if hmac.compare_digest(received, expected) else GONE  # another program has its port now
 
 
 class Connectivity:
@@ -124,26 +124,26 @@ class Connectivity:
 
     def look(self, peers: Iterable[int], patience: float = PATIENCE) -> dict[int, str]:
         """State of ``peers`` and of some other ranks, so that the launcher learns who can reach whom."""
-        chosen = self._choose([p for p in peers if p in self._known], self._known)
-        if not chosen:
+        dialled = self._choose([p for p in peers if p in self._known], self._known)
+        if not dialled:
             return {}
-        return {**self._dial(chosen, patience), **dict.fromkeys(set(self.cut()) & self._known.keys(), UNREACHABLE)}
+        return {**self._dial(dialled, patience), **dict.fromkeys(set(self.cut()) & self._known.keys(), UNREACHABLE)}
 
     def gone(self, peers: Sequence[int], turn: int) -> list[int]:
         """Those of ``peers``, of which this rank is none, whose processes have ended: of ``AT_MOST`` of them, others in
         every turn (0, 1, 2, …) and on every rank."""
         start = (self.rank + turn * AT_MOST) % len(peers)
-        chosen = [*peers[start:], *peers[:start]][:AT_MOST]
-        found = self._dial([p for p in chosen if p in self._known], PATIENCE)
-        return [peer for peer, word in found.items() if word == GONE]
+        peers_dialled = [*peers[start:], *peers[:start]][:AT_MOST]
+        answers = self._dial([p for p in peers_dialled if p in self._known], PATIENCE)
+        return [peer for peer, word in answers.items() if word == GONE]
 
     def _dial(self, ranks: Sequence[int], patience: float) -> dict[int, str]:
         """State of ranks with known addresses, as far as it can be found out."""
         if not ranks:
             return {}
         with ThreadPoolExecutor(len(ranks)) as pool:
-            said = pool.map(lambda r: dial(self._known[r], patience), ranks)
-            return {rank: word for rank, word in zip(ranks, said, strict=True) if word is not None}
+            states = pool.map(lambda r: dial(self._known[r], patience), ranks)
+            return {rank: word for rank, word in zip(ranks, states, strict=True) if word is not None}
 
     @staticmethod
     def _choose(peers: list[int], known: dict[int, Address]) -> list[int]:
@@ -200,18 +200,18 @@ class Sockets:
 
 
 def _shut(number: int) -> None:
-    with socket.socket(fileno=os.dup(number)) as one:
-        network = one.family in (socket.AF_INET, socket.AF_INET6)
-        listens = network and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    with socket.socket(fileno=os.dup(number)) as connection:
+        network = connection.family in (socket.AF_INET, socket.AF_INET6)
+        listens = network and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if network and not listens:  # gloo ends the process where its listener fails
-            one.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _open_sockets() -> dict[int, str]:
-    found = {}
+    sockets = {}
     for entry in os.listdir(DESCRIPTORS):
         with suppress(OSError):  # closed meanwhile
             name = os.readlink(DESCRIPTORS / entry)
             if name.startswith("socket:"):
-                found[int(entry)] = name
-    return found
+                sockets[int(entry)] = name
+    return sockets

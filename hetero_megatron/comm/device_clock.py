@@ -46,14 +46,14 @@ class DeviceClock(Clock):
         return event
 
     def span(self, begin: _Moment, end: _Moment) -> Span:
-        neighbours = others = 0.0
-        for before, after, collective in self._waits[begin.waits : end.waits]:
-            seconds = _seconds(before, after)
-            others += seconds if collective else 0.0
+        neighbours = other_collectives = 0.0
+        for wait_begin, wait_end, collective in self._waits[begin.waits : end.waits]:
+            seconds = _seconds(wait_begin, wait_end)
+            other_collectives += seconds if collective else 0.0
             neighbours += 0.0 if collective else seconds
         origin = self._events[0]
         start, stop = _seconds(origin, begin.event), _seconds(origin, end.event)
-        return Span(start, stop, max(stop - start - neighbours - others, 0.0), neighbours)
+        return Span(start, stop, max(stop - start - neighbours - other_collectives, 0.0), neighbours)
 
     def wait_begins(self) -> Any:
         if self._stream is None or self._accelerator.current_stream() != self._stream:

@@ -124,8 +124,8 @@ class EpochStore:
 
     def has_stopped(self, number: int, members: Iterable[int]) -> dict[int, bool]:
         """By member that waits for the next epoch: whether it saw a failure."""
-        found = {m: self._one(f"stopped/{number}/{m}", bool) for m in members}
-        return {m: bool(failed) for m, failed in found.items() if failed is not None}
+        failed_by_member = {m: self._one(f"stopped/{number}/{m}", bool) for m in members}
+        return {m: bool(failed) for m, failed in failed_by_member.items() if failed is not None}
 
     def leave(self, member: int, why: str) -> None:
         """A member is about to end, and has given all away that others need."""
@@ -146,8 +146,8 @@ class EpochStore:
         number = 0
         while True:
             key = f"request/{number}"
-            found = self._records.store.compare_set(key, "", self._records.seal(key, request))
-            if self._records.open(key, found, JoinRequest).token == request.token:
+            sealed = self._records.store.compare_set(key, "", self._records.seal(key, request))
+            if self._records.open(key, sealed, JoinRequest).token == request.token:
                 return number
             number += 1
 
@@ -166,8 +166,8 @@ class EpochStore:
 
     def speeds(self, members: Iterable[int]) -> dict[int, Speed]:
         """Of those that are ready."""
-        found = {m: self._one(f"ready/{m}", Speed) for m in members}
-        return {m: speed for m, speed in found.items() if isinstance(speed, Speed)}
+        speeds = {m: self._one(f"ready/{m}", Speed) for m in members}
+        return {m: speed for m, speed in speeds.items() if isinstance(speed, Speed)}
 
     def refuse(self, member: int, why: str) -> None:
         """A host that was admitted does not join after all."""
@@ -189,8 +189,8 @@ class EpochStore:
 
     def exit_codes(self, members: Iterable[int]) -> dict[int, int]:
         """Of those that have ended."""
-        found = {m: self._one(f"ended/{m}", int) for m in members}
-        return {m: code for m, code in found.items() if isinstance(code, int)}
+        codes = {m: self._one(f"ended/{m}", int) for m in members}
+        return {m: code for m, code in codes.items() if isinstance(code, int)}
 
     def end_job(self) -> None:
         """The job is over: nobody joins any more."""
@@ -247,15 +247,15 @@ class EpochWatch:
 def await_epoch(store: EpochStore, number: int, seconds: float) -> Epoch | None:
     """What the launcher says of epoch ``number``; None: nothing for so long."""
     end = time.monotonic() + seconds
-    while (found := store.find(number)) is None:
+    while (epoch := store.find(number)) is None:
         if time.monotonic() > end:
             return None
         time.sleep(LOOK_SECONDS)
-    return found
+    return epoch
 
 
 def await_first_epoch(store: EpochStore, member: int) -> int:
     """Number of the first epoch of a process that joins. Whoever started it ends it when the job is over."""
-    while (found := store.first_epoch(member)) is None:
+    while (epoch := store.first_epoch(member)) is None:
         time.sleep(LOOK_SECONDS)
-    return found
+    return epoch

@@ -202,9 +202,9 @@ class Group:
 
         def start() -> dist.Work | Works:
             if self._bridge is not None or messages:
-                gives, takes = send.split(list(send_counts)), recv.split(list(recv_counts))
-                takes[self.index].copy_(gives[self.index])
-                return self._messages(gives, takes)
+                outgoing, incoming = send.split(list(send_counts)), recv.split(list(recv_counts))
+                incoming[self.index].copy_(outgoing[self.index])
+                return self._messages(outgoing, incoming)
             return dist.all_to_all_single(
                 recv, send, list(recv_counts), list(send_counts), group=self._handle, async_op=True
             )
@@ -267,10 +267,10 @@ class Group:
         return MessageWorks([work for work in works if work is not None])
 
     def _one_launch(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> dist.Work | None:
-        nothing = send[self.index].new_empty(0)
-        gives = self._ascending([nothing if i == self.index else x for i, x in enumerate(send)])
-        takes = self._ascending([nothing if i == self.index else x for i, x in enumerate(receive)])
-        return dist.all_to_all(takes, gives, group=self._handle, async_op=True)  # type: ignore[no-any-return]
+        empty = send[self.index].new_empty(0)
+        outgoing = self._ascending([empty if i == self.index else x for i, x in enumerate(send)])
+        incoming = self._ascending([empty if i == self.index else x for i, x in enumerate(receive)])
+        return dist.all_to_all(incoming, outgoing, group=self._handle, async_op=True)  # type: ignore[no-any-return]
 
     def count(self, send: torch.Tensor, send_counts: Sequence[int]) -> None:
         """Add to the byte counts of each other member."""
@@ -282,12 +282,12 @@ class Group:
         """[n] from every member -> [members, n], equal on all; for a few numbers per step."""
         if self._handle is None:
             return vector[None]
-        mine = vector if self._bridge is None else vector.cpu()
-        out = [torch.empty_like(mine) for _ in self.ranks]
+        own_vector = vector if self._bridge is None else vector.cpu()
+        out = [torch.empty_like(own_vector) for _ in self.ranks]
         sizes = dict.fromkeys(self._others(), vector.numel() * vector.element_size())
         work = self.comm.start(
             self._others(),
-            lambda: dist.all_gather(self._ascending(out), mine, group=self._handle, async_op=True),
+            lambda: dist.all_gather(self._ascending(out), own_vector, group=self._handle, async_op=True),
             sizes,
             tuple(sorted(self.ranks)),
         )
@@ -304,8 +304,8 @@ class Group:
             UserError: a member sent a value of another type.
         """
         data = encode(value)
-        every = [data] if self._handle is None else self._gather_bytes(data)
-        return [decode(text, kind, f"rank {rank}") for rank, text in zip(self.ranks, every, strict=True)]
+        encoded = [data] if self._handle is None else self._gather_bytes(data)
+        return [decode(text, kind, f"rank {rank}") for rank, text in zip(self.ranks, encoded, strict=True)]
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather the lengths, then the bytes padded to the longest. Not paced by emulation: not part of a step."""
@@ -364,13 +364,13 @@ def together(group: Group, action: Callable[[], Any], kind: Any = NoneType) -> l
     Raises:
         UserError: that of the first rank whose action raised one, on all ranks.
     """
-    problem, result = None, None
+    problem, own_result = None, None
     try:
-        result = action()
+        own_result = action()
     except UserError as error:
         problem = Refusal.of(error)
-    answers = group.gather_objects((problem, result), tuple[Refusal | None, kind | None])
+    answers = group.gather_objects((problem, own_result), tuple[Refusal | None, kind | None])
     for failed, _ in answers:
         if failed is not None:
             raise failed.error()
-    return [done for _, done in answers]
+    return [outcome for _, outcome in answers]

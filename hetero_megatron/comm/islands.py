@@ -87,15 +87,17 @@ class Islands:
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
         self.endpoints = tuple(endpoints)
-        found: dict[tuple[str, str, str], list[int]] = {}
-        for rank, one in enumerate(endpoints):
-            key = ("", "gloo", "") if one.library == "gloo" else (one.vendor, one.library, one.reach)
-            found.setdefault(key, []).append(rank)  # gloo reaches everyone
-        self.members = tuple(tuple(ranks) for ranks in found.values())
+        ranks_by_key: dict[tuple[str, str, str], list[int]] = {}
+        for rank, endpoint in enumerate(endpoints):
+            key = (
+                ("", "gloo", "") if endpoint.library == "gloo" else (endpoint.vendor, endpoint.library, endpoint.reach)
+            )
+            ranks_by_key.setdefault(key, []).append(rank)  # gloo reaches everyone
+        self.members = tuple(tuple(ranks) for ranks in ranks_by_key.values())
         self._of = {rank: i for i, ranks in enumerate(self.members) for rank in ranks}
-        said = {one.transport for one in endpoints}
-        if len(said) > 1:
-            first = {t: next(r for r, e in enumerate(endpoints) if e.transport == t) for t in sorted(said)}
+        transports = {endpoint.transport for endpoint in endpoints}
+        if len(transports) > 1:
+            first = {t: next(r for r, e in enumerate(endpoints) if e.transport == t) for t in sorted(transports)}
             text = ", ".join(f"rank {rank} says {transport}" for transport, rank in first.items())
             raise UserError(f"ranks have different ones: {text}", field="--transport", accepted="one for all ranks")
 
@@ -109,10 +111,10 @@ class Islands:
 
     def _own_devices(self) -> None:
         first: dict[str, int] = {}
-        for rank, one in enumerate(self.endpoints):
-            if one.identity and first.setdefault(one.identity, rank) != rank:
+        for rank, endpoint in enumerate(self.endpoints):
+            if endpoint.identity and first.setdefault(endpoint.identity, rank) != rank:
                 raise UserError(
-                    f"ranks {first[one.identity]} and {rank} would share the device {one.identity}",
+                    f"ranks {first[endpoint.identity]} and {rank} would share the device {endpoint.identity}",
                     field="LOCAL_RANK", accepted="a device of its own for each rank", where="environment",
                 )  # fmt: skip
 
@@ -121,18 +123,18 @@ class Islands:
         some only can go by a direct backend would wait for each other in unlike groups."""
         if attribute == "direct" and (len(self) == 1 or self.endpoints[ranks[0]].transport == BRIDGE):
             return
-        found: dict[str, list[int]] = {}
+        ranks_by_value: dict[str, list[int]] = {}
         for rank in ranks:
             value = getattr(self.endpoints[rank], attribute)
-            found.setdefault(value if isinstance(value, str) else ", ".join(value) or "none", []).append(rank)
-        if len(found) > 1:
-            said = ", ".join(f"{value or 'unknown'} on ranks {rank_ranges(r)}" for value, r in found.items())
-            raise UserError(f"unlike {what}: {said}", field=field, accepted=accepted)
+            ranks_by_value.setdefault(value if isinstance(value, str) else ", ".join(value) or "none", []).append(rank)
+        if len(ranks_by_value) > 1:
+            unlike = ", ".join(f"{value or 'unknown'} on ranks {rank_ranges(r)}" for value, r in ranks_by_value.items())
+            raise UserError(f"unlike {what}: {unlike}", field=field, accepted=accepted)
 
     @property
     def has_devices(self) -> bool:
         """Whether some rank computes on another device than its processor."""
-        return any(one.device != "cpu" for one in self.endpoints)
+        return any(endpoint.device != "cpu" for endpoint in self.endpoints)
 
     def of(self, rank: int) -> int:
         """Index of a rank's island."""
@@ -148,12 +150,12 @@ class Islands:
 
     def route(self, ranks: Iterable[int]) -> Route:
         """How these ranks exchange device tensors."""
-        first, *others = {self._of[rank]: self.endpoints[rank] for rank in ranks}.values()
-        if not others:
+        first, *other_endpoints = {self._of[rank]: self.endpoints[rank] for rank in ranks}.values()
+        if not other_endpoints:
             return Route(library=first.library)
         if first.transport == BRIDGE:
             return Route()
-        common = [b for b in first.direct if all(b in other.direct for other in others)]
+        common = [b for b in first.direct if all(b in other.direct for other in other_endpoints)]
         return Route(direct=common[0]) if common else Route()
 
     def __len__(self) -> int:
@@ -163,9 +165,9 @@ class Islands:
         """A table of the islands, and of the route between each pair."""
         lines = [f"communication: {plural(len(self), 'island')}"]
         for i, ranks in enumerate(self.members):
-            one = self.endpoints[ranks[0]]
+            endpoint = self.endpoints[ranks[0]]
             chips = ", ".join(dict.fromkeys(self.endpoints[r].chip for r in ranks))
-            text = f"ranks {rank_ranges(ranks)}, {one.platform} ({one.vendor}; {chips}), {one.library}"
+            text = f"ranks {rank_ranges(ranks)}, {endpoint.platform} ({endpoint.vendor}; {chips}), {endpoint.library}"
             lines.append(f"  island {i}: {text}")
         for a, b in combinations(range(len(self)), 2):
             lines.append(f"  island {a} with {b}: {self.route((self.members[a][0], self.members[b][0]))}")

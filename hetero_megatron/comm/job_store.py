@@ -119,8 +119,8 @@ class Records:
 
     def get(self, keys: Sequence[str], kind: Any) -> list[Any]:
         """The values of keys that exist."""
-        found = self.store.multi_get(list(keys)) if keys else []
-        return [self.open(key, data, kind) for key, data in zip(keys, found, strict=True)]
+        values = self.store.multi_get(list(keys)) if keys else []
+        return [self.open(key, data, kind) for key, data in zip(keys, values, strict=True)]
 
     def _code(self, key: str, text: bytes) -> str:
         """Authentication code; without a secret it is keyless, and the record only as trustworthy as the network."""

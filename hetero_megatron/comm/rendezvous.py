@@ -82,7 +82,7 @@ class Rendezvous:
             CommError: not all ranks joined.
         """
         launcher = self.launcher
-        me = RankRecord(
+        own_record = RankRecord(
             self.rank, launcher.rank, launcher.world_size, socket.gethostname(), os.getpid(), secrets.token_hex(8),
             address,
         )  # fmt: skip
@@ -91,8 +91,8 @@ class Rendezvous:
             scope = f"round/{launcher.restarts}"
             store = dist.PrefixStore(scope, self._open())
             self._records = Records(store, launcher.secret, scope)
-            self._claim(self._records, me)
-            return store, self._wait(self._records, me)
+            self._claim(self._records, own_record)
+            return store, self._wait(self._records, own_record)
         except RuntimeError as error:
             raise self._failed(error) from error
 
@@ -129,13 +129,13 @@ class Rendezvous:
     def _claim(self, records: Records, me: RankRecord) -> None:
         """Refuse the second process with the same rank; otherwise both would wait forever."""
         key = _key(me.rank)
-        found = records.open(key, records.store.compare_set(key, "", records.seal(key, me)), RankRecord)
-        if found.token == me.token:
+        claimed = records.open(key, records.store.compare_set(key, "", records.seal(key, me)), RankRecord)
+        if claimed.token == me.token:
             return
-        text = f"{found} and {me} are both rank {me.rank}"
-        renumbered = (found.launched_as, me.launched_as) != (me.rank, me.rank)
+        text = f"{claimed} and {me} are both rank {me.rank}"
+        renumbered = (claimed.launched_as, me.launched_as) != (me.rank, me.rank)
         if renumbered:
-            text += f" of the cluster file (torchrun's ranks {found.launched_as} and {me.launched_as})"
+            text += f" of the cluster file (torchrun's ranks {claimed.launched_as} and {me.launched_as})"
         records.set(REFUSED, text)
         if renumbered:
             node = self.launcher.node or "not set"
@@ -178,28 +178,30 @@ class Rendezvous:
 
     def _failed(self, error: Exception) -> CommError:
         """The error for a failed join: ranks that did not join, or that cannot be reached."""
-        seconds, others = time.monotonic() - self.started, self.others
+        seconds, other_ranks = time.monotonic() - self.started, self.others
         records = self._records
-        came = within(PATIENCE, lambda: self._joined_ranks(records)) if records is not None else None
-        states = Connectivity(self.rank, [(came or {}).get(r) for r in range(len(others) + 1)]).look(came or ())
-        absent = [r for r in others if came is not None and r not in came]
-        peers = [r for r in others if states.get(r) == UNREACHABLE] or absent or others
-        if came is None:
-            why = f"the rendezvous store at {self.where} does not answer, or not all came to it"
-        elif absent and UNREACHABLE not in states.values():
-            why = f"rank {', '.join(map(str, absent[:8]))} never came"
+        joined = within(PATIENCE, lambda: self._joined_ranks(records)) if records is not None else None
+        states = Connectivity(self.rank, [(joined or {}).get(r) for r in range(len(other_ranks) + 1)]).look(
+            joined or ()
+        )
+        absent_ranks = [r for r in other_ranks if joined is not None and r not in joined]
+        peers = [r for r in other_ranks if states.get(r) == UNREACHABLE] or absent_ranks or other_ranks
+        if joined is None:
+            reason = f"the rendezvous store at {self.where} does not answer, or not all came to it"
+        elif absent_ranks and UNREACHABLE not in states.values():
+            reason = f"rank {', '.join(map(str, absent_ranks[:8]))} never came"
         else:
-            why = explain(peers, states)
+            reason = explain(peers, states)
         return CommError(
-            f"rank {self.rank}, joining the job, waited {seconds:.1f} s for {plural(len(others), 'other rank')}: "
-            f"{why} [{first_line(error)}]",
+            f"rank {self.rank}, joining the job, waited {seconds:.1f} s for {plural(len(other_ranks), 'other rank')}: "
+            f"{reason} [{first_line(error)}]",
             self.rank, peers, seconds, "joining the job", states,
         )  # fmt: skip
 
     def _joined_ranks(self, records: Records) -> dict[int, Address | None]:
         """Addresses of the ranks that have written their record."""
-        came = [r for r in self.others if records.store.check([_key(r)])]
-        return dict(zip(came, (m.address for m in records.get([_key(r) for r in came], RankRecord)), strict=True))
+        joined = [r for r in self.others if records.store.check([_key(r)])]
+        return dict(zip(joined, (m.address for m in records.get([_key(r) for r in joined], RankRecord)), strict=True))
 
 
 def _key(rank: int) -> str:
@@ -267,9 +269,9 @@ def start_comm(
     if total > 1:
         if copies is not None and lost is not None:
             comm.watch_devices(copies.aside, lost)
-        everyone = Group(comm, tuple(range(total)), dist.group.WORLD)
-        mine = Endpoint.of(platform, torch.__version__, transport)
-        islands = Islands(everyone.gather_objects(mine, Endpoint))
+        all_ranks = Group(comm, tuple(range(total)), dist.group.WORLD)
+        endpoint = Endpoint.of(platform, torch.__version__, transport)
+        islands = Islands(all_ranks.gather_objects(endpoint, Endpoint))
         comm.create_message_groups(islands, copies)
     return comm
 

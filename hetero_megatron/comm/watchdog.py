@@ -58,8 +58,8 @@ class TransferWatch:
 
     def add(self, work: TorchWork, peers: tuple[int, ...], activity: str) -> None:
         """Called for every started transfer."""
-        for one in work.works if isinstance(work, Works) else (work,):
-            self._transfers.append(_Transfer(one, peers, activity, time.monotonic()))
+        for transfer in work.works if isinstance(work, Works) else (work,):
+            self._transfers.append(_Transfer(transfer, peers, activity, time.monotonic()))
 
     @contextmanager
     def during(self, peers: tuple[int, ...], activity: str) -> Iterator[None]:

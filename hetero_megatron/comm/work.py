@@ -265,8 +265,8 @@ def with_timeout(seconds: float, call: Callable[[], T], gone: Callable[[], Colle
     thread = threading.Thread(target=work, daemon=True, name="connecting")
     thread.start()
     end = time.monotonic() + seconds
-    while thread.is_alive() and (left := end - time.monotonic()) > 0:
-        thread.join(min(left, LOOK_SECONDS))
+    while thread.is_alive() and (seconds_left := end - time.monotonic()) > 0:
+        thread.join(min(seconds_left, LOOK_SECONDS))
         if thread.is_alive() and gone():
             raise RuntimeError("it has not connected")
     if errors:

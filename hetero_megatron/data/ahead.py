@@ -19,12 +19,12 @@ def look_ahead(batch: Batch, depth: int) -> Batch:
         for start, end in zip(edges, edges[1:]):
             row[start:end] = end
     places = torch.arange(length, device=ends.device)
-    found = []
+    shifted = []
     for k in range(1, depth + 1):
-        inside = places + k < ends
-        mask = inside if batch.loss_mask is None else inside & _shifted(batch.loss_mask, k)
-        found.append(Ahead(_shifted(batch.labels, k - 1) * inside, _shifted(batch.labels, k) * mask, mask))
-    return replace(batch, ahead=tuple(found))
+        in_document = places + k < ends
+        mask = in_document if batch.loss_mask is None else in_document & _shifted(batch.loss_mask, k)
+        shifted.append(Ahead(_shifted(batch.labels, k - 1) * in_document, _shifted(batch.labels, k) * mask, mask))
+    return replace(batch, ahead=tuple(shifted))
 
 
 def _shifted(x: torch.Tensor, k: int) -> torch.Tensor:

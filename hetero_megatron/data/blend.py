@@ -26,12 +26,12 @@ def integer_weights(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
     """The smallest integers in proportion to positive weights; rounded if their sum exceeds ``MAX_PERIOD``."""
     exact = [w if isinstance(w, Fraction) else Fraction(repr(w)) for w in weights]
     scale = math.lcm(*(w.denominator for w in exact))
-    whole = [int(w * scale) for w in exact]
-    divisor = math.gcd(*whole)
-    whole = [w // divisor for w in whole]
-    if sum(whole) <= MAX_PERIOD:
-        return tuple(whole)
-    return tuple(max(1, w) for w in largest_remainder(MAX_PERIOD, whole))
+    integers = [int(w * scale) for w in exact]
+    divisor = math.gcd(*integers)
+    integers = [w // divisor for w in integers]
+    if sum(integers) <= MAX_PERIOD:
+        return tuple(integers)
+    return tuple(max(1, w) for w in largest_remainder(MAX_PERIOD, integers))
 
 
 def blend_period(weights: Sequence[int]) -> np.ndarray:
@@ -42,17 +42,17 @@ def blend_period(weights: Sequence[int]) -> np.ndarray:
     waiting = [(-(-total // (slack * w)), d, 0) for d, w in enumerate(weights)]
     heapq.heapify(waiting)
     ready: list[tuple[float, int, int]] = []
-    chosen = np.empty(total, np.int16)
+    dataset_of_sample = np.empty(total, np.int16)
     for slot in range(1, total + 1):
         while waiting and waiting[0][0] <= slot:
             _, d, j = heapq.heappop(waiting)
             heapq.heappush(ready, (((j + 1) * slack - 1) / weights[d], d, j))
         _, d, j = heapq.heappop(ready)
-        chosen[slot - 1] = d
+        dataset_of_sample[slot - 1] = d
         if j + 1 < weights[d]:
             release = -(-((j + 1) * slack + 1) * total // (slack * weights[d]))
             heapq.heappush(waiting, (release, d, j + 1))
-    return chosen
+    return dataset_of_sample
 
 
 class BlendedDataset:
@@ -69,8 +69,8 @@ class BlendedDataset:
         self._choice = blend_period(self.weights)
         self._rank = np.zeros(len(self._choice), np.int32)  # how many samples of the same dataset came before
         for d in range(len(datasets)):
-            own = self._choice == d
-            self._rank[own] = np.arange(int(own.sum()))
+            own_choices = self._choice == d
+            self._rank[own_choices] = np.arange(int(own_choices.sum()))
 
     def locate(self, index: int) -> tuple[int, int]:
         """(dataset, sample in it) of a global sample index."""
@@ -81,8 +81,8 @@ class BlendedDataset:
     def taken(self, index: int) -> list[int]:
         """How many samples of each dataset come before a global sample index."""
         period, slot = divmod(index, len(self._choice))
-        before = np.bincount(self._choice[:slot], minlength=len(self.weights))
-        return [period * w + int(n) for w, n in zip(self.weights, before)]
+        counts_before = np.bincount(self._choice[:slot], minlength=len(self.weights))
+        return [period * w + int(n) for w, n in zip(self.weights, counts_before)]
 
     def __getitem__(self, index: int) -> Sample:
         if index < 0:

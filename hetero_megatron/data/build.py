@@ -123,8 +123,8 @@ class Datasets:
         """Of streams that this rank reads, see :func:`stream_fingerprint`; for the nodes to compare."""
         from hetero_megatron.data.stream_fingerprint import stream_fingerprint
 
-        named = {"train": self.train, "valid": self.valid, "test": self.test}
-        return {name: stream_fingerprint(dataset) for name, dataset in named.items()}
+        datasets = {"train": self.train, "valid": self.valid, "test": self.test}
+        return {name: stream_fingerprint(dataset) for name, dataset in datasets.items()}
 
     def state_dict(self, consumed_train_samples: int) -> dict[str, Any]:
         """State to save besides the number of samples (JSON); empty unless streaming."""
@@ -178,11 +178,11 @@ def build_datasets(
     train, valid, test = (make(i) if n else None for i, n in enumerate(num_samples))
     for name, dataset, n in zip(SPLITS, (train, valid, test), num_samples):
         if isinstance(dataset, StoredDataset):
-            what = ""
+            counts = ""
             if isinstance(dataset, PackedDataset):
                 documents = plural(dataset.documents[1] - dataset.documents[0], "document")
-                what = f" of {documents}, {plural(dataset.num_tokens, 'token')}"
-            log(f"data: {name}: {plural(n, 'sample')} = {plural(dataset.num_epochs(n), 'epoch')}{what}")
+                counts = f" of {documents}, {plural(dataset.num_tokens, 'token')}"
+            log(f"data: {name}: {plural(n, 'sample')} = {plural(dataset.num_epochs(n), 'epoch')}{counts}")
     streams = (train,) if isinstance(train, Stream) else ()
     return Datasets(train, valid, test, tokenizer, builder.eod, streams, config.reads_stream)
 
@@ -207,8 +207,8 @@ def reads_text(config: DataConfig) -> bool:
 def refuse_bytes(config: DataConfig, model_vocab_size: int | None) -> None:
     """UserError if text would be read as bytes because no tokenizer was given, although the model has a larger
     vocabulary."""
-    chosen = config.tokenizer_type is not None or not reads_text(config)
-    if model_vocab_size is not None and model_vocab_size > MOST_BYTE_ROWS and not chosen:
+    is_chosen = config.tokenizer_type is not None or not reads_text(config)
+    if model_vocab_size is not None and model_vocab_size > MOST_BYTE_ROWS and not is_chosen:
         raise UserError(
             f"missing: without it text is read byte by byte (257 ids), but the model's vocabulary has "
             f"{plural(model_vocab_size, 'entry')}",
@@ -222,17 +222,17 @@ def _limit(tokenizer: Tokenizer, model_vocab_size: int | None) -> int:
     """Upper bound on token ids: the model's embedding rows, and for a NullTokenizer also its given vocabulary."""
     if model_vocab_size is None:
         return tokenizer.vocab_size
-    told = isinstance(tokenizer, NullTokenizer)
-    return min(model_vocab_size, tokenizer.vocab_size) if told else model_vocab_size
+    is_null = isinstance(tokenizer, NullTokenizer)
+    return min(model_vocab_size, tokenizer.vocab_size) if is_null else model_vocab_size
 
 
 def _tokenizer_line(config: DataConfig, tokenizer: Tokenizer, rows: int) -> str:
     """What the run prints about its tokenizer."""
     source = config.tokenizer_source or ("given" if config.tokenizer_type else "by default")
     end = "without an end of document" if tokenizer.eod is None else f"{tokenizer.eod} ends a document"
-    more = tokenizer.vocab_size > rows
-    beyond = f"; those from {rows:,} on have no row in the model and must not occur" if more else ""
-    return f"data: tokenizer {tokenizer.name} ({source}): ids 0 to {tokenizer.vocab_size - 1:,}, {end}{beyond}"
+    beyond_rows = tokenizer.vocab_size > rows
+    beyond_text = f"; those from {rows:,} on have no row in the model and must not occur" if beyond_rows else ""
+    return f"data: tokenizer {tokenizer.name} ({source}): ids 0 to {tokenizer.vocab_size - 1:,}, {end}{beyond_text}"
 
 
 def config_tokenizer(config: DataConfig, model_vocab_size: int | None = None) -> Tokenizer:

@@ -53,16 +53,16 @@ class Corpus:
         if not self.left_out:
             return None
         names = list(dict.fromkeys(file.name for file in self.left_out))
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        rest_text = f" and {len(names) - 8} more" if len(names) > 8 else ""
         described = f"{word(len(names), 'file')} beside the data, not read"
-        return f"data: {self.name}: {described}: {', '.join(names[:8])}{more}"
+        return f"data: {self.name}: {described}: {', '.join(names[:8])}{rest_text}"
 
     def documents(self, cursor: Cursor = START) -> Iterator[tuple[str, Cursor]]:
         """(text, cursor after it) from a cursor to the end of the last file; UserError for invalid content."""
         first, position = (cursor[0], cursor[1:]) if cursor else (0, ())
         for number in range(first, len(self.files)):
-            for document, after in _READERS[self.kind](self.files[number], self.key, position):
-                yield document, (number, *after)
+            for document, cursor_after in _READERS[self.kind](self.files[number], self.key, position):
+                yield document, (number, *cursor_after)
             position = ()
 
     def place(self, cursor: Cursor) -> str:
@@ -101,13 +101,13 @@ class Corpus:
 def is_indexed(path: str) -> bool:
     """Whether a path names a .bin/.idx pair. UserError if only one of the two exists."""
     prefix = indexed_prefix(path)
-    found = [os.path.isfile(prefix + end) for end in (".idx", ".bin")]
-    if any(found) and not all(found) and not os.path.exists(prefix):
-        have, lack = (".idx", ".bin") if found[0] else (".bin", ".idx")
+    has_files = [os.path.isfile(prefix + end) for end in (".idx", ".bin")]
+    if any(has_files) and not all(has_files) and not os.path.exists(prefix):
+        present, lack = (".idx", ".bin") if has_files[0] else (".bin", ".idx")
         raise UserError(
-            f"there is {prefix}{have} but no {prefix}{lack}", field="--data-path", value=path, accepted="both files"
+            f"there is {prefix}{present} but no {prefix}{lack}", field="--data-path", value=path, accepted="both files"
         )
-    return all(found)
+    return all(has_files)
 
 
 def may_have_keys(path: str) -> bool:

@@ -52,13 +52,13 @@ def kind_of(path: Path, field: str) -> str:
 
 
 def _refuse_table(path: Path, field: str) -> UserError:
-    plain = uncompressed_name(path)
-    suffix = plain.suffix.lower()
+    uncompressed = uncompressed_name(path)
+    suffix = uncompressed.suffix.lower()
     return UserError(
         f"{suffix} files are tables, which are not read", field=field, value=str(path),
         accepted="*.jsonl or *.parquet; python -c 'import sys, pandas; "
         f"pandas.read_csv(sys.argv[1]{_TABLES[suffix]}).to_json(sys.argv[2], orient=\"records\", lines=True)' "
-        f"{path} {plain.with_suffix('.jsonl').name} makes one",
+        f"{path} {uncompressed.with_suffix('.jsonl').name} makes one",
     )  # fmt: skip
 
 
@@ -77,11 +77,11 @@ def folder_files(folder: Path, field: str, accepted: str) -> tuple[list[Path], l
     side_files = _side_files(files)
     data = [f for f in files if f not in side_files]
     if not data:
-        held = f" but {', '.join(sorted(f.name for f in side_files)[:3])}" if side_files else ""
-        raise UserError(f"the folder holds no files{held}", field=field, value=str(folder), accepted=accepted)
+        side_names = f" but {', '.join(sorted(f.name for f in side_files)[:3])}" if side_files else ""
+        raise UserError(f"the folder holds no files{side_names}", field=field, value=str(folder), accepted=accepted)
     if pairs := [f.with_suffix("") for f in data if f.suffix == ".idx" and f.with_suffix(".bin") in data]:
-        shown = ", ".join(str(prefix) for prefix in pairs[:4]) + (" …" if len(pairs) > 4 else "")
-        accepted = f"the prefix of a pair, or several, as a blend: {shown}"
+        pairs_text = ", ".join(str(prefix) for prefix in pairs[:4]) + (" …" if len(pairs) > 4 else "")
+        accepted = f"the prefix of a pair, or several, as a blend: {pairs_text}"
         raise UserError("holds pairs of .bin and .idx", field=field, value=str(folder), accepted=accepted)
     _refuse_splits(folder, data, field)
     return data, sorted(side_files)
@@ -99,12 +99,12 @@ def one_kind(files: Sequence[Path], path: str, field: str) -> str:
         return "text"
     if len(kinds) == 1:
         return next(iter(kinds))
-    shown = "; ".join(f"{kind}: {_some(found)}" for kind, found in sorted(kinds.items()))
-    first = next(found[0] for kind, found in sorted(kinds.items()) if kind in KEYED.values())
-    where = Path(path) if os.path.isdir(path) else first.parent
+    kinds_text = "; ".join(f"{kind}: {_some(files_of_kind)}" for kind, files_of_kind in sorted(kinds.items()))
+    first = next(files_of_kind[0] for kind, files_of_kind in sorted(kinds.items()) if kind in KEYED.values())
+    parent = Path(path) if os.path.isdir(path) else first.parent
     raise UserError(
-        f"holds files of several kinds ({shown})", field=field, value=path,
-        accepted=f"a glob that selects one kind, e.g. '{where}/**/*{''.join(first.suffixes[-2:])}'",
+        f"holds files of several kinds ({kinds_text})", field=field, value=path,
+        accepted=f"a glob that selects one kind, e.g. '{parent}/**/*{''.join(first.suffixes[-2:])}'",
     )  # fmt: skip
 
 
@@ -114,14 +114,14 @@ def _hidden(path: Path) -> bool:
 
 def _side_files(files: Iterable[Path]) -> set[Path]:
     suffixes = {f: uncompressed_name(f).suffix.lower() for f in files}
-    found = {f for f in suffixes if f.name in _INFOS}
+    side_files = {f for f in suffixes if f.name in _INFOS}
     if ".arrow" in suffixes.values():
-        found |= {f for f in suffixes if f.name in _SAVED}
-        found |= _cached([f for f, suffix in suffixes.items() if suffix == ".arrow"])
-    if any(suffix in KEYED for f, suffix in suffixes.items() if f not in found):
-        found |= {f for f, suffix in suffixes.items() if suffix not in KEYED and _TEXTS.fullmatch(f.name)}
-        found |= {f for f, suffix in suffixes.items() if suffix in _PICTURES}
-    return found
+        side_files |= {f for f in suffixes if f.name in _SAVED}
+        side_files |= _cached([f for f, suffix in suffixes.items() if suffix == ".arrow"])
+    if any(suffix in KEYED for f, suffix in suffixes.items() if f not in side_files):
+        side_files |= {f for f, suffix in suffixes.items() if suffix not in KEYED and _TEXTS.fullmatch(f.name)}
+        side_files |= {f for f, suffix in suffixes.items() if suffix in _PICTURES}
+    return side_files
 
 
 def _cached(files: Iterable[Path]) -> set[Path]:
@@ -129,13 +129,13 @@ def _cached(files: Iterable[Path]) -> set[Path]:
     folders: dict[Path, list[Path]] = {}
     for file in files:
         folders.setdefault(file.parent, []).append(file)
-    found: set[Path] = set()
-    for folder, beside in folders.items():
+    cached: set[Path] = set()
+    for folder, siblings in folders.items():
         saved = _saved_names(folder / "state.json")
-        if not any(f.name in saved for f in beside):  # no save_to_disk, or one that cannot be read
-            saved = {f.name for f in beside if not f.name.startswith("cache-")}
-        found |= {f for f in beside if f.name not in saved}
-    return found
+        if not any(f.name in saved for f in siblings):  # no save_to_disk, or one that cannot be read
+            saved = {f.name for f in siblings if not f.name.startswith("cache-")}
+        cached |= {f for f in siblings if f.name not in saved}
+    return cached
 
 
 def _saved_names(state: Path) -> set[str]:
@@ -149,24 +149,24 @@ def _saved_names(state: Path) -> set[str]:
 def _refuse_splits(folder: Path, files: Sequence[Path], field: str) -> None:
     """Refuse a folder with data of several splits: trained on as a whole, the test data would be training data."""
     splits: dict[tuple[str, str], list[Path]] = {}
-    rest = 0
+    unsplit = 0
     for file in files:
         split = _split(file.relative_to(folder))
         if split is not None:
             splits.setdefault(split, []).append(file)
         elif uncompressed_name(file).suffix.lower() not in KEYED:
-            rest += 1  # texts may have any name: they are splits only if all of them are
-    if len(splits) < 2 or rest:
+            unsplit += 1  # texts may have any name: they are splits only if all of them are
+    if len(splits) < 2 or unsplit:
         return
-    shown = "; ".join(f"{name}: {_some(found)}" for (_, name), found in splits.items())
-    paths = {split: _path_of(found, files, folder) for split, found in splits.items()}
+    splits_text = "; ".join(f"{name}: {_some(split_files)}" for (_, name), split_files in splits.items())
+    paths = {split: _path_of(split_files, files, folder) for split, split_files in splits.items()}
     uses = [uses for uses, _ in splits]
     if field == "--data-path" and len(set(uses)) == len(uses):
         accepted = " ".join(f"--{use}-data-path {path}" for (use, _), path in sorted(paths.items(), key=_order))
         accepted += ", or a glob of all that is meant"
     else:
         accepted = f"one of {', '.join(path for _, path in sorted(paths.items(), key=_order))}, or a glob of them"
-    raise UserError(f"holds data of several splits ({shown})", field=field, value=str(folder), accepted=accepted)
+    raise UserError(f"holds data of several splits ({splits_text})", field=field, value=str(folder), accepted=accepted)
 
 
 def _order(entry: tuple[tuple[str, str], str]) -> int:
@@ -204,10 +204,10 @@ def _path_of(files: Sequence[Path], among: Sequence[Path], folder: Path) -> str:
         pattern = f"{glob.escape(str(folder))}/**/{last}"
         if sorted(Path(f) for f in glob.glob(pattern, recursive=True) if os.path.isfile(f)) == list(files):
             return f"'{pattern}'"
-    more = f" and {len(files) - 8:,} more" if len(files) > 8 else ""
-    return " ".join(f"'{f}'" for f in files[:8]) + more
+    rest_text = f" and {len(files) - 8:,} more" if len(files) > 8 else ""
+    return " ".join(f"'{f}'" for f in files[:8]) + rest_text
 
 
 def _some(files: Sequence[Path]) -> str:
-    more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
-    return f"{files[0].name}{more}"
+    rest_text = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
+    return f"{files[0].name}{rest_text}"

@@ -97,9 +97,9 @@ class Guard(Generic[Item, Result]):
             batch, last = next(batches)
             while batch:
                 self._send(batch)
-                following, after = next(batches) if last is None else ([], last)
+                following, next_last = next(batches) if last is None else ([], last)
                 yield from self._receive(batch)
-                batch, last = following, after
+                batch, last = following, next_last
             if last is not None and not isinstance(last, StopIteration):
                 raise last
         finally:
@@ -140,10 +140,10 @@ class Guard(Generic[Item, Result]):
         raise AssertionError("a batch is nested more deeply than each of its items")
 
     def _receive(self, batch: list[Item]) -> Iterator[tuple[Item, Result]]:
-        for item, answer in zip(batch, self._answers(batch)):  # an error is the last answer
-            if isinstance(answer, UserError):
-                raise answer
-            yield item, answer
+        for item, outcome in zip(batch, self._answers(batch)):  # an error is the last answer
+            if isinstance(outcome, UserError):
+                raise outcome
+            yield item, outcome
 
     def _answers(self, batch: list[Item]) -> Iterator[Result | UserError]:
         assert self._pipe is not None
@@ -156,17 +156,17 @@ class Guard(Generic[Item, Result]):
             return
         if isinstance(answers, str):
             raise RuntimeError(f"in the process that encodes: {answers}")
-        for failed, answer in answers:
-            yield UserError(answer) if failed else answer
+        for failed, text in answers:
+            yield UserError(text) if failed else text
 
     def _waited(self) -> bool:
         """Whether the child says something; False: it stands still."""
         assert self._pipe is not None
-        last, used = time.monotonic(), -1.0
+        last, cpu_seconds = time.monotonic(), -1.0
         while not self._pipe.poll(1.0):
             spent = _cpu_seconds(self._pid)
-            if spent != used:
-                last, used = time.monotonic(), spent
+            if spent != cpu_seconds:
+                last, cpu_seconds = time.monotonic(), spent
             elif time.monotonic() - last > SILENCE:
                 return False
         return True
@@ -180,27 +180,29 @@ class Guard(Generic[Item, Result]):
         with suppress(ChildProcessError):  # somebody else in this process waits for all children
             _, status = os.waitpid(pid, 0)
         self.close()
-        by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        if by == signal.SIGPROF:
-            why = f"takes more than {self._seconds:g} s of CPU time"
-        elif by in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
-            why = f"needs more than {self._memory >> 20:,} MiB of memory, or crashes ({signal.Signals(by).name})"
+        signum = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if signum == signal.SIGPROF:
+            reason = f"takes more than {self._seconds:g} s of CPU time"
+        elif signum in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
+            reason = f"needs more than {self._memory >> 20:,} MiB of memory, or crashes ({signal.Signals(signum).name})"
         else:
-            why = f"ends its process ({signal.Signals(by).name if by else f'exit code {os.WEXITSTATUS(status)}'})"
-        return self._refuse(batch[min(number, len(batch) - 1)], _CALLS[call], why)
+            reason = (
+                f"ends its process ({signal.Signals(signum).name if signum else f'exit code {os.WEXITSTATUS(status)}'})"
+            )
+        return self._refuse(batch[min(number, len(batch) - 1)], _CALLS[call], reason)
 
     def _start(self) -> None:
-        self._pipe, theirs = Pipe()
+        self._pipe, child_pipe = Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: see the module's text
             pid = os.fork()
         if pid == 0:
             try:
-                _Child(theirs, self._state, self._work, self._seconds, self._memory).serve()
+                _Child(child_pipe, self._state, self._work, self._seconds, self._memory).serve()
             finally:
                 os._exit(1)
         self._pid = pid
-        theirs.close()
+        child_pipe.close()
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):
@@ -266,12 +268,12 @@ class _Child:
         faulthandler.disable()
         gc.freeze()
         sys.setrecursionlimit(_depth() + DEPTH)  # libraries raise the parent's: PyTorch's compiler, for one
-        nothing = os.open(os.devnull, os.O_RDWR)
+        null_handle = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):  # libraries write there when they fail
-            os.dup2(nothing, number)
-        kept = {0, 1, 2, self._pipe.fileno()}
+            os.dup2(null_handle, number)
+        kept_numbers = {0, 1, 2, self._pipe.fileno()}
         for number in map(int, os.listdir("/proc/self/fd")):
-            if number not in kept:
+            if number not in kept_numbers:
                 with suppress(OSError):
                     os.close(number)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

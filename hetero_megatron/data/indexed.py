@@ -70,7 +70,7 @@ class IndexedWriter:
 
     def __init__(self, prefix: str, dtype: type[np.generic], field: str = "--data-cache-path") -> None:
         self._prefix, self._dtype, self._field = prefix, np.dtype(dtype).newbyteorder("<"), field
-        self._code = next(code for code, known in _CODES.items() if known is dtype)
+        self._code = next(code for code, known_dtype in _CODES.items() if known_dtype is dtype)
         self._lengths: list[int] = []
         self._temporary = f"{prefix}.{os.uname().nodename}.{os.getpid()}.{id(self):x}.tmp"
         try:
@@ -182,8 +182,8 @@ def _parse_index(raw: bytes, index: str, field: str) -> tuple[np.dtype, np.ndarr
     lengths = np.frombuffer(raw, "<i4", sequences, _HEADER.size)
     pointers = np.frombuffer(raw, "<i8", sequences, _HEADER.size + 4 * sequences)
     starts = np.frombuffer(raw, "<i8", documents, _HEADER.size + 12 * sequences)
-    inside = documents >= 1 and int(starts.min()) >= 0 and int(starts.max()) <= sequences  # else differences overflow
-    if not inside or starts[0] != 0 or starts[-1] != sequences or np.any(np.diff(starts) < 0):
+    in_range = documents >= 1 and int(starts.min()) >= 0 and int(starts.max()) <= sequences  # else differences overflow
+    if not in_range or starts[0] != 0 or starts[-1] != sequences or np.any(np.diff(starts) < 0):
         raise _bad(index, field, f"the document boundaries do not run from 0 to {sequences}")
     return dtype, lengths, pointers, starts
 

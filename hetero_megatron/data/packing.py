@@ -129,7 +129,7 @@ class PackedDataset:
         with self._lock:
             if number not in self._epochs:
                 while len(self._epochs) >= _KEPT_EPOCHS:
-                    del self._epochs[min(self._epochs, key=lambda kept: (kept > number, kept))]
+                    del self._epochs[min(self._epochs, key=lambda epoch: (epoch > number, epoch))]
                 build = cached_arrays(self._cache, f"{self._key}-{number}", lambda: self._build(number), self._log)
                 self._epochs[number] = _Epoch(**build)
             return self._epochs[number]
@@ -161,10 +161,12 @@ class PackedDataset:
         """The first stored document with a token, for messages."""
         stored = self.all_tokens()
         for start in range(0, len(stored), _CHECKED_TOKENS):
-            found = np.flatnonzero(stored[start : start + _CHECKED_TOKENS] == token)
-            if found.size:
-                at = self._base + start + int(found[0])
-                return f" in document {int(np.searchsorted(self.store.offsets, at, side='right')) - 1} (counted from 0)"
+            hits = np.flatnonzero(stored[start : start + _CHECKED_TOKENS] == token)
+            if hits.size:
+                index = self._base + start + int(hits[0])
+                return (
+                    f" in document {int(np.searchsorted(self.store.offsets, index, side='right')) - 1} (counted from 0)"
+                )
         return ""
 
 
@@ -173,10 +175,10 @@ def document_starts(tokens: np.ndarray, starts: np.ndarray, eod: int | None) -> 
 
     An end-of-document token belongs to the document that it ends.
     """
-    found = [np.zeros(1, np.int64), starts]
+    starts_found = [np.zeros(1, np.int64), starts]
     if eod is not None:
-        found.append(np.flatnonzero(tokens == eod) + 1)
-    merged = np.unique(np.concatenate(found))
+        starts_found.append(np.flatnonzero(tokens == eod) + 1)
+    merged = np.unique(np.concatenate(starts_found))
     return merged[merged < len(tokens) - 1].astype(np.int32)
 
 

@@ -35,10 +35,10 @@ _FAREWELL_SECONDS = 1  # that a client which does not read may hold up the end o
 def socket_folder() -> str:
     """Where sockets can be made: the folder for temporary files, or /tmp if its path is too long for one."""
     try:
-        usual = tempfile.gettempdir()
+        temporary = tempfile.gettempdir()
     except FileNotFoundError as error:
         raise _no_folder(error) from None
-    return usual if len(usual.encode()) + len("/samples-12345678/socket") <= LONGEST_SOCKET_PATH else "/tmp"
+    return temporary if len(temporary.encode()) + len("/samples-12345678/socket") <= LONGEST_SOCKET_PATH else "/tmp"
 
 
 def _no_folder(error: OSError) -> UserError:
@@ -81,9 +81,9 @@ class SampleServer:
     def _serve(self, connection: Connection, lock: threading.Lock) -> None:
         with suppress(OSError, EOFError), connection:  # which end when the client does
             while True:
-                answer = self._answer(*_REQUEST.unpack(connection.recv_bytes(_REQUEST.size)))
+                reply = self._answer(*_REQUEST.unpack(connection.recv_bytes(_REQUEST.size)))
                 with lock:
-                    connection.send_bytes(answer)
+                    connection.send_bytes(reply)
 
     def _answer(self, which: int, index: int) -> bytes:
         try:
@@ -137,18 +137,18 @@ class SampleClient:
                 raise self._over
             start = time.monotonic()
             try:
-                answer = self._ask(which, index)
+                reply = self._ask(which, index)
             except (OSError, EOFError) as error:
                 self._over = self._lost(time.monotonic() - start, error)  # a late answer must not be the next one's
                 raise self._over from error
-            if answer[:1] == _FAREWELL:
-                self._over = _refusal(answer)
+            if reply[:1] == _FAREWELL:
+                self._over = _refusal(reply)
                 raise self._over
-        if answer[:1] == _REFUSED:
-            raise _refusal(answer)
-        if answer[:1] == _FAILED:
-            raise self._lost(time.monotonic() - start, RuntimeError(answer[1:].decode()))
-        return _unpacked(answer)
+        if reply[:1] == _REFUSED:
+            raise _refusal(reply)
+        if reply[:1] == _FAILED:
+            raise self._lost(time.monotonic() - start, RuntimeError(reply[1:].decode()))
+        return _unpacked(reply)
 
     def _ask(self, which: int, index: int) -> bytes:
         with suppress(BrokenPipeError):  # what the server said at its end can still be read
@@ -187,8 +187,8 @@ def _packed(sample: Sample) -> bytes:
 
 def _unpacked(answer: bytes) -> Sample:
     count, documents, masked = _SAMPLE.unpack_from(answer, 1)
-    at = 1 + _SAMPLE.size
-    tokens = np.frombuffer(answer, "<i8", count, at)
-    starts = np.frombuffer(answer, "<i4", documents, at + tokens.nbytes)
-    mask = np.frombuffer(answer, bool, count - 1, at + tokens.nbytes + starts.nbytes) if masked else None
+    offset = 1 + _SAMPLE.size
+    tokens = np.frombuffer(answer, "<i8", count, offset)
+    starts = np.frombuffer(answer, "<i4", documents, offset + tokens.nbytes)
+    mask = np.frombuffer(answer, bool, count - 1, offset + tokens.nbytes + starts.nbytes) if masked else None
     return Sample(tokens, starts, mask)

@@ -60,7 +60,7 @@ def read_model(path: str, field: str) -> PieceModel:
     for reason, true in reasons.items():
         if true:
             raise UserError(f"{reason}, which is not read here", field=field, value=path, accepted=_ACCEPTED)
-    unknown, bos, eos = (int(trained.get(number, usual)) for number, usual in ((40, 0), (41, 1), (42, 2)))
+    unknown, bos, eos = (int(trained.get(number, default)) for number, default in ((40, 0), (41, 1), (42, 2)))
     if not all(0 <= i < len(pieces) for i in (unknown, bos, eos)):
         problem = "has no beginning or end of a sequence"
         raise UserError(problem, field=field, value=path, accepted=_ACCEPTED)
@@ -89,35 +89,35 @@ def byte_pairs(model: PieceModel) -> Any:
 def merges(model: PieceModel) -> list[tuple[str, str]]:
     """Every way to put a piece together from two, by the piece's score, then by the ids of its parts."""
     ids = {text: i for i, (text, _, kind) in enumerate(model.pieces) if kind == _NORMAL}
-    found = []
+    scored_pairs = []
     for text, i in ids.items():
-        parts = [(text[:at], text[at:]) for at in range(1, len(text))]
+        parts = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
         score = model.pieces[i][1]
-        found += [(-score, i, ids[a], ids[b], (a, b)) for a, b in parts if a in ids and b in ids]
-    return [pair for *_, pair in sorted(found)]
+        scored_pairs += [(-score, i, ids[a], ids[b], (a, b)) for a, b in parts if a in ids and b in ids]
+    return [pair for *_, pair in sorted(scored_pairs)]
 
 
 def _piece(data: Any) -> tuple[str, float, int]:
-    found = dict(_fields(data))
-    (score,) = struct.unpack("<f", found[2]) if 2 in found else (0.0,)
-    return bytes(found[1]).decode("utf-8"), score, int(found.get(3, _NORMAL))
+    fields = dict(_fields(data))
+    (score,) = struct.unpack("<f", fields[2]) if 2 in fields else (0.0,)
+    return bytes(fields[1]).decode("utf-8"), score, int(fields.get(3, _NORMAL))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """(number, value) of each field of a message: integers, and bytes of everything else. ValueError, IndexError."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
+    offset = 0
+    while offset < len(data):
+        key, offset = _varint(data, offset)
         number, wire = key >> 3, key & 7
         if wire == 0:
-            value, at = _varint(data, at)
+            value, offset = _varint(data, offset)
             yield number, value
             continue
-        size, at = _varint(data, at) if wire == 2 else ({1: 8, 5: 4}.get(wire, -1), at)
-        if size < 0 or at + size > len(data):
+        size, offset = _varint(data, offset) if wire == 2 else ({1: 8, 5: 4}.get(wire, -1), offset)
+        if size < 0 or offset + size > len(data):
             raise ValueError("no protobuf message")
-        yield number, data[at : at + size]
-        at += size
+        yield number, data[offset : offset + size]
+        offset += size
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -47,9 +47,9 @@ class SplitPaths:
         Raises:
             UserError: there is none.
         """
-        found = split_documents(count, self.shares)[self.which]
-        if found[0] < found[1]:
-            return found
+        interval = split_documents(count, self.shares)[self.which]
+        if interval[0] < interval[1]:
+            return interval
         if self.which == _TEST and self.given is None:
             return None
         raise UserError(
@@ -66,13 +66,13 @@ def split_dataset(split: SplitPaths, part: Callable[[str], D | None], size: Call
     some path."""
     parts = []
     for path in split.paths:
-        made = part(path)
-        if made is None:
+        dataset = part(path)
+        if dataset is None:
             return None
-        parts.append(made)
+        parts.append(dataset)
     if len(parts) == 1:
         return parts[0]
-    return BlendedDataset(parts, split.weights or [Fraction(size(made)) for made in parts], split.flag)
+    return BlendedDataset(parts, split.weights or [Fraction(size(dataset)) for dataset in parts], split.flag)
 
 
 def find_split(config: DataConfig, which: int) -> SplitPaths | None:

@@ -24,16 +24,16 @@ PLACES, WIDTH = 1024, 64  # windows of so many bytes
 def stream_fingerprint(dataset: Dataset | None) -> str:
     """16 hex digits of what a stream reads: the sizes of its files and bytes at about a thousand places all over them;
     of a data set of the hub its first records, which are read for that. Empty for other data."""
-    digest, found = hashlib.sha256(), False
-    for source, how in _streamed(dataset):
-        found = True
-        digest.update(how.encode())
+    digest, any_source = hashlib.sha256(), False
+    for source, settings in _streamed(dataset):
+        any_source = True
+        digest.update(settings.encode())
         if isinstance(source, Corpus):
             digest.update(_of_files(source))
         else:
             for record in islice(source.read(), RECORDS):
                 digest.update(json.dumps(record.value, sort_keys=True, default=str).encode())
-    return digest.hexdigest()[:16] if found else ""
+    return digest.hexdigest()[:16] if any_source else ""
 
 
 def _streamed(dataset: Dataset | None) -> Iterator[tuple[Corpus | RecordSource, str]]:

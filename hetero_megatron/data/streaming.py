@@ -35,10 +35,10 @@ class _SampleReader:
         self._pending: list[tuple[Cursor, np.ndarray, int]] = []  # (cursor before it, tokens, tokens already used)
         self._have = 0  # unused tokens in _pending
         if skip or cursor:
-            before, tokens = next(self._documents)
+            start_cursor, tokens = next(self._documents)
             if skip > len(tokens):
                 raise _other_corpus(corpus)
-            self._push(before, tokens, skip)
+            self._push(start_cursor, tokens, skip)
 
     def next(self) -> tuple[Sample, Cursor, int]:
         """(sample, cursor, skip): ``cursor`` and ``skip`` make a reader that begins with this sample."""
@@ -47,7 +47,7 @@ class _SampleReader:
         cursor, _, skip = self._pending[0]
         # Only what is needed: a document may be a whole file, and is sliced here once per sample.
         tokens = np.concatenate([piece[used : used + self._length + 1] for _, piece, used in self._pending])
-        lengths = [len(piece) - used for _, piece, used in self._pending]
+        lengths = [len(piece) - tokens_used for _, piece, tokens_used in self._pending]
         starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
         starts = starts[1:] if skip else starts
         tokens = tokens[: self._length + 1]
@@ -62,28 +62,28 @@ class _SampleReader:
     def _drop(self, count: int) -> None:
         self._have -= count
         while count:
-            before, tokens, used = self._pending[0]
-            step = min(count, len(tokens) - used)
-            self._pending[0] = (before, tokens, used + step)
+            cursor_before, tokens, tokens_used = self._pending[0]
+            step = min(count, len(tokens) - tokens_used)
+            self._pending[0] = (cursor_before, tokens, tokens_used + step)
             count -= step
-            if used + step == len(tokens):
+            if tokens_used + step == len(tokens):
                 self._pending.pop(0)
 
     def _read(self, cursor: Cursor) -> Iterator[tuple[Cursor, np.ndarray]]:
         """(cursor before it, tokens with eod) of each document, for ever."""
-        before = cursor
-        for tokens, after in encoded_documents(self._repeat(cursor), self._tokenizer, self._corpus, self._limit):
+        cursor_before = cursor
+        for tokens, cursor_after in encoded_documents(self._repeat(cursor), self._tokenizer, self._corpus, self._limit):
             if tokens is not None:
-                yield before, tokens
-            before = after
+                yield cursor_before, tokens
+            cursor_before = cursor_after
 
     def _repeat(self, cursor: Cursor) -> Iterator[tuple[str, Cursor]]:
         """The documents from a cursor on, and the whole corpus again and again."""
         while True:
             empty = cursor == START
-            for text, after in self._corpus.documents(cursor):
+            for text, cursor_after in self._corpus.documents(cursor):
                 empty = empty and not text
-                yield text, after
+                yield text, cursor_after
             if empty:
                 raise empty_corpus(self._corpus)
             cursor = START
@@ -126,8 +126,8 @@ class StreamingDataset:
         If this rank has not read that far, the state is of an earlier sample, which is correct but slower.
         """
         with self._lock:
-            known = [i for i in self._recent if i <= sample]
-            start, (_, cursor, skip) = (max(known), self._recent[max(known)]) if known else (0, (None, START, 0))
+            earlier = [i for i in self._recent if i <= sample]
+            start, (_, cursor, skip) = (max(earlier), self._recent[max(earlier)]) if earlier else (0, (None, START, 0))
             return {"sample": start, "cursor": list(cursor), "skip": skip, "corpus": self._size()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,11 +153,11 @@ class StreamingDataset:
             raise self._broken
         number = self._reader.sample
         try:
-            found = self._reader.next()
+            block = self._reader.next()
         except UserError as error:  # the reader ends there, and others may ask for samples beyond it
             self._broken = error
             raise
-        self._recent[number] = found
+        self._recent[number] = block
         self._recent.pop(number - self._window, None)
 
 

@@ -95,8 +95,8 @@ def encoded_documents(
     """
 
     def work(document: tuple[str, Cursor], limits: CallLimits = UNLIMITED) -> np.ndarray | None:
-        text, after = document
-        return encode_checked(text, tokenizer, corpus, tuple(after), limit, limits) if text else None
+        text, position = document
+        return encode_checked(text, tokenizer, corpus, tuple(position), limit, limits) if text else None
 
     def refuse(document: tuple[str, Cursor], _: str, why: str) -> UserError:
         return too_costly(tokenizer.name, why, corpus.place(document[1]))
@@ -107,14 +107,14 @@ def encoded_documents(
 
 
 def _documents(corpus: Corpus, tokenizer: Tokenizer, log: Log, limit: int | None) -> Iterator[np.ndarray]:
-    last, done = time.monotonic(), 0
+    last, bytes_done = time.monotonic(), 0
     with WorkLine(f"tokenizing {corpus.name}", corpus.num_bytes()) as line:
-        for document, after in encoded_documents(corpus.documents(), tokenizer, corpus, limit):
+        for document, cursor_after in encoded_documents(corpus.documents(), tokenizer, corpus, limit):
             if document is not None:
                 yield document
-            read = corpus.bytes_before(after)
-            line.add(read - done)
-            done = read
+            bytes_read = corpus.bytes_before(cursor_after)
+            line.add(bytes_read - bytes_done)
+            bytes_done = bytes_read
             if time.monotonic() - last > _REPORT_SECONDS:
                 last = time.monotonic()
                 log(f"data: {line}")

@@ -54,9 +54,9 @@ def check_directory(model: str) -> str:
         if any(fnmatch(name, pattern) for pattern in _FILES) and not os.path.isdir(path / name):
             require_regular(path / name, _FIELD)
             if name.endswith(".json"):
-                found = read_json_object(path / name, _FIELD, LIMIT)
+                directory_content = read_json_object(path / name, _FIELD, LIMIT)
                 if name == "tokenizer.json":
-                    _require_end(found, path / name)
+                    _require_end(directory_content, path / name)
     return str(path)
 
 
@@ -69,10 +69,10 @@ def _require_end(tokenizer: Mapping[str, Any], path: Path) -> None:
             f"the decoder makes text up to {grown:,.0f} times as long", field=f"{_FIELD}.decoder", value=str(path),
             accepted=f"at most {_LONGER} times",
         )  # fmt: skip
-    added = tokenizer.get("added_tokens")
-    if tokenizer.get("normalizer") is None or not isinstance(added, list):
+    added_tokens = tokenizer.get("added_tokens")
+    if tokenizer.get("normalizer") is None or not isinstance(added_tokens, list):
         return
-    if any(isinstance(token, dict) and token.get("normalized") for token in added):
+    if any(isinstance(token, dict) and token.get("normalized") for token in added_tokens):
         guard = Guard(_load, lambda file, _, why: UserError(
             f"loading it {why}", field=_FIELD, value=file, accepted="a tokenizer.json whose normaliser comes to an end"
         ), _LOAD_SECONDS, _LOAD_MEMORY)  # fmt: skip
@@ -94,7 +94,7 @@ def _growth(decoder: Any, levels: int = 8) -> float:
     if not isinstance(decoder, dict) or not levels:
         return 1.0
     if isinstance(inner := decoder.get("decoders"), list):
-        return math.prod(_growth(one, levels - 1) for one in inner)
+        return math.prod(_growth(decoder_part, levels - 1) for decoder_part in inner)
     content, pattern = decoder.get("content"), decoder.get("pattern")
     if decoder.get("type") != "Replace" or not isinstance(content, str) or not isinstance(pattern, dict):
         return 1.0
@@ -120,8 +120,8 @@ def cannot_load(model: str, error: Exception) -> UserError:
         what = f" ({' or '.join(missing)})" if missing else ""
         problem = f"reading this tokenizer needs a package that is not installed here{what}"
         return UserError(problem, field=_FIELD, value=model, accepted=_EXTRA)
-    if os.path.isdir(path) and (known := _unread(path)):
-        return UserError(known[0], field=_FIELD, value=model, accepted=known[1])
+    if os.path.isdir(path) and (diagnosis := _unread(path)):
+        return UserError(diagnosis[0], field=_FIELD, value=model, accepted=diagnosis[1])
     what = "a directory without a tokenizer that transformers can load, or a damaged one" if os.path.isdir(path) else (
         "neither a directory nor a tokenizer that can be had from the Hugging Face hub"
     )  # fmt: skip

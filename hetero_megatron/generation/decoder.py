@@ -76,18 +76,20 @@ class Decoder:
     def _build(self, weights: Weights, kernels: KernelPlan) -> GPTStage:
         stage, spec = self.stages[self.place.stage], self.spec
         unit = stage.units[self.place.unit]
-        every = shares(spec, unit.tp_split)
-        share = every[self.place.tp_rank]
-        made = empty_stage(spec, stage, share, self.dtype, self.comm.device, kernels, self.plan.seq_length)
-        model, params = made.module, made.parameters()
+        shares_of_ranks = shares(spec, unit.tp_split)
+        share = shares_of_ranks[self.place.tp_rank]
+        stage_model = empty_stage(spec, stage, share, self.dtype, self.comm.device, kernels, self.plan.seq_length)
+        model, params = stage_model.module, stage_model.parameters()
         with torch.no_grad():
-            held = {name: (tensor, made.boxes[name], params[name]) for name, tensor in made.tensors.items()}
-            weights.fill(held, made.scales, self.world)
+            boxed_params = {
+                name: (tensor, stage_model.boxes[name], params[name]) for name, tensor in stage_model.tensors.items()
+            }
+            weights.fill(boxed_params, stage_model.scales, self.world)
         self.group, self.vocab = self.comm.group(unit.ranks), share.vocab
         if spec.lora is not None and spec.lora.dora:
-            RowNorms(model, made.tensors, spec.lora, self.group).refresh()
+            RowNorms(model, stage_model.tensors, spec.lora, self.group).refresh()
         if unit.tp > 1:
-            apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in every])
+            apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in shares_of_ranks])
             apply_expert_parallel(model, replace(stage, experts=()), self.comm)  # all ranks have columns of all experts
         apply_cache(model, self.rows)
         if stage.head:
@@ -120,8 +122,8 @@ class Decoder:
         ended = [False] * len(rows)
 
         def ends(row: PromptRow) -> bool:
-            chosen = row.answer[-1]
-            return chosen in sampling.ends or len(row.answer) == new_tokens or (stops is not None and stops(row.ids))
+            token = row.answer[-1]
+            return token in sampling.ends or len(row.answer) == new_tokens or (stops is not None and stops(row.ids))
 
         for bound in dict.fromkeys((self.switch, None)):
             going = [i for i, row in enumerate(rows) if not ended[i] and (bound is None or len(row.ids) <= bound)]
@@ -140,60 +142,60 @@ class Decoder:
         lengths = torch.tensor([len(row.ids) for row in rows])
         width = int(lengths.max())
         tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-        for at, row in enumerate(rows):
-            tokens[at, : len(row.ids)] = torch.tensor(row.ids)
+        for row_index, row in enumerate(rows):
+            tokens[row_index, : len(row.ids)] = torch.tensor(row.ids)
         self.rows.begin(lengths.to(device))
         positions = torch.arange(width, device=device).expand(len(rows), width)
         going, tokens = set(range(len(rows))), tokens.to(device)
         while True:
             logits = self._forward(tokens, positions)
-            chosen = self._spread(sampling.choose(logits, rows) if logits is not None else None, len(rows))
-            for at in sorted(going):
-                rows[at].answer.append(int(chosen[at]))
-                if ends(rows[at]) or (bound is not None and len(rows[at].ids) > bound):
-                    going.discard(at)
+            next_tokens = self._spread(sampling.choose(logits, rows) if logits is not None else None, len(rows))
+            for row_index in sorted(going):
+                rows[row_index].answer.append(int(next_tokens[row_index]))
+                if ends(rows[row_index]) or (bound is not None and len(rows[row_index].ids) > bound):
+                    going.discard(row_index)
             if not going:
                 return
             positions = self.rows.filled[:, None]
             self.rows.advance()
-            tokens = chosen.to(device)[:, None]
+            tokens = next_tokens.to(device)[:, None]
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Logits [b, vocabulary] on the ranks of the head's group, None on others."""
         b, t = tokens.shape
-        mine = self.place.stage
+        own_stage = self.place.stage
         self.shards[:] = [stop - start for start, stop in cut(t, [1] * self.unit.tp)]
         batch, out = _Batch(positions), tokens
-        for at, (s, c) in enumerate(self.path):
-            if s != mine or c >= len(self.stages[s].chunks):
+        for step_index, (s, c) in enumerate(self.path):
+            if s != own_stage or c >= len(self.stages[s].chunks):
                 continue
             stage = self.stages[s]
             part = StagePart(range(*stage.chunks[c]), stage.embed and c == 0, stage.head and c + 1 == len(stage.chunks))
-            before = self.path[at - 1][0] if at else mine
-            if before != mine:
-                out = self._receive(before, b)
+            sender_stage = self.path[step_index - 1][0] if step_index else own_stage
+            if sender_stage != own_stage:
+                out = self._receive(sender_stage, b)
             out = self.model(out, batch, part)
-            after = self.path[at + 1][0] if at + 1 < len(self.path) else mine
-            if after != mine:
-                self._send(out, after, t)
-        if not self.stages[mine].head:
+            receiver_stage = self.path[step_index + 1][0] if step_index + 1 < len(self.path) else own_stage
+            if receiver_stage != own_stage:
+                self._send(out, receiver_stage, t)
+        if not self.stages[own_stage].head:
             return None
         return self._whole(out[:, -1])
 
     def _send(self, x: torch.Tensor, stage: int, t: int) -> None:
         """Hidden states to the group of the next stage: each of its ranks gets its tokens from one of this group."""
-        theirs = self.units[stage]
-        whole = gather_tokens(x, self.group, self.shards) if self.unit.tp > 1 else x
-        for k, (start, stop) in enumerate(cut(t, [1] * theirs.tp)):
+        next_unit = self.units[stage]
+        all_tokens = gather_tokens(x, self.group, self.shards) if self.unit.tp > 1 else x
+        for k, (start, stop) in enumerate(cut(t, [1] * next_unit.tp)):
             if stop > start and k % self.unit.tp == self.place.tp_rank:
-                self.comm.isend(whole[:, start:stop].contiguous(), theirs.ranks[k], tag=0).wait()
+                self.comm.isend(all_tokens[:, start:stop].contiguous(), next_unit.ranks[k], tag=0).wait()
 
     def _receive(self, stage: int, b: int) -> torch.Tensor:
         shape = (b, self.shards[self.place.tp_rank], self.spec.hidden_size)
         x = torch.empty(shape, dtype=self.dtype, device=self.comm.device)
         if x.numel():
-            theirs = self.units[stage]
-            self.comm.irecv(x, theirs.ranks[self.place.tp_rank % theirs.tp], tag=0).wait()
+            sender_unit = self.units[stage]
+            self.comm.irecv(x, sender_unit.ranks[self.place.tp_rank % sender_unit.tp], tag=0).wait()
         return x
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
@@ -201,9 +203,9 @@ class Decoder:
         if self.unit.tp == 1:
             return logits
         sizes = [b - a for a, b in (s.vocab for s in shares(self.spec, self.unit.tp_split))]
-        mine = logits.contiguous()
-        parts = [mine if i == self.group.index else mine.new_empty(len(mine), n) for i, n in enumerate(sizes)]
-        self.group.exchange([mine] * len(sizes), parts).wait()
+        part = logits.contiguous()
+        parts = [part if i == self.group.index else part.new_empty(len(part), n) for i, n in enumerate(sizes)]
+        self.group.exchange([part] * len(sizes), parts).wait()
         return torch.cat(parts, dim=-1)
 
     def _spread(self, chosen: torch.Tensor | None, b: int) -> torch.Tensor:
@@ -214,7 +216,7 @@ class Decoder:
             chosen = torch.empty(b, dtype=torch.int64, device=self.comm.device)
             self.comm.irecv(chosen, source[0], tag=1).wait()
         elif self.comm.rank == source[0]:
-            others = [rank for unit in self.units for rank in unit.ranks if rank not in source]
-            for handle in [self.comm.isend(chosen, rank, tag=1) for rank in others]:
+            other_ranks = [rank for unit in self.units for rank in unit.ranks if rank not in source]
+            for handle in [self.comm.isend(chosen, rank, tag=1) for rank in other_ranks]:
                 handle.wait()
         return chosen.cpu()

@@ -34,9 +34,9 @@ class PromptRow:
 def processed(scores: torch.Tensor, row: PromptRow, settings: ScoreSettings, ends: Sequence[int]) -> torch.Tensor:
     """``scores`` [vocabulary], in at least fp32, of the token after ``row``; ``ends``: ids that end an answer."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
-    ids, inside = row.ids, _inside(ends, scores)
+    ids, end_ids = row.ids, _inside(ends, scores)
     for step in (_biased, _penalised, _without_repeats, _of_length, _forced, _decayed, _suppressed):
-        scores = step(scores, row, ids, settings, inside)
+        scores = step(scores, row, ids, settings, end_ids)
     return scores
 
 
@@ -49,8 +49,8 @@ def _biased(
 def _add(scores: torch.Tensor, ids: list[int], biases: Sequence[tuple[tuple[int, ...], float]]) -> torch.Tensor:
     """Add a bias to the last token of each sequence whose other tokens ``ids`` end with."""
     for sequence, bias in biases:
-        before = sequence[:-1]
-        if len(before) <= len(ids) and tuple(ids[len(ids) - len(before) :]) == before:
+        prefix = sequence[:-1]
+        if len(prefix) <= len(ids) and tuple(ids[len(ids) - len(prefix) :]) == prefix:
             scores[sequence[-1]] += bias
     return scores
 
@@ -65,20 +65,20 @@ def _penalised(
 def _divide(scores: torch.Tensor, ids: Sequence[int], penalty: float) -> torch.Tensor:
     if penalty == 1:
         return scores
-    at = _inside(ids, scores)
-    found = scores[at]
-    scores[at] = torch.where(found < 0, found * penalty, found / penalty)
+    indices = _inside(ids, scores)
+    chosen_scores = scores[indices]
+    scores[indices] = torch.where(chosen_scores < 0, chosen_scores * penalty, chosen_scores / penalty)
     return scores
 
 
 def _without_repeats(
     s: torch.Tensor, row: PromptRow, ids: list[int], settings: ScoreSettings, ends: Sequence[int]
 ) -> torch.Tensor:
-    for size, known in ((settings.no_repeat_ngram_size, ids), (settings.encoder_no_repeat_ngram_size, row.prompt)):
+    for size, seen in ((settings.no_repeat_ngram_size, ids), (settings.encoder_no_repeat_ngram_size, row.prompt)):
         if size and len(ids) >= size - 1:
             last = ids[len(ids) - size + 1 :]
-            starts = range(len(known) - size + 1)
-            s[_inside([known[i + size - 1] for i in starts if list(known[i : i + size - 1]) == last], s)] = -math.inf
+            starts = range(len(seen) - size + 1)
+            s[_inside([seen[i + size - 1] for i in starts if list(seen[i : i + size - 1]) == last], s)] = -math.inf
     words = [word for word in settings.bad_words_ids if not (len(word) == 1 and word[0] in ends)]
     return _add(s, ids, [(word, -math.inf) for word in words])
 
@@ -118,12 +118,12 @@ def _decayed(
         return s
     start, factor = settings.exponential_decay_length_penalty
     if len(row.answer) > start:
-        found = s[list(ends)]
+        end_scores = s[list(ends)]
         try:
             growth = factor ** (len(row.answer) - start) - 1
         except OverflowError:
             growth = sys.float_info.max
-        s[list(ends)] = torch.where(found.isfinite(), found + found.abs() * growth, found)
+        s[list(ends)] = torch.where(end_scores.isfinite(), end_scores + end_scores.abs() * growth, end_scores)
     return s
 
 
@@ -131,8 +131,8 @@ def _suppressed(
     s: torch.Tensor, row: PromptRow, ids: list[int], settings: ScoreSettings, ends: Sequence[int]
 ) -> torch.Tensor:
     s[_inside(settings.suppress_tokens, s)] = -math.inf
-    late = len(row.prompt) == 1 and settings.forced_bos_token_id is not None
-    if len(row.answer) == late:
+    forced_tokens = len(row.prompt) == 1 and settings.forced_bos_token_id is not None
+    if len(row.answer) == forced_tokens:
         s[_inside(settings.begin_suppress_tokens, s)] = -math.inf
     return s
 
@@ -162,9 +162,9 @@ def _top_h(scores: torch.Tensor, share: float) -> torch.Tensor:
     """Of the 100 most likely tokens the first ones with this share of their entropy (Potraghloo et al., 2025)."""
     top, order = scores.topk(min(100, scores.shape[-1]))
     terms = torch.special.entr(top.softmax(-1))
-    kept = (terms.cumsum(-1) <= share * _entropy(top)) & (top > -math.inf)
-    kept[:, 0] = True
-    return torch.ones_like(scores, dtype=torch.bool).scatter(-1, order, ~kept)
+    keep = (terms.cumsum(-1) <= share * _entropy(top)) & (top > -math.inf)
+    keep[:, 0] = True
+    return torch.ones_like(scores, dtype=torch.bool).scatter(-1, order, ~keep)
 
 
 def _top_k(scores: torch.Tensor, count: float) -> torch.Tensor:
@@ -188,10 +188,10 @@ def _min_p(scores: torch.Tensor, share: float) -> torch.Tensor:
 def _typical(scores: torch.Tensor, mass: float) -> torch.Tensor:
     """Tokens whose surprise is nearest to the entropy (Meister et al., 2022)."""
     logs = scores.log_softmax(-1)
-    away, order = torch.sort((-logs - _entropy(scores)).abs(), dim=-1)
+    deviation, order = torch.sort((-logs - _entropy(scores)).abs(), dim=-1)
     reached = scores.gather(-1, order).softmax(-1).cumsum(-1) < mass
     last = reached.sum(-1, keepdim=True).clamp_max(scores.shape[-1] - 1)
-    dropped = away > away.gather(-1, last)
+    dropped = deviation > deviation.gather(-1, last)
     dropped[:, 0] = False
     return dropped.scatter(-1, order, dropped)
 

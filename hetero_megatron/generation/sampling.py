@@ -41,13 +41,13 @@ class Sampling:
         # From the most likely one down: of the smallest temperature that is a number, nothing overflows upwards.
         scores = filtered((logits.double() - top) / self.temperature, self.filters)
         values, order = torch.sort(scores, descending=True, dim=-1)
-        kept = torch.softmax(values, -1)
-        sums = kept.cumsum(-1)
+        probabilities = torch.softmax(values, -1)
+        sums = probabilities.cumsum(-1)
         draws = [
             np.random.RandomState([self.seed & 0xFFFFFFFF, row.number, len(row.answer)]).random_sample() for row in rows
         ]
         aim = torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None] * sums[:, -1:]
-        last = ((kept > 0).sum(-1, keepdim=True) - 1).clamp_min(0)
-        at = torch.searchsorted(sums, aim, right=True).clamp_max(last)
+        last = ((probabilities > 0).sum(-1, keepdim=True) - 1).clamp_min(0)
+        drawn = torch.searchsorted(sums, aim, right=True).clamp_max(last)
         # No distribution where scores are not numbers, or all tokens are forbidden.
-        return torch.where(top[:, 0].abs() < math.inf, order.gather(-1, at)[:, 0], best)
+        return torch.where(top[:, 0].abs() < math.inf, order.gather(-1, drawn)[:, 0], best)

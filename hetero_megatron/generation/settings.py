@@ -96,8 +96,8 @@ class ScoreSettings:
     @property
     def changes_scores(self) -> bool:
         """Whether anything but the ends, stops and filters is said."""
-        plain = ScoreSettings(self.ends, stop_strings=self.stop_strings, filters=self.filters)
-        return self != plain
+        unchanged = ScoreSettings(self.ends, stop_strings=self.stop_strings, filters=self.filters)
+        return self != unchanged
 
 
 def read_settings(found: Mapping[str, Any], vocabulary: int, where: str, draws: bool = True) -> ScoreSettings:
@@ -112,29 +112,29 @@ def read_settings(found: Mapping[str, Any], vocabulary: int, where: str, draws: 
         UserError: a setting that is refused, or a value that transformers would refuse.
     """
     KEYS.check_fixed(found, where, _OR_IGNORE)
-    read = _Reader({key: value for key, value in found.items() if value is not None}, vocabulary, where)
-    decay = read.value("exponential_decay_length_penalty", None)
+    reader = _Reader({key: value for key, value in found.items() if value is not None}, vocabulary, where)
+    decay = reader.value("exponential_decay_length_penalty", None)
     for key in ("forced_bos_token_id", "forced_eos_token_id"):
-        if (forced := read.ids(key)) and set(forced) <= set(read.ids("suppress_tokens")):
-            raise read.refuse(key, "is also in suppress_tokens", "tokens that may be chosen")
+        if (forced := reader.ids(key)) and set(forced) <= set(reader.ids("suppress_tokens")):
+            raise reader.refuse(key, "is also in suppress_tokens", "tokens that may be chosen")
     return ScoreSettings(
-        ends=read.ids("eos_token_id") if "eos_token_id" in read.found else None,
-        sequence_bias=read.biases(),
-        encoder_repetition_penalty=read.number("encoder_repetition_penalty", 1.0, above=0),
-        repetition_penalty=read.number("repetition_penalty", 1.0, above=0),
-        no_repeat_ngram_size=read.count("no_repeat_ngram_size"),
-        encoder_no_repeat_ngram_size=read.count("encoder_no_repeat_ngram_size"),
-        bad_words_ids=read.sequences("bad_words_ids"),
-        min_length=read.count("min_length"),
-        min_new_tokens=read.count("min_new_tokens") if "min_new_tokens" in read.found else None,
-        forced_bos_token_id=read.one_id("forced_bos_token_id"),
-        forced_eos_token_id=read.ids("forced_eos_token_id", inside=True),
-        remove_invalid_values=read.switch("remove_invalid_values"),
-        exponential_decay_length_penalty=None if decay is None else read.decay(decay),
-        suppress_tokens=read.ids("suppress_tokens"),
-        begin_suppress_tokens=read.ids("begin_suppress_tokens"),
-        stop_strings=read.texts("stop_strings"),
-        filters=_filters(read) if draws else Filters(),
+        ends=reader.ids("eos_token_id") if "eos_token_id" in reader.found else None,
+        sequence_bias=reader.biases(),
+        encoder_repetition_penalty=reader.number("encoder_repetition_penalty", 1.0, above=0),
+        repetition_penalty=reader.number("repetition_penalty", 1.0, above=0),
+        no_repeat_ngram_size=reader.count("no_repeat_ngram_size"),
+        encoder_no_repeat_ngram_size=reader.count("encoder_no_repeat_ngram_size"),
+        bad_words_ids=reader.sequences("bad_words_ids"),
+        min_length=reader.count("min_length"),
+        min_new_tokens=reader.count("min_new_tokens") if "min_new_tokens" in reader.found else None,
+        forced_bos_token_id=reader.one_id("forced_bos_token_id"),
+        forced_eos_token_id=reader.ids("forced_eos_token_id", inside=True),
+        remove_invalid_values=reader.switch("remove_invalid_values"),
+        exponential_decay_length_penalty=None if decay is None else reader.decay(decay),
+        suppress_tokens=reader.ids("suppress_tokens"),
+        begin_suppress_tokens=reader.ids("begin_suppress_tokens"),
+        stop_strings=reader.texts("stop_strings"),
+        filters=_filters(reader) if draws else Filters(),
     )
 
 
@@ -156,17 +156,17 @@ def notices(found: Mapping[str, Any], where: str, temperature: float | None) -> 
     Args:
         temperature: --temperature; None: not given.
     """
-    told = []
+    messages = []
     if unknown := KEYS.unknown(found):
-        told.append(f"{where}: not known, to transformers neither, and not obeyed: {KEYS.named(unknown)}")
+        messages.append(f"{where}: not known, to transformers neither, and not obeyed: {KEYS.named(unknown)}")
     if temperature is None and found.get("do_sample") is True:
         sep = ", "
-        kept = [f"{key} {found[key]}" for key in ("temperature", *_DRAWN.split()) if not says_nothing(found.get(key))]
-        told.append(
-            f"{where} says do_sample{f' ({sep.join(kept)[:200]})' if kept else ''}: without --temperature an answer is "
-            "made of the most likely tokens"
+        draws = [f"{key} {found[key]}" for key in ("temperature", *_DRAWN.split()) if not says_nothing(found.get(key))]
+        messages.append(
+            f"{where} says do_sample{f' ({sep.join(draws)[:200]})' if draws else ''}: without --temperature an answer "
+            "is made of the most likely tokens"
         )
-    return told
+    return messages
 
 
 def _is_number(value: Any) -> bool:
@@ -192,40 +192,40 @@ class _Reader:
     def number(
         self, key: str, default: float, above: float = -math.inf, least: float = -math.inf, most: float = math.inf
     ) -> float:
-        found = self.value(key, default)
-        if not _is_number(found) or not (found > above and least <= found <= most):
+        number = self.value(key, default)
+        if not _is_number(number) or not (number > above and least <= number <= most):
             bounds = [f"above {above:g}"] * (above > -math.inf) + [f"from {least:g}"] * (least > -math.inf)
             bounds += [f"to {most:g}"] * (most < math.inf)
             raise self.refuse(key, "is out of range", " ".join(["a number", *bounds]))
-        return float(found)
+        return float(number)
 
     def count(self, key: str) -> int:
-        found = self.value(key, 0)
-        if type(found) is not int or not 0 <= found < 2**31:
+        count = self.value(key, 0)
+        if type(count) is not int or not 0 <= count < 2**31:
             raise self.refuse(key, "is no number of tokens", "0 or more")
-        return found
+        return count
 
     def switch(self, key: str) -> bool:
-        found = self.value(key, False)
-        if not isinstance(found, bool):
+        switch = self.value(key, False)
+        if not isinstance(switch, bool):
             raise self.refuse(key, "is no switch", "true, false")
-        return found
+        return switch
 
     def ids(self, key: str, inside: bool = False) -> tuple[int, ...]:
         """A token id or a list of them; ``inside``: ids that the model has, where others match nothing."""
-        found = self.value(key, [])
-        found = found if isinstance(found, list) else [found]
-        if not all(type(one) is int and (not inside or 0 <= one < self.vocabulary) for one in found):
+        ids = self.value(key, [])
+        ids = ids if isinstance(ids, list) else [ids]
+        if not all(type(token) is int and (not inside or 0 <= token < self.vocabulary) for token in ids):
             raise self.refuse(key, "is no token id, nor a list of them", self._ids())
-        return tuple(found)
+        return tuple(ids)
 
     def one_id(self, key: str) -> int | None:
         if key not in self.found:
             return None
-        found = self.ids(key, inside=True)
-        if len(found) != 1 or isinstance(self.found[key], list):
+        ids = self.ids(key, inside=True)
+        if len(ids) != 1 or isinstance(self.found[key], list):
             raise self.refuse(key, "is no token id", self._ids())
-        return found[0]
+        return ids[0]
 
     def _ids(self) -> str:
         return f"ids from 0 to {self.vocabulary - 1}"
@@ -237,19 +237,19 @@ class _Reader:
         return tuple(found)
 
     def sequences(self, key: str) -> tuple[tuple[int, ...], ...]:
-        found = self.value(key, [])
-        if not isinstance(found, list):
+        lists = self.value(key, [])
+        if not isinstance(lists, list):
             raise self.refuse(key, "is no list", f"lists of {self._ids()}")
-        return tuple(dict.fromkeys(self._sequence(key, one) for one in found))
+        return tuple(dict.fromkeys(self._sequence(key, ids) for ids in lists))
 
     def biases(self) -> tuple[tuple[tuple[int, ...], float], ...]:
         key = "sequence_bias"
-        found, made = self.value(key, []), dict[tuple[int, ...], float]()
-        for pair in found if isinstance(found, list) else [None]:
+        pairs, biases = self.value(key, []), dict[tuple[int, ...], float]()
+        for pair in pairs if isinstance(pairs, list) else [None]:
             if not isinstance(pair, list) or len(pair) != 2 or not _is_number(pair[1]):
                 raise self.refuse(key, "is no list of sequences and numbers", "[[[id, ...], number], ...]")
-            made[self._sequence(key, pair[0])] = float(pair[1])
-        return tuple(made.items())
+            biases[self._sequence(key, pair[0])] = float(pair[1])
+        return tuple(biases.items())
 
     def decay(self, found: Any) -> tuple[int, float]:
         good = isinstance(found, list) and len(found) == 2 and type(found[0]) is int and abs(found[0]) < 2**31
@@ -258,8 +258,8 @@ class _Reader:
         return found[0], float(found[1])
 
     def texts(self, key: str) -> tuple[str, ...]:
-        found = self.value(key, [])
-        found = [found] if isinstance(found, str) else found
-        if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
+        texts = self.value(key, [])
+        texts = [texts] if isinstance(texts, str) else texts
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
             raise self.refuse(key, "is no list of texts", '["text", ...]')
-        return tuple(found)
+        return tuple(texts)

@@ -39,15 +39,15 @@ class Weights:
     ) -> None:  # fmt: skip
         """Write the values of every box (by logical name) into its tensor, and of those in 8 bits into their scales.
         Called on all ranks of ``world``."""
-        for tensor, box, into in tensors.values():
+        for tensor, box, param in tensors.values():
             if tensor.trained and self.adapter is not None:
-                into.copy_(self.adapter.read(tensor, box))
+                param.copy_(self.adapter.read(tensor, box))
             elif self.base is not None and not (tensor.trained and self.spec.lora is not None):
-                fill(tensor, box, self.base.read, into, scales)
+                fill(tensor, box, self.base.read, param, scales)
         if self.checkpoint is not None:
             boxed = {
-                f"{MODEL}.{name}": BoxedTensor(tensor.shape, [(box, into)])
-                for name, (tensor, box, into) in tensors.items() if tensor.trained
+                f"{MODEL}.{name}": BoxedTensor(tensor.shape, [(box, param)])
+                for name, (tensor, box, param) in tensors.items() if tensor.trained
             }  # fmt: skip
             self.checkpoint.read_into(boxed, world)
 

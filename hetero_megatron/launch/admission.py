@@ -56,22 +56,22 @@ class Admission:
             present: nodes that are in the job.
             cluster: its cluster file.
         """
-        said = []
+        messages = []
         while (request := self._store.join_request(self._asked)) is not None:
-            refused, file = self._check(request, present | {host.node for host in self._waiting}, cluster)
+            refusal, file = self._check(request, present | {host.node for host in self._waiting}, cluster)
             members: list[int] = []
-            if not refused:
+            if not refusal:
                 members = list(range(self._next, self._next + request.chips))
                 self._next += request.chips
                 self._waiting.append(Newcomer(request.node, tuple(members), file))
                 described = file is not None or cluster is not None
                 self.seats |= {m: Seat(request.node, i, None if described else i) for i, m in enumerate(members)}
                 self.admitted = True
-            self._store.answer(self._asked, JoinAnswer(refused, members))
+            self._store.answer(self._asked, JoinAnswer(refusal, members))
             self._asked += 1
-            what = f"refused: {refused}" if refused else "admitted; it joins after a step, once it is ready"
-            said.append(f"{request.node} ({plural(request.chips, 'chip')}) asks to join: {what}")
-        return said
+            decision = f"refused: {refusal}" if refusal else "admitted; it joins after a step, once it is ready"
+            messages.append(f"{request.node} ({plural(request.chips, 'chip')}) asks to join: {decision}")
+        return messages
 
     def ready(self) -> list[int]:
         """Members of hosts all of whose processes have loaded what they need."""
@@ -87,14 +87,14 @@ class Admission:
         Returns:
             what is to be said of it.
         """
-        known, said, ready = self._store.speeds(members), [], self.ready()
+        speeds, messages, ready = self._store.speeds(members), [], self.ready()
         for host in [host for host in self._waiting if host.members[0] in ready]:
-            why = _too_slow(self._store.speeds(host.members), known, self._least)
-            if why:
+            reason = _too_slow(self._store.speeds(host.members), speeds, self._least)
+            if reason:
                 self.drop(*host.members)
-                self._store.refuse(host.members[0], why)
-                said.append(f"{host.node} does not join: {why}")
-        return said
+                self._store.refuse(host.members[0], reason)
+                messages.append(f"{host.node} does not join: {reason}")
+        return messages
 
     def drop(self, *members: int) -> None:
         """Their hosts do not join."""
@@ -102,9 +102,9 @@ class Admission:
 
     def take(self, members: list[int]) -> list[str]:
         """They are in an epoch from here on; what is to be said of it."""
-        taken = [host for host in self._waiting if set(host.members) & set(members)]
-        self._waiting = [host for host in self._waiting if host not in taken]
-        return [f"{host.node} joined ({plural(len(host.members), 'rank')})" for host in taken]
+        joined_hosts = [host for host in self._waiting if set(host.members) & set(members)]
+        self._waiting = [host for host in self._waiting if host not in joined_hosts]
+        return [f"{host.node} joined ({plural(len(host.members), 'rank')})" for host in joined_hosts]
 
     def cluster_with(self, nodes: set[str]) -> Path | None:
         """The newest cluster file that one of these nodes came with."""
@@ -115,9 +115,9 @@ class Admission:
         """(why the host may not join, or an empty string; the cluster file that it came with, if any)."""
         if request.node in present:
             return f"a node of this name is in the job already; accepted: --node other than {_names(present)}", None
-        for name, mine in self._mine().items():
-            if (theirs := request.program.get(name)) != mine:
-                return f"{name}: this host has {theirs}, the job {mine}; accepted: the same on every host", None
+        for name, job_has in self._mine().items():
+            if (host_has := request.program.get(name)) != job_has:
+                return f"{name}: this host has {host_has}, the job {job_has}; accepted: the same on every host", None
         file = cluster
         if request.cluster:
             if cluster is None:
@@ -128,16 +128,18 @@ class Admission:
             return "", None
         try:
             chips = Counter(rank.node for rank in load_cluster(file).ranks)
-            known = Counter(rank.node for rank in load_cluster(cluster).ranks) if cluster is not None else Counter()
+            ranks_of_node = (
+                Counter(rank.node for rank in load_cluster(cluster).ranks) if cluster is not None else Counter()
+            )
         except UserError as error:
             return str(error), None
-        unlike = sorted(node for node in present if chips[node] != (known[node] or chips[node]))
+        unlike = sorted(node for node in present if chips[node] != (ranks_of_node[node] or chips[node]))
         if unlike:
             return f"its cluster file does not have the chips of {_names(set(unlike))}, which are in the job", None
         if chips[request.node] != request.chips:
             whose = "its" if request.cluster else "the job's"
-            given = f"{whose} cluster file gives {request.node} {plural(chips[request.node], 'chip')}"
-            return f"{given}; accepted: --cluster FILE with all nodes, this one with {request.chips}", None
+            mismatch = f"{whose} cluster file gives {request.node} {plural(chips[request.node], 'chip')}"
+            return f"{mismatch}; accepted: --cluster FILE with all nodes, this one with {request.chips}", None
         return "", file if request.cluster else None
 
     def _mine(self) -> dict[str, str]:
@@ -150,11 +152,11 @@ class Admission:
 
 def _too_slow(theirs: Mapping[int, Speed], known: Mapping[int, Speed], least: float) -> str:
     for speed in theirs.values():
-        alike = [other.flops for other in known.values() if other.kind == speed.kind]
-        if alike and speed.flops < least * median(alike):
-            usual = f"where {len(alike)} of the job compute {median(alike):.3g}"
+        rates_of_kind = [other.flops for other in known.values() if other.kind == speed.kind]
+        if rates_of_kind and speed.flops < least * median(rates_of_kind):
+            comparison = f"where {len(rates_of_kind)} of the job compute {median(rates_of_kind):.3g}"
             accepted = f"accepted: at least {least:g} of that (--least-speed of the job)"
-            return f"its {speed.kind} computes {speed.flops:.3g} FLOP/s {usual}; {accepted}"
+            return f"its {speed.kind} computes {speed.flops:.3g} FLOP/s {comparison}; {accepted}"
     return ""
 
 

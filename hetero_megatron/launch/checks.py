@@ -53,9 +53,9 @@ def silent_hosts(connections: Sequence[Connection], seconds: float, patient: boo
     had their time."""
     end = time.monotonic() + seconds
     while silent := [c for c in connections if c.facts is None]:
-        lost = [c for c in silent if c.lost]
-        if len(lost) == len(silent) or (lost and not patient):
-            return lost
+        lost_hosts = [c for c in silent if c.lost]
+        if len(lost_hosts) == len(silent) or (lost_hosts and not patient):
+            return lost_hosts
         if time.monotonic() > end:
             return silent
         time.sleep(0.02)
@@ -65,14 +65,14 @@ def silent_hosts(connections: Sequence[Connection], seconds: float, patient: boo
 def _no_answer(connections: Sequence[Connection], cluster: Cluster, seconds: float) -> UserError:
     first = connections[0]
     reason = first.lost or f"no answer in {seconds:g} s"
-    others = ", ".join(c.host.node for c in connections[1:_SHOWN])
-    more = f" (nor do {others}{', …' if len(connections) > _SHOWN else ''})" if others else ""
+    other_nodes = ", ".join(c.host.node for c in connections[1:_SHOWN])
+    others = f" (nor do {other_nodes}{', …' if len(connections) > _SHOWN else ''})" if other_nodes else ""
     accepted = "a host that answers `ssh HOST true` without a password"
     if "No module named" in reason or "not found" in reason or "No such file" in reason:
         accepted = f"Hetero-Megatron in {first.host.python} there, or launch: {{python: …}} in the cluster file, or "
         accepted += "python: of its node group"
     return UserError(
-        f"cannot be started on: {reason}{more}", field=first.host.node, value=first.host.address, accepted=accepted,
+        f"cannot be started on: {reason}{others}", field=first.host.node, value=first.host.address, accepted=accepted,
         where=cluster.file,
     )  # fmt: skip
 
@@ -88,36 +88,36 @@ def check_facts(facts: Mapping[str, Mapping[str, Any]], connections: Sequence[Co
     """
     vendors = {c.host.node: cluster.chips[c.host.chip].vendor for c in connections}
     for key, name in (("version", "Hetero-Megatron"), ("torch", "torch"), ("python", "Python")):
-        found: dict[str, list[str]] = {}
+        nodes_by_version: dict[str, list[str]] = {}
         for node, values in facts.items():
-            found.setdefault(_compared(key, str(values.get(key, ""))), []).append(node)
-        if key == "torch" and "" in found:
-            raise UserError("is not installed", field="torch", value=_some(found[""]), where=cluster.file,
-                            accepted=f"torch in {_python(connections, found[''])}")  # fmt: skip
-        if len(found) == 1:
+            nodes_by_version.setdefault(_compared(key, str(values.get(key, ""))), []).append(node)
+        if key == "torch" and "" in nodes_by_version:
+            raise UserError("is not installed", field="torch", value=_some(nodes_by_version[""]), where=cluster.file,
+                            accepted=f"torch in {_python(connections, nodes_by_version[''])}")  # fmt: skip
+        if len(nodes_by_version) == 1:
             continue
-        said = "; ".join(f"{version or 'none'} on {_some(nodes)}" for version, nodes in found.items())
-        by_version = [{vendors[node] for node in nodes} for nodes in found.values()]
+        versions = "; ".join(f"{version or 'none'} on {_some(nodes)}" for version, nodes in nodes_by_version.items())
+        by_version = [{vendors[node] for node in nodes} for nodes in nodes_by_version.values()]
         if key == "version" or sum(map(len, by_version)) > len(set().union(*by_version)):
             accepted = "one version on all hosts" + (" with chips of one vendor" if key != "version" else "")
-            raise UserError(f"versions differ: {said}", field=name, accepted=accepted, where=cluster.file)
-        print(notice_line(f"launcher: {name}: {said}"), flush=True)
-    seen: dict[str, str] = {}
+            raise UserError(f"versions differ: {versions}", field=name, accepted=accepted, where=cluster.file)
+        print(notice_line(f"launcher: {name}: {versions}"), flush=True)
+    node_of: dict[str, str] = {}
     for node, values in facts.items():
         identity = str(values.get("identity", ""))
-        if identity and identity in seen:
+        if identity and identity in node_of:
             raise UserError(
-                f"is the same host as {seen[identity]} ({values.get('hostname', '?')})", field="nodes", value=node,
+                f"is the same host as {node_of[identity]} ({values.get('hostname', '?')})", field="nodes", value=node,
                 accepted="each host once; several labels on one host: hetero-megatron run", where=cluster.file,
             )  # fmt: skip
-        seen[identity] = node
+        node_of[identity] = node
     for connection in connections:
-        there = facts[connection.host.node].get("interfaces", [])
+        interfaces = facts[connection.host.node].get("interfaces", [])
         for name in filter(None, connection.host.interface.split(",")):
-            if name not in there:
+            if name not in interfaces:
                 raise UserError(
                     f"{connection.host.node} has no such network interface", field="interface", value=name,
-                    accepted=", ".join(map(str, there)), where=cluster.file,
+                    accepted=", ".join(map(str, interfaces)), where=cluster.file,
                 )  # fmt: skip
 
 

@@ -129,8 +129,8 @@ class Connection:
                 thread.join(timeout=2)
             if self.ended:
                 return ""
-            said = self.errors[-1] if self.errors else ""
-            return said or (f"the connection ended with exit code {code}" if code else "the connection ended")
+            last_error = self.errors[-1] if self.errors else ""
+            return last_error or (f"the connection ended with exit code {code}" if code else "the connection ended")
         if time.monotonic() - self._heard > self.lease:
             return f"no word for {self.lease:g} s"
         return ""

@@ -34,15 +34,15 @@ def catalogue_name(name: str, memory: float) -> str | None:
         if part in name and _same_size(memory, chip_name):
             return chip_name
     words = _words(name)
-    fits = []
+    candidates = []
     for chip in CHIPS.values():
-        wanted = {word for word in _words(chip.name) if not word.isdigit()}
+        name_words = {word for word in _words(chip.name) if not word.isdigit()}
         sizes = {word for word in _words(chip.name) if word.isdigit()}
-        own = words | {str(round(chip.memory / GIB))}
-        if wanted <= words and sizes <= own and _same_size(memory, chip.name):
-            fits.append((len(wanted) + len(sizes), chip.name))
-    fits.sort(reverse=True)
-    return fits[0][1] if fits and (len(fits) == 1 or fits[0][0] > fits[1][0]) else None
+        device_words = words | {str(round(chip.memory / GIB))}
+        if name_words <= words and sizes <= device_words and _same_size(memory, chip.name):
+            candidates.append((len(name_words) + len(sizes), chip.name))
+    candidates.sort(reverse=True)
+    return candidates[0][1] if candidates and (len(candidates) == 1 or candidates[0][0] > candidates[1][0]) else None
 
 
 def _same_size(memory: float, chip: str) -> bool:
@@ -51,8 +51,8 @@ def _same_size(memory: float, chip: str) -> bool:
 
 
 def _words(name: str) -> set[str]:
-    found = re.findall(r"[a-z]*\d+[a-z]{0,3}|[a-z]+", name.lower().replace("gb", " "))
-    return {_SAME.get(word, word) for word in found} - {""}
+    parts = re.findall(r"[a-z]*\d+[a-z]{0,3}|[a-z]+", name.lower().replace("gb", " "))
+    return {_SAME.get(word, word) for word in parts} - {""}
 
 
 def cluster_document(answers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
@@ -67,22 +67,22 @@ def cluster_document(answers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str
     notices: list[str] = []
     nodes: list[dict[str, Any]] = []
     chips: dict[str, dict[str, Any]] = {}
-    for address, answer in answers.items():
-        require(dict(answer), _HOST, "what a host says of itself", address)
-        chip, count = _chip(address, answer, chips, notices)
-        interface = _interface(answer["interfaces"])
+    for address, host_facts in answers.items():
+        require(dict(host_facts), _HOST, "what a host says of itself", address)
+        chip, count = _chip(address, host_facts, chips, notices)
+        interface = _interface(host_facts["interfaces"])
         last = nodes[-1] if nodes else None
-        same = {"chip": chip, "chips_per_node": count, "interface": interface}
-        if last is not None and all(last.get(key) == value for key, value in same.items()):
+        settings_of_node = {"chip": chip, "chips_per_node": count, "interface": interface}
+        if last is not None and all(last.get(key) == value for key, value in settings_of_node.items()):
             last["hosts"].append(address)
             last["count"] += 1
         else:
-            name = require_text(str(answer["hostname"]), address)
-            nodes.append({"name": name, "count": 1, **same, "hosts": [address]})
-    taken: set[str] = set()
+            name = require_text(str(host_facts["hostname"]), address)
+            nodes.append({"name": name, "count": 1, **settings_of_node, "hosts": [address]})
+    taken_names: set[str] = set()
     for node in nodes:
-        node["name"] = _name(node, taken)
-        taken.add(node["name"])
+        node["name"] = _name(node, taken_names)
+        taken_names.add(node["name"])
         if not node["interface"]:
             del node["interface"]
     document: dict[str, Any] = {"version": 1, "nodes": nodes}
@@ -105,13 +105,13 @@ def _chip(
         return name, 1
     kinds = {(device["name"], round(device["memory"] / GIB)) for device in devices}
     if len(kinds) > 1:
-        said = ", ".join(sorted(f"{name} ({size} GiB)" for name, size in kinds))
+        kinds_text = ", ".join(sorted(f"{name} ({size} GiB)" for name, size in kinds))
         raise UserError("its chips are not alike", field="host", value=address,
-                        accepted=f"hosts whose chips are of one type (here: {said})")  # fmt: skip
+                        accepted=f"hosts whose chips are of one type (here: {kinds_text})")  # fmt: skip
     first = devices[0]
-    known = catalogue_name(first["name"], first["memory"])
-    if known is not None:
-        return known, len(devices)
+    chip_name = catalogue_name(first["name"], first["memory"])
+    if chip_name is not None:
+        return chip_name, len(devices)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", first["name"]).strip("-") or "chip"
     if name not in chips:
         chips[name] = _described(first["memory"], answer)
@@ -122,14 +122,14 @@ def _chip(
 
 def _described(memory: float, answer: Mapping[str, Any]) -> dict[str, Any]:
     """A chip that the catalogue lacks, by what the host measured."""
-    found: dict[str, Any] = {"memory": f"{memory / GIB:.4g} GiB"}
+    chip: dict[str, Any] = {"memory": f"{memory / GIB:.4g} GiB"}
     measured = answer.get("measured", {})
     flops = {name: float(f"{rate / 1e12:.3g}") for name, rate in measured.items() if name != "copy" and rate}
     if flops:
-        found |= {"tflops": flops, "source": "measured by cluster discover"}
+        chip |= {"tflops": flops, "source": "measured by cluster discover"}
     if measured.get("copy"):
-        found["memory_bandwidth"] = f"{measured['copy'] / 1e9:.3g} GB/s"
-    return found
+        chip["memory_bandwidth"] = f"{measured['copy'] / 1e9:.3g} GB/s"
+    return chip
 
 
 def _interface(interfaces: Sequence[str]) -> str:

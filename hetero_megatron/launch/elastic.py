@@ -90,18 +90,18 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
 
     def exit_codes(self, first: dict[int, Any]) -> dict[int, int]:
         """By rank, after ``run``; ``first``: the failures that it returned."""
-        found: dict[int, int] = {}
+        codes: dict[int, int] = {}
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         for worker in self.get_worker_group().workers:
             rank, handler = worker.global_rank, handlers.get(worker.local_rank)
             code = handler.proc.poll() if handler is not None else None
             if rank in first:
-                found[rank] = int(first[rank].exitcode)
+                codes[rank] = int(first[rank].exitcode)
             elif first and (code is None or code < 0):
-                found[rank] = ENDED_BY_AGENT
+                codes[rank] = ENDED_BY_AGENT
             else:
-                found[rank] = int(code or 0)
-        return found
+                codes[rank] = int(code or 0)
+        return codes
 
 
 def forward(directory: Path, ended: threading.Event) -> None:
@@ -129,8 +129,8 @@ def main(argument: str) -> int:
         sender.start()
         try:
             agent = Agent(settings, f"{folder}/logs")
-            result = agent.run()
-            failures = result.failures if result is not None and result.is_failed() else {}
+            run_result = agent.run()
+            failures = run_result.failures if run_result is not None and run_result.is_failed() else {}
             codes = agent.exit_codes(failures)
         finally:
             ended.set()

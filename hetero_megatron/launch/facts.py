@@ -45,16 +45,16 @@ def _measured(device: str) -> dict[str, float]:
     import torch
 
     host = device == "cpu"
-    size, found = 512 if host else 4096, dict[str, float]()
-    others = {"fp64": torch.float64} if host else {"bf16": torch.bfloat16, "fp16": torch.float16}
-    names = {"fp32": torch.float32, **others}
+    size, rates = 512 if host else 4096, dict[str, float]()
+    half_dtypes = {"fp64": torch.float64} if host else {"bf16": torch.bfloat16, "fp16": torch.float16}
+    names = {"fp32": torch.float32, **half_dtypes}
     for name, dtype in names.items():
         with suppress(RuntimeError):  # a dtype that the device lacks
             a = torch.ones(size, size, dtype=dtype, device=device)
-            found[name] = 2 * size**3 / _seconds(partial(torch.mm, a, a), device)
+            rates[name] = 2 * size**3 / _seconds(partial(torch.mm, a, a), device)
     big = torch.ones(16 << 20, device=device)
-    found["copy"] = 2 * big.numel() * big.element_size() / _seconds(big.clone, device)
-    return found
+    rates["copy"] = 2 * big.numel() * big.element_size() / _seconds(big.clone, device)
+    return rates
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:

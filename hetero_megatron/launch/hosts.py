@@ -51,7 +51,7 @@ def hosts_of(cluster: Cluster) -> tuple[Host, ...]:
     Raises:
         UserError: a variable is set that launching sets.
     """
-    found: list[Host] = []
+    hosts: list[Host] = []
     rank = 0
     for group in cluster.nodes:
         settings = group.settings
@@ -70,12 +70,12 @@ def hosts_of(cluster: Cluster) -> tuple[Host, ...]:
         for index in range(group.count):
             node = group.node(index)
             address = settings.hosts[index] if settings.hosts else node
-            found.append(
-                Host(len(found), node, group.name, address, group.chip, group.chips_per_node, rank,
+            hosts.append(
+                Host(len(hosts), node, group.name, address, group.chip, group.chips_per_node, rank,
                      settings.interface, {**environment, "HETERO_NODE": node}, python, directory)
             )  # fmt: skip
             rank += group.chips_per_node
-    return tuple(found)
+    return tuple(hosts)
 
 
 def directory_of(host: Host) -> str:

@@ -114,7 +114,7 @@ class InPlaceSupervisor:
 
     def run(self) -> int:
         """Exit code of the job."""
-        before = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
+        old_handlers = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
         try:
             while (code := self._look()) is None:
                 time.sleep(LOOK_SECONDS)
@@ -124,7 +124,7 @@ class InPlaceSupervisor:
             self._job.kill()
             if self._admission.admitted:
                 time.sleep(LINGER_SECONDS)
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
     @property
@@ -152,17 +152,17 @@ class InPlaceSupervisor:
             if member not in self._codes:
                 self._codes[member] = code
                 self._ended(member, code)
-        refused = [m for m in self.members if self._codes.get(m) == USER_ERROR and m not in self._new]
-        if not self._alive and not refused and self._waits():
+        refusing = [m for m in self.members if self._codes.get(m) == USER_ERROR and m not in self._new]
+        if not self._alive and not refusing and self._waits():
             if not self._admission.ready():
                 self._prepared = None  # they were lost before they joined
             self._let_join()
             return self._next(self._lost) if self._prepared is not None else None
-        if not self._alive or refused and self._overdue():
+        if not self._alive or refusing and self._overdue():
             return self._end()
         if self._signalled is not None:  # no epoch begins any more
             return self._end() if any(self._codes.get(m) for m in self.members) and self._overdue() else None
-        if refused:
+        if refusing:
             return None
         self._let_join()
         stopped = self._store.has_stopped(self._number, self._alive)
@@ -219,19 +219,19 @@ class InPlaceSupervisor:
             self._admission.drop(member)
             self.log(f"{self._where(member)} does not join: its process ended with {say_code(code)}")
             return
-        rank, where, why = self._rank(member), self._where(member), self._store.left(member)
+        rank, place, why = self._rank(member), self._where(member), self._store.left(member)
         if code == 0 and why:
-            self._gone[member] = f"rank {rank} ({where}) left: {why}"
+            self._gone[member] = f"rank {rank} ({place}) left: {why}"
             self.log(self._gone[member])
         elif code:
             self._lost = self._lost or code != USER_ERROR or member in self._new
-            self._gone[member] = f"lost rank {rank} ({where}): {say_code(code)}"
-            self.log(f"rank {rank} ({where}) ended with {say_code(code)}")
+            self._gone[member] = f"lost rank {rank} ({place}): {say_code(code)}"
+            self.log(f"rank {rank} ({place}) ended with {say_code(code)}")
 
     def _end(self) -> int:
         codes = [self._codes.get(m, PEER_ERROR) for m in self.members if not self._store.left(m)]
-        own = [c if c > 0 else 128 - c for c in codes if c]
-        return USER_ERROR if USER_ERROR in own else own[0] if own else 0
+        failed_codes = [c if c > 0 else 128 - c for c in codes if c]
+        return USER_ERROR if USER_ERROR in failed_codes else failed_codes[0] if failed_codes else 0
 
     def _let_join(self) -> None:
         """Hosts that ask. Once all processes of one are ready, its plan is made, and the others pause after a step; or
@@ -263,14 +263,14 @@ class InPlaceSupervisor:
         seats = tuple(self._seats[m] for m in members)
         names = {r.node for r in load_cluster(file).ranks} if file is not None else nodes
         setup = replace(self.setup, seats=seats, cluster=file)
-        left, cluster = left_without(setup, names - nodes, self.scratch, f"epoch-{self._number + 1}")
+        seats_left, cluster = left_without(setup, names - nodes, self.scratch, f"epoch-{self._number + 1}")
         if cluster is not None:
             by_seat = {(self._seats[m].node, self._seats[m].local): m for m in members}
             members = [by_seat[rank.node, rank.local] for rank in load_cluster(cluster).ranks]
-            left = [self._seats[m] for m in members]
-        same = tuple(left) == self.setup.seats and file == self.setup.cluster
-        plan = self.setup.plan if same else self.planner(left, cluster) if left else None
-        return NextEpoch(members, plan, self.setup.cluster if same else cluster, file)
+            seats_left = [self._seats[m] for m in members]
+        is_unchanged = tuple(seats_left) == self.setup.seats and file == self.setup.cluster
+        plan = self.setup.plan if is_unchanged else self.planner(seats_left, cluster) if seats_left else None
+        return NextEpoch(members, plan, self.setup.cluster if is_unchanged else cluster, file)
 
     def _next(self, failed: bool) -> int | None:
         """The next epoch, with all that are there."""
@@ -281,27 +281,27 @@ class InPlaceSupervisor:
             if self._losses > self.max_losses:
                 self.log(f"gave up after {plural(self.max_losses, 'loss', 'losses')}")
                 return self._end() or PEER_ERROR
-        away = {self._seats[m].node for m in self._gone}
+        lost_nodes = {self._seats[m].node for m in self._gone}
         ready = self._admission.ready()
-        members = [*(m for m in self._alive if self._seats[m].node not in away), *ready]
+        members = [*(m for m in self._alive if self._seats[m].node not in lost_nodes), *ready]
         self._left |= {*self._gone, *self.members} - {*members}
-        chosen = self._prepared
-        if chosen is None or set(chosen.members) != set(members):
-            chosen = self._who_goes_on(members)
-        if chosen.plan is None and ready:  # as well as it goes without those that join
+        next_epoch = self._prepared
+        if next_epoch is None or set(next_epoch.members) != set(members):
+            next_epoch = self._who_goes_on(members)
+        if next_epoch.plan is None and ready:  # as well as it goes without those that join
             members, ready = [m for m in members if m not in ready], []
-            chosen = self._who_goes_on(members)
-        if chosen.plan is None:
-            left = plural(len(members), "rank")
-            self.log(f"no plan for the {left} that are left without {', '.join(sorted(away))}; accepted: a "
-                     f"--fallback-plan for at most {left}")  # fmt: skip
+            next_epoch = self._who_goes_on(members)
+        if next_epoch.plan is None:
+            ranks_left = plural(len(members), "rank")
+            self.log(f"no plan for the {ranks_left} that are left without {', '.join(sorted(lost_nodes))}; accepted: a "
+                     f"--fallback-plan for at most {ranks_left}")  # fmt: skip
             return USER_ERROR
-        self._publish(chosen, ready, notice, time.monotonic() - begin)
+        self._publish(next_epoch, ready, notice, time.monotonic() - begin)
         return None
 
     def _publish(self, chosen: NextEpoch, joined: list[int], notice: float, took: float) -> None:
-        said = [*self._gone.values(), *self._admission.take(joined)]
-        text = "; ".join(said) or "groups were lost, but no rank"
+        messages = [*self._gone.values(), *self._admission.take(joined)]
+        text = "; ".join(messages) or "groups were lost, but no rank"
         self._number += 1
         self.log(f"epoch {self._number}: {plural(len(chosen.members), 'rank')} there, plan {chosen.plan}")
         cluster = str(chosen.cluster or "")

@@ -202,16 +202,16 @@ class Returned:
                     connection.send(dial=addresses)
                     self._asked[host.node] = connection
             self._next = now + self.interval
-        back = set()
+        returned = set()
         for node, connection in list(self._asked.items()):
             reached = next((m["reached"] for m in connection.messages if "reached" in m), None)
             if reached is not None and len(reached) == len(present):
-                back.add(node)
+                returned.add(node)
             if reached is not None or connection.lost or now > self._next:
                 connection.close()
                 connection.join(1)
                 del self._asked[node]
-        return back
+        return returned
 
     def close(self) -> None:
         for connection in self._asked.values():

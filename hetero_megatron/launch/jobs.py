@@ -89,8 +89,8 @@ class LocalJob:
         command = rank_command(setup, words)
         try:
             for rank, seat in enumerate(setup.seats, first):
-                said = _environment(setup, rank, first + len(setup.seats), seat, host, port, number)
-                environment = {**os.environ, **said, **(more or {})}
+                variables = _environment(setup, rank, first + len(setup.seats), seat, host, port, number)
+                environment = {**os.environ, **variables, **(more or {})}
                 environment[DIAGNOSES] = str(diagnoses.absolute())
                 environment |= {SECRET: secret, ERROR_FILE: str(self._errors / str(rank) / "error.json")}
                 self._processes[rank] = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
@@ -103,8 +103,8 @@ class LocalJob:
         return list(self._processes)
 
     def poll(self) -> dict[int, int]:
-        found = {rank: process.poll() for rank, process in self._processes.items()}
-        return {rank: code for rank, code in found.items() if code is not None}
+        polled = {rank: process.poll() for rank, process in self._processes.items()}
+        return {rank: code for rank, code in polled.items() if code is not None}
 
     def hung(self) -> set[int]:
         return set()

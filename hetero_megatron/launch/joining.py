@@ -78,9 +78,9 @@ def read_job(directory: Path) -> JobFile:
             accepted="the --save directory of a job of hetero-megatron run --elastic, on a file system that both hosts "
             "share",
         )  # fmt: skip
-    found = read_json_object(path)
-    require(found, _JOB, "what an elastic job writes", str(path))
-    return JobFile(**{name: found[name] for name in JobFile.__dataclass_fields__})
+    job_file = read_json_object(path)
+    require(job_file, _JOB, "what an elastic job writes", str(path))
+    return JobFile(**{name: job_file[name] for name in JobFile.__dataclass_fields__})
 
 
 class HostJob(Protocol):
@@ -98,8 +98,8 @@ class HostJob(Protocol):
 
 
 def _start(setup: Setup, job: JobFile, first: int) -> HostJob:
-    folder, more = Path(job.folder), {JOINS: "1", **gloo_towards(job.host)}
-    return LocalJob(setup, job.words, job.host, job.port, 0, folder, first, more, job.secret)
+    folder, variables = Path(job.folder), {JOINS: "1", **gloo_towards(job.host)}
+    return LocalJob(setup, job.words, job.host, job.port, 0, folder, first, variables, job.secret)
 
 
 class Joining:
@@ -123,8 +123,8 @@ class Joining:
         self.node = node or (socket.gethostname() if file else f"{socket.gethostname()}-{secrets.token_hex(2)}")
         self.chips = _chips(Path(file), self.node) if file else chips or 1
         if file and chips not in (None, self.chips):
-            given = f"the cluster file gives {self.node} {plural(self.chips, 'chip')}"
-            raise UserError(given, field="--nproc-per-node", value=chips, accepted=str(self.chips))
+            problem = f"the cluster file gives {self.node} {plural(self.chips, 'chip')}"
+            raise UserError(problem, field="--nproc-per-node", value=chips, accepted=str(self.chips))
         self.cluster = cluster.absolute() if cluster is not None else None
         try:
             await_listener(self.job.host, self.job.port, timedelta(0))  # torch tries again and again
@@ -145,12 +145,12 @@ class Joining:
         setup = Setup(Path(self.job.plan), seats, self._file, self.program)
         os.chdir(self.job.folder)
         job = self._start(setup, self.job, answer.members[0])
-        before = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
+        old_handlers = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
         try:
             return self._watch(job)
         finally:
             job.kill()
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
     @property
@@ -173,19 +173,19 @@ class Joining:
         return answer
 
     def _watch(self, job: HostJob) -> int:
-        told: dict[int, int] = {}
+        codes_told: dict[int, int] = {}
         forwarded = 0
         try:
-            while len(told) < len(job.ranks):
+            while len(codes_told) < len(job.ranks):
                 for member, code in job.poll().items():
-                    if member not in told:
-                        told[member] = code
+                    if member not in codes_told:
+                        codes_told[member] = code
                         self.store.ended(member, code)
                 if self._signal and not forwarded:  # they hand over after the step, and leave
                     forwarded = self._signal
                     job.signal(signal.SIGTERM)
-                if refused := self.store.refused(job.ranks[0]):
-                    raise UserError(refused, field="--join", value=self.node)
+                if refusal := self.store.refused(job.ranks[0]):
+                    raise UserError(refusal, field="--join", value=self.node)
                 if self.store.job_ended() and not any(self.store.first_epoch(m) is not None for m in job.ranks):
                     self.log(f"{self.node}: the job ended before it joined")
                     return 0
@@ -193,7 +193,7 @@ class Joining:
         except RuntimeError:
             self.log(f"{self.node}: the launcher is gone")
             return PEER_ERROR
-        bad = {member: code for member, code in told.items() if code}
+        bad = {member: code for member, code in codes_told.items() if code}
         for member, code in bad.items():
             self.log(f"{self.node}: process {member} ended with {say_code(code)}")
         codes = [code if code > 0 else 128 - code for code in bad.values()]
@@ -208,10 +208,10 @@ def _chips(cluster: Path, node: str) -> int:
     """Chips of a node. UserError: the file has no such node."""
     names = [rank.node for rank in load_cluster(cluster).ranks]
     if node not in names:
-        known = ", ".join(list(dict.fromkeys(names))[:8])
+        node_names = ", ".join(list(dict.fromkeys(names))[:8])
         raise UserError(
             "the cluster file has no such node", field="--node", value=node, where=str(cluster),
-            accepted=f"one of {known}; or --cluster FILE with all nodes, this one too",
+            accepted=f"one of {node_names}; or --cluster FILE with all nodes, this one too",
         )  # fmt: skip
     return names.count(node)
 

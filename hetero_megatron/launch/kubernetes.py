@@ -47,13 +47,13 @@ def manifest(cluster: Cluster, command: Sequence[str], kind: str, name: str, max
     _check_pod_names(cluster, name)
     cluster = replace(cluster, launch=replace(cluster.launch, python=cluster.launch.python or "python"))
     job = _job_set if kind == "jobset" else _pytorch_job
-    where = {"namespace": cluster.launch.namespace} if cluster.launch.namespace else {}
+    namespace = {"namespace": cluster.launch.namespace} if cluster.launch.namespace else {}
     files = {
-        "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-cluster", **where},
+        "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-cluster", **namespace},
         "data": {"cluster.yaml": yaml.safe_dump(document(cluster), sort_keys=False)},
     }  # fmt: skip
-    made = job(cluster, command, {"name": name, **where}, max_restarts)
-    return yaml.safe_dump_all([files, made], sort_keys=False, width=1 << 16)
+    job_document = job(cluster, command, {"name": name, **namespace}, max_restarts)
+    return yaml.safe_dump_all([files, job_document], sort_keys=False, width=1 << 16)
 
 
 def _check_name(name: str, field: str, where: str = "") -> None:
@@ -105,8 +105,8 @@ def _pytorch_job(cluster: Cluster, command: Sequence[str], metadata: dict[str, s
     groups = _first_hosts(cluster)
     if len(groups) == 1 and groups[0][0].count > 1:  # the first node of the only group is the master
         group, host = groups[0]
-        rest = replace(host, index=1)
-        groups = [(replace(group, count=1), host), (replace(group, count=group.count - 1), rest)]
+        worker_host = replace(host, index=1)
+        groups = [(replace(group, count=1), host), (replace(group, count=group.count - 1), worker_host)]
     if len(groups) > 2 or groups[0][0].count > 1:
         raise UserError(
             "a PyTorchJob has one master and workers of one kind", field="--kind", value="pytorchjob",
@@ -144,12 +144,12 @@ def _pods(
     counted = f"NODE_RANK=$(({host.index} + {index}))"
     if index == "HOST_INDEX":  # of a PyTorchJob: NAME-worker-3
         counted = f"HOST_INDEX=${{HOSTNAME##*-}}; {counted}"
-    whole = next(g for g in cluster.nodes if g.name == group.name)
-    before = next(h.index for h in hosts if h.group == group.name)
-    own = shlex.quote(whole.name) + ("" if whole.count == 1 else f"-$((NODE_RANK - {before}))")
-    script = f"{counted}; export HETERO_NODE={own}; exec {line}"
+    whole_group = next(g for g in cluster.nodes if g.name == group.name)
+    first_index = next(h.index for h in hosts if h.group == group.name)
+    node_name = shlex.quote(whole_group.name) + ("" if whole_group.count == 1 else f"-$((NODE_RANK - {first_index}))")
+    script = f"{counted}; export HETERO_NODE={node_name}; exec {line}"
     container: dict[str, Any] = {
-        "name": "ranks", "image": whole.settings.image or cluster.launch.image,
+        "name": "ranks", "image": whole_group.settings.image or cluster.launch.image,
         "command": ["/bin/sh", "-c", literal(script)],
         "env": [*_variables(host.environment), _secret(name)],
     }  # fmt: skip
@@ -174,12 +174,12 @@ def _resource(cluster: Cluster, group: NodeGroup) -> str:
     chip = cluster.chips[group.chip]
     if group.settings.resource or chip.speed is not None:
         return group.settings.resource
-    own = next((name for names, name in CHIP_RESOURCES.items() if group.chip.startswith(names)), "")
-    if not own and not (own := RESOURCES.get(chip.vendor, "")) and chip.vendor:
+    resource = next((name for names, name in CHIP_RESOURCES.items() if group.chip.startswith(names)), "")
+    if not resource and not (resource := RESOURCES.get(chip.vendor, "")) and chip.vendor:
         accepted = "resource: of the node group, as the device plugin of its vendor names it (kubectl describe node)"
         problem = f"no resource is known for chips of {chip.vendor}"
         raise UserError(problem, field=f"nodes: {group.name}", accepted=accepted, where=cluster.file)
-    return own
+    return resource
 
 
 def _volumes(cluster: Cluster, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -217,8 +217,8 @@ def literal(text: str) -> str:
 
 
 def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    own = {**environment, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS - 10)}
-    return [{"name": key, "value": literal(value)} for key, value in own.items() if key != "HETERO_NODE"]
+    variables = {**environment, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS - 10)}
+    return [{"name": key, "value": literal(value)} for key, value in variables.items() if key != "HETERO_NODE"]
 
 
 def _secret(name: str) -> dict[str, Any]:

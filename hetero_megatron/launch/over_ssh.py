@@ -50,12 +50,12 @@ class SshLaunch:
 
     def run(self) -> int:
         """Exit code: 0, the first failure's, 3 for a lost host, or 128 + the signal that ended it."""
-        before = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
+        old_handlers = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
         try:
             with ExitStack() as stack:
                 return self._run(stack)
         finally:
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: object) -> None:
@@ -81,8 +81,8 @@ class SshLaunch:
             for connection in connections:
                 host = connection.host
                 words = torchrun(host, hosts, self.cluster, self.command, self.max_restarts, TEE)
-                own = {SECRET: secret, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, int(self.grace)))}
-                connection.run(words, {**PREFIX, **host.environment, **own}, directory_of(host))
+                variables = {SECRET: secret, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, int(self.grace)))}
+                connection.run(words, {**PREFIX, **host.environment, **variables}, directory_of(host))
             return self._watch(connections)
         finally:
             for connection in connections:
@@ -93,16 +93,16 @@ class SshLaunch:
     def _watch(self, connections: Sequence[Connection]) -> int:
         code, passed = 0, False
         deadline: float | None = None
-        while left := [c for c in connections if not c.ended]:
+        while running := [c for c in connections if not c.ended]:
             if self._again:
                 _say("a second signal: all ranks are killed")
                 break
             if self._signalled is not None and not passed:
                 passed = True
                 _say(f"{signal.Signals(self._signalled).name}: to all ranks; a second one kills them")
-                for connection in left:
+                for connection in running:
                     connection.send(signal=self._signalled)
-            for connection in left:
+            for connection in running:
                 connection.beat()
                 if reason := connection.lost:
                     _say(f"{connection.host.node} is lost: {reason}")
@@ -114,7 +114,7 @@ class SshLaunch:
                     _say(f"{bad.host.node} ended with {bad.failed or f'exit code {bad.exit_code}'}")
                 deadline = time.monotonic() + self.grace
             if deadline is not None and time.monotonic() > deadline:
-                _say(f"{', '.join(c.host.node for c in left)} did not end in {self.grace:g} s: killed")
+                _say(f"{', '.join(c.host.node for c in running)} did not end in {self.grace:g} s: killed")
                 break
             time.sleep(0.05)
         return 128 + self._signalled if self._signalled is not None and (code or self._again) else code

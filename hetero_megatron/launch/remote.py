@@ -71,7 +71,7 @@ def say(**message: Any) -> None:
 
 def reachable(addresses: Sequence[str], seconds: float = 3.0) -> list[str]:
     """Those that answer, if only to say that nothing listens there."""
-    found = []
+    answering = []
     for address in addresses:
         try:
             socket.create_connection((address, 9), timeout=seconds).close()  # discard
@@ -79,8 +79,8 @@ def reachable(addresses: Sequence[str], seconds: float = 3.0) -> list[str]:
             pass
         except OSError:
             continue
-        found.append(address)
-    return found
+        answering.append(address)
+    return answering
 
 
 def _pump(stream: Any) -> None:
@@ -96,12 +96,12 @@ def descendants(root: int) -> list[int]:
     for entry in all_status():
         if entry.state not in "ZX":
             children.setdefault(entry.parent, []).append(entry.pid)
-    found, left = [], list(children.get(root, ()))
-    while left:
-        pid = left.pop()
-        found.append(pid)
-        left += children.get(pid, ())
-    return found
+    pids, parents = [], list(children.get(root, ()))
+    while parents:
+        pid = parents.pop()
+        pids.append(pid)
+        parents += children.get(pid, ())
+    return pids
 
 
 def kill_all(patience: float = 10.0) -> None:
@@ -118,11 +118,11 @@ def kill_all(patience: float = 10.0) -> None:
 
 
 def _start(message: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-    me = os.getpid()
+    own_pid = os.getpid()
     environment = {**os.environ, **message.get("environment", {})}
     process = subprocess.Popen(
         message["run"], env=environment, cwd=message.get("directory") or None, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, start_new_session=True, preexec_fn=lambda: die_with_parent(me),
+        stdout=subprocess.PIPE, start_new_session=True, preexec_fn=lambda: die_with_parent(own_pid),
     )  # fmt: skip
     threading.Thread(target=_pump, args=(process.stdout,), daemon=True, name="output").start()
     return process
@@ -159,7 +159,7 @@ def main() -> int:
 
 def _serve(messages: queue.SimpleQueue[str]) -> int:
     process: subprocess.Popen[bytes] | None = None
-    lease, heard, said = 60.0, time.monotonic(), 0.0
+    lease, heard, last_beat = 60.0, time.monotonic(), 0.0
     while True:
         now = time.monotonic()
         if process is not None and (code := process.poll()) is not None:
@@ -168,9 +168,9 @@ def _serve(messages: queue.SimpleQueue[str]) -> int:
             return 0
         if now - heard > lease:
             return KILLED
-        if now - said > lease / BEATS:
+        if now - last_beat > lease / BEATS:
             say(beat=True)
-            said = now
+            last_beat = now
         with suppress(queue.Empty):
             line = messages.get(timeout=0.05)
             heard = time.monotonic()

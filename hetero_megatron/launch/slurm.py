@@ -58,13 +58,13 @@ def _components(cluster: Cluster, task: Sequence[str]) -> str:
     hosts = [first[group.name] for group in cluster.nodes]
     alike = len({(host.python, host.directory) for host in hosts}) == 1
     parts = [(",".join(map(str, range(len(hosts)))), hosts[0])] if alike else [*zip(map(str, range(len(hosts))), hosts)]
-    said: list[str] = []
+    components: list[str] = []
     for number, host in parts:
         options = [f"--het-group={number}"] if len(hosts) > 1 else []
-        options += ["--kill-on-bad-exit=1"] if not said else []
+        options += ["--kill-on-bad-exit=1"] if not components else []
         options += [f"--chdir={host.directory}"] if host.directory != cluster.launch.directory else []
-        said.append(shlex.join([*options, host.python, *task]))
-    return " : ".join(said)
+        components.append(shlex.join([*options, host.python, *task]))
+    return " : ".join(components)
 
 
 def _component(group: NodeGroup) -> list[str]:
@@ -98,16 +98,16 @@ def submit(script: str, out: str | None) -> int:
         path = Path(out or f"{folder}/job.sh")
         try:
             path.write_text(script)
-            done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
+            completed = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
         except OSError as error:
             name = out if error.filename == out else "sbatch"
             raise UserError(f"{name}: {error.strerror}", field="--submit",
                             accepted="a host where jobs are submitted, and a writable --out") from None  # fmt: skip
-    if done.returncode:
-        said = " ".join(done.stderr.split()).removeprefix("sbatch: error: ")
-        raise UserError(f"sbatch refused: {said}", field="--submit",
+    if completed.returncode:
+        message = " ".join(completed.stderr.split()).removeprefix("sbatch: error: ")
+        raise UserError(f"sbatch refused: {message}", field="--submit",
                         accepted="partitions that have these nodes and chips (sinfo -o '%P %D %G')")  # fmt: skip
-    print(done.stdout.strip())
+    print(completed.stdout.strip())
     return 0
 
 
@@ -121,9 +121,9 @@ def run_task(
     """
     host, hosts = place_of_task(cluster, environment)
     words = torchrun(host, hosts, cluster, command, max_restarts)
-    own = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS)}
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS)}
     try:
-        os.execvpe(words[0], words, {**environment, **own, **host.environment})
+        os.execvpe(words[0], words, {**environment, **variables, **host.environment})
     except OSError as error:
         raise UserError(f"cannot be started: {error.strerror}", field=f"nodes: {host.group}: python", value=words[0],
                         accepted="an interpreter with Hetero-Megatron", where=cluster.file) from None  # fmt: skip
@@ -165,16 +165,16 @@ def _match(
     cluster: Cluster, hosts: Sequence[Host], names: Sequence[str], environment: Mapping[str, str]
 ) -> list[str]:
     """SLURM's name of each host."""
-    known = {name: host.index for host in hosts for name in (host.node, host.address)}
-    strangers = [name for name in names if name not in known]
+    index_of_name = {name: host.index for host in hosts for name in (host.node, host.address)}
+    strangers = [name for name in names if name not in index_of_name]
     if not strangers:
-        by_index = {known[name]: name for name in names}
+        by_index = {index_of_name[name]: name for name in names}
         return [by_index[host.index] for host in hosts]
     if len(strangers) == len(names):
         lists = [expand(environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", "")) for i in range(len(cluster.nodes))]
         lists = [list(names)] if len(cluster.nodes) == 1 else lists
-        if [len(found) for found in lists] == [group.count for group in cluster.nodes]:
-            return [name for found in lists for name in found]
+        if [len(group_names) for group_names in lists] == [group.count for group in cluster.nodes]:
+            return [name for group_names in lists for name in group_names]
     raise UserError(
         "the cluster file has no such node", field="SLURM_STEP_NODELIST", value=strangers[0], where=cluster.file,
         accepted=", ".join(host.node for host in hosts[:8]) + ", or hosts: with SLURM's names",

@@ -124,13 +124,13 @@ class Supervisor:
 
     def run(self) -> int:
         """Exit code of the job: 0, or that of the round that could not be mended."""
-        before = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
+        old_handlers = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
         try:
             return self._rounds(self.launch or _local(self.scratch))
         finally:
             if self.watch is not None:
                 self.watch.close()
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
     def _rounds(self, launch: Launch) -> int:
@@ -153,9 +153,9 @@ class Supervisor:
                 return 0 if code == DRIFT else code
             if code == DRIFT and self.replanner is not None and (drift := read_drift(self.scratch)) is not None:
                 replans += 1
-                whole = self.setup == self._whole
+                is_whole = self.setup == self._whole
                 self.setup, text = self.replanner(self.setup, drift, number)
-                self._whole = self.setup if whole else self._whole
+                self._whole = self.setup if is_whole else self._whole
                 self.log(f"round {number}: {text}")
                 if replans == self.max_replans:
                     self.words = without_flag(self.words, DRIFT_FLAG)
@@ -195,8 +195,8 @@ class Supervisor:
                         first_failure = time.monotonic()
                         self.log(f"rank {rank} ({self._where(rank)}) ended with {say_code(code)}")
                 ended.hung = job.hung()
-                if not ended.returned and not passed and first_failure is None and (back := self._back()):
-                    ended.returned = back
+                if not ended.returned and not passed and first_failure is None and (returned := self._back()):
+                    ended.returned = returned
                     job.signal(signal.SIGTERM)
                 if first_failure is not None and time.monotonic() - first_failure > self.grace:
                     ended.hung |= set(job.ranks) - ended.codes.keys()
@@ -217,28 +217,28 @@ class Supervisor:
     def _back(self) -> set[str]:
         """Lost nodes that are back, where another plan uses them; it is what runs next."""
         present = {seat.node for seat in self.setup.seats}
-        lost = {seat.node for seat in self._whole.seats} - present
-        if self.watch is None or not lost or self._whole.cluster is None:
+        lost_nodes = {seat.node for seat in self._whole.seats} - present
+        if self.watch is None or not lost_nodes or self._whole.cluster is None:
             return set()
-        back = self.watch.look(self._whole.cluster, lost, present)
-        key = frozenset(present | back)
-        if not back or key in self._idle:
+        returned = self.watch.look(self._whole.cluster, lost_nodes, present)
+        key = frozenset(present | returned)
+        if not returned or key in self._idle:
             return set()
-        found = self._with_nodes(present | back)
-        if found is None or found.plan == self.setup.plan:
+        candidate = self._with_nodes(present | returned)
+        if candidate is None or candidate.plan == self.setup.plan:
             self._idle.add(key)
-            self.log(f"{', '.join(sorted(back))} can be reached again, but no other plan uses it: the job goes on")
+            self.log(f"{', '.join(sorted(returned))} can be reached again, but no other plan uses it: the job goes on")
             return set()
-        self._next = found
-        self.log(f"{', '.join(sorted(back))} can be reached again: the ranks stop after this step, and save")
-        return back
+        self._next = candidate
+        self.log(f"{', '.join(sorted(returned))} can be reached again: the ranks stop after this step, and save")
+        return returned
 
     def _with_nodes(self, nodes: set[str]) -> Setup | None:
         """What runs on these of all nodes; None: there is no plan."""
-        lost = {seat.node for seat in self._whole.seats} - nodes
-        if not lost:
+        lost_nodes = {seat.node for seat in self._whole.seats} - nodes
+        if not lost_nodes:
             return self._whole
-        seats, cluster = self._left(lost, "next", self._whole)
+        seats, cluster = self._left(lost_nodes, "next", self._whole)
         plan = self.planner(seats, cluster)
         return None if plan is None else replace(self._whole, plan=plan, seats=tuple(seats), cluster=cluster)
 
@@ -279,8 +279,8 @@ class Supervisor:
         for a, b in sorted(sorted(pair, key=order.index) for pair in pairs):
             self.log(f"{a} and {b} cannot reach each other")
         if pairs or lost:
-            for found in diagnoses:
-                self.log(str(found))
+            for diagnosis in diagnoses:
+                self.log(str(diagnosis))
         return to_drop(pairs, nodes)
 
     def _left(self, lost: set[str], number: int | str, base: Setup | None = None) -> tuple[list[Seat], Path | None]:
@@ -304,8 +304,8 @@ def _code(ended: Round) -> int:
     codes = set(ended.codes.values())
     if not codes - {0} and not ended.hung:
         return 0
-    own = sorted(c if c > 0 else 128 - c for c in codes - {0, PEER_ERROR})
-    return USER_ERROR if USER_ERROR in own else own[0] if own else PEER_ERROR
+    failed_codes = sorted(c if c > 0 else 128 - c for c in codes - {0, PEER_ERROR})
+    return USER_ERROR if USER_ERROR in failed_codes else failed_codes[0] if failed_codes else PEER_ERROR
 
 
 def say_code(code: int) -> str:
@@ -325,11 +325,11 @@ def _local(scratch: Path) -> Launch:
 def without_flag(words: Sequence[str], flag: str) -> list[str]:
     """The words without a flag and its value, in either spelling."""
     out: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    words_left = list(words)
+    while words_left:
+        word = words_left.pop(0)
         if word == flag:
-            rest = rest[1:]
+            words_left = words_left[1:]
         elif not word.startswith(flag + "="):
             out.append(word)
     return out

@@ -79,13 +79,13 @@ class Wandb:
             import wandb
         except ImportError as error:
             raise missing("Weights & Biases", "wandb", "--wandb-project", project) from error
-        known: dict[str, str] = {}
+        run_id: dict[str, str] = {}
         if directory is not None and "WANDB_RUN_ID" not in os.environ:
             file = directory / WANDB_FILE
             name = known_id(file, "[A-Za-z0-9_-]{1,64}", "W&B") if resumed else None
-            known = {"id": name or remember_id(file, secrets.token_hex(4)), "resume": "allow"}
+            run_id = {"id": name or remember_id(file, secrets.token_hex(4)), "resume": "allow"}
         try:
-            self._run = wandb.init(**options, **known)
+            self._run = wandb.init(**options, **run_id)
         except Exception as error:
             if not {"UsageError", "AuthenticationError"} & {kind.__name__ for kind in type(error).__mro__}:
                 raise  # no network, perhaps
@@ -121,23 +121,23 @@ class Mlflow:
             raise missing("MLflow", "mlflow", "--mlflow-experiment", options["experiment"]) from error
         self._metric, self._client = Metric, MlflowClient(tracking_uri=options.get("tracking_uri"))
         file = None if directory is None else directory / MLFLOW_FILE
-        known = known_id(file, "[0-9a-f]{32}", "MLflow") if resumed and file is not None else None
+        run_id = known_id(file, "[0-9a-f]{32}", "MLflow") if resumed and file is not None else None
         self._last = -1
-        if known is not None:
-            self._client.update_run(known, status="RUNNING")
-            self._last = max((row.step for row in self._client.get_metric_history(known, _LOSS)), default=-1)
-            self._run = known
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+            self._last = max((row.step for row in self._client.get_metric_history(run_id, _LOSS)), default=-1)
+            self._run = run_id
             return
-        found = self._client.get_experiment_by_name(options["experiment"])
-        experiment = self._client.create_experiment(options["experiment"]) if found is None else found.experiment_id
+        entry = self._client.get_experiment_by_name(options["experiment"])
+        experiment = self._client.create_experiment(options["experiment"]) if entry is None else entry.experiment_id
         self._run = str(self._client.create_run(experiment, run_name=options.get("run_name")).info.run_id)
         if file is not None:
             remember_id(file, self._run)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         if step > self._last:
-            now = int(1000 * time.time())
-            rows = [self._metric(name, float(value), now, step) for name, value in values.items()]
+            time_ms = int(1000 * time.time())
+            rows = [self._metric(name, float(value), time_ms, step) for name, value in values.items()]
             self._client.log_batch(self._run, metrics=rows)
 
     def flush(self) -> None:
@@ -155,10 +155,10 @@ def known_id(file: Path, pattern: str, program: str) -> str | None:
     """
     if not is_regular(file):
         return None
-    known = read_json_object(file, "--save").get("id")
-    if not isinstance(known, str) or not re.fullmatch(pattern, known):
-        raise UserError(f"is not the name of a run of {program}", field="id", value=known, where=str(file))
-    return known
+    run_id = read_json_object(file, "--save").get("id")
+    if not isinstance(run_id, str) or not re.fullmatch(pattern, run_id):
+        raise UserError(f"is not the name of a run of {program}", field="id", value=run_id, where=str(file))
+    return run_id
 
 
 def remember_id(file: Path, run: str) -> str:

@@ -65,12 +65,12 @@ def live_view(run: RunFiles, now: float | None = None, written: float | None = N
     recent = run.steps[-LAST_STEPS:]
     seconds = median(s["step_seconds"] for s in recent)
     steps = (start or {}).get("steps")
-    left = max(0, steps - last["step"]) * seconds if steps is not None else None
+    seconds_left = max(0, steps - last["step"]) * seconds if steps is not None else None
     ended = _ended(run)
     now = time.time() if now is None else now
     return LiveView(
         last["step"], steps, last["loss"], seconds, median(s["tokens"] / max(s["step_seconds"], 1e-9) for s in recent),
-        0.0 if ended else left, max(0.0, now - (now if written is None else written)),
+        0.0 if ended else seconds_left, max(0.0, now - (now if written is None else written)),
         [s["loss"] for s in run.steps[-BAR:] if s["loss"] is not None], _loads(recent, start),
         [e["text"] for e in run.events if e["kind"] not in ("timeline", "start")][-MOST_EVENTS:], ended,
     )  # fmt: skip
@@ -99,8 +99,8 @@ def _loads(steps: Sequence[Mapping[str, Any]], start: Mapping[str, Any] | None) 
 def render(view: LiveView, name: str) -> Group:
     """For a terminal, by rich."""
     head = Text()
-    of = f"/{view.steps:,}" if view.steps is not None else ""
-    head.append(f"step {view.step:,}{of}", style="bold")
+    of_steps = f"/{view.steps:,}" if view.steps is not None else ""
+    head.append(f"step {view.step:,}{of_steps}", style="bold")
     head.append(f"   loss {view.loss:.4f}" if view.loss is not None else "   loss not finite")
     head.append(f"   {format_seconds(view.seconds)} per step   {view.tokens_per_second:,.0f} tokens/s")
     if view.ended:
@@ -124,11 +124,11 @@ def render(view: LiveView, name: str) -> Group:
 
 def _bar(load: RankLoad) -> Text:
     text = Text()
-    used = 0
+    cells_used = 0
     for share, mark, style in ((load.busy, "█", "blue"), (load.bubble, "░", "white"), (load.waiting, "▒", "yellow")):
-        cells = min(BAR - used, round(BAR * share))
+        cells = min(BAR - cells_used, round(BAR * share))
         text.append(mark * max(cells, 0), style=style)
-        used += max(cells, 0)
+        cells_used += max(cells, 0)
     return text
 
 

@@ -55,8 +55,8 @@ def array(inner: Check) -> Check:
         if not isinstance(value, list):
             return "", value, "a list"
         for index, item in enumerate(value):
-            if wrong := inner(item):
-                return f"[{index}]" + wrong[0], *wrong[1:]
+            if problem := inner(item):
+                return f"[{index}]" + problem[0], *problem[1:]
         return None
 
     return check
@@ -69,8 +69,8 @@ def row(*inner: Check) -> Check:
         if not isinstance(value, list) or len(value) != len(inner):
             return "", value, f"a list of {len(inner)}"
         for index, (item, one) in enumerate(zip(value, inner, strict=True)):
-            if wrong := one(item):
-                return f"[{index}]" + wrong[0], *wrong[1:]
+            if problem := one(item):
+                return f"[{index}]" + problem[0], *problem[1:]
         return None
 
     return check
@@ -86,8 +86,8 @@ def mapping(inner: Check, keys: Check = text) -> Check:
         if not isinstance(value, dict):
             return "", value, "an object"
         for key, item in value.items():
-            if wrong := keys(key) or inner(item):
-                return f".{key}" + wrong[0], *wrong[1:]
+            if problem := keys(key) or inner(item):
+                return f".{key}" + problem[0], *problem[1:]
         return None
 
     return check
@@ -108,11 +108,11 @@ def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = N
         for name, inner in fields.items():
             if name not in value:
                 return f".{name}", MISSING, ""
-            if wrong := inner(value[name]):
-                return f".{name}" + wrong[0], *wrong[1:]
+            if problem := inner(value[name]):
+                return f".{name}" + problem[0], *problem[1:]
         for name, inner in (optional or {}).items():
-            if name in value and (wrong := inner(value[name])):
-                return f".{name}" + wrong[0], *wrong[1:]
+            if name in value and (problem := inner(value[name])):
+                return f".{name}" + problem[0], *problem[1:]
         return None
 
     return check
@@ -120,8 +120,8 @@ def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = N
 
 def require(value: Any, check: Check, what: str, where: str) -> None:
     """UserError that names field, value and place where ``value`` is not ``what`` it should be."""
-    if wrong := check(value):
-        field, found, accepted = wrong
-        if found is MISSING:
+    if problem := check(value):
+        field, wrong_value, accepted = problem
+        if wrong_value is MISSING:
             raise UserError(f"is missing: this is not {what}", field=field.lstrip("."), where=where)
-        raise UserError(f"is not {what}", field=field.lstrip("."), value=found, accepted=accepted, where=where)
+        raise UserError(f"is not {what}", field=field.lstrip("."), value=wrong_value, accepted=accepted, where=where)

@@ -33,10 +33,10 @@ class LineFile:
         try:
             self._follow()
             handle = self._file.fileno()
-            size, rest = os.fstat(handle).st_size, memoryview(line)
+            size, unwritten = os.fstat(handle).st_size, memoryview(line)
             try:
-                while rest:
-                    rest = rest[os.write(handle, rest) :]
+                while unwritten:
+                    unwritten = unwritten[os.write(handle, unwritten) :]
             except OSError:
                 os.ftruncate(handle, size)
                 raise
@@ -46,18 +46,18 @@ class LineFile:
             self._say(f"{error.problem}: lines are missing in it, and training goes on")
 
     def _follow(self) -> None:
-        held = os.fstat(self._file.fileno())
+        opened = os.fstat(self._file.fileno())
         try:
-            there = os.stat(self.path, follow_symlinks=False)
+            at_path = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
-            there = None
+            at_path = None
             if not self.path.parent.is_dir():  # perhaps moved as a whole, and the file with it
                 self._say("is no longer there, nor is its folder: lines go on in the file that was")
                 return
-        if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
-            fresh = open_append(self.path)
+        if at_path is None or (at_path.st_dev, at_path.st_ino) != (opened.st_dev, opened.st_ino):
+            new_file = open_append(self.path)
             self._file.close()
-            self._file = fresh
+            self._file = new_file
             self._say("was removed or replaced while the run writes it: it goes on in a new one")
 
     def _say(self, text: str) -> None:

@@ -48,12 +48,15 @@ def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
 
     try:
         options, prepared = _options(config), PreparedPlan(config.compiled)
-        found = predict(config.plan, config.spec, config.cluster, config.dtype, options=options, prepared=prepared)
+        prediction = predict(config.plan, config.spec, config.cluster, config.dtype, options=options, prepared=prepared)
     except UserError as error:
         return None, f"no prediction of the step time: {error}"
-    if found.assumed:
-        return found, f"the prediction takes {found.describe_assumed()} from data sheets: hetero-megatron calibrate"
-    return found, ""
+    if prediction.assumed:
+        return (
+            prediction,
+            f"the prediction takes {prediction.describe_assumed()} from data sheets: hetero-megatron calibrate",
+        )
+    return prediction, ""
 
 
 def expected_busy(config: RunConfig) -> dict[int, float]:
@@ -95,13 +98,13 @@ def start_event(
     nodes = {}
     if config.cluster is not None:
         nodes = {"nodes": {str(r): config.cluster.ranks[r].node for r in config.plan.ranks}}
-    apart = {}
+    outer = {}
     if config.plan.outer is not None:
         from hetero_megatron.plans.outer import format_outer
 
-        apart = {"outer": format_outer(config.plan, config.spec, config.dtype)}
+        outer = {"outer": format_outer(config.plan, config.spec, config.dtype)}
     return {
-        **nodes, **apart, "first_step": first_step, "steps": config.steps, "plan": to_dict(config.plan),
+        **nodes, **outer, "first_step": first_step, "steps": config.steps, "plan": to_dict(config.plan),
         "fingerprint": config.plan.fingerprint(), "model": asdict(config.spec), "dtype": config.dtype,
         "ranks": list(config.plan.ranks), "chips": {str(r): c for r, c in chips.items()}, "prediction": prediction,
     }  # fmt: skip
@@ -111,6 +114,6 @@ def measured_rows(actions: Sequence[Any]) -> list[tuple[str, float, float, int]]
     """(kind, start, seconds, micro-batch) of a rank's compute actions of one step, from the start of the first."""
     from hetero_megatron.html.page import kind_of
 
-    kept = [t for t in actions if t.action.kind in ("F", "B", "B_INPUT", "W")]
+    computing = [t for t in actions if t.action.kind in ("F", "B", "B_INPUT", "W")]
     origin = actions[0].start if actions else 0.0
-    return [(kind_of(t.action), t.start - origin, t.end - t.start, t.action.micro_batch) for t in kept]
+    return [(kind_of(t.action), t.start - origin, t.end - t.start, t.action.micro_batch) for t in computing]

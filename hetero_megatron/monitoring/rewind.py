@@ -30,17 +30,17 @@ def rewind(path: Path, step: int | None = None, evaluated: int | None = None) ->
     """
     keys = [recorded(line, f"{path}:{number}") for number, line in text_lines(path, "--save")]
     last = {key: index for index, key in enumerate(keys)}
-    again = {(f"{split}_loss", evaluated) for split in EVALUATED}
+    evaluated_keys = {(f"{split}_loss", evaluated) for split in EVALUATED}
 
     def stays(index: int, key: tuple[str, int] | None) -> bool:
         if key is None or key[0] == "emulation":
             return key is not None
-        return last[key] == index and key not in again and (step is None or key[1] <= step)
+        return last[key] == index and key not in evaluated_keys and (step is None or key[1] <= step)
 
     keep = [stays(index, key) for index, key in enumerate(keys)]
     if not all(keep):
         _rewrite(path, keep)
-    return not again.isdisjoint(last)
+    return not evaluated_keys.isdisjoint(last)
 
 
 def recorded(line: bytes, where: str) -> tuple[str, int] | None:
@@ -61,10 +61,10 @@ def _rewrite(path: Path, keep: list[bool]) -> None:
     part = path.with_name(f".{path.name}.incomplete")
     try:
         part.unlink(missing_ok=True)
-        with open_append(path.with_name(REPLACED), "--save") as removed, open_append(part, "--save") as kept:
+        with open_append(path.with_name(REPLACED), "--save") as removed, open_append(part, "--save") as kept_lines:
             for (_, line), stays in zip(text_lines(path, "--save"), keep, strict=True):
-                (kept if stays else removed).write(line if line.endswith(b"\n") else line + b"\n")
-            for file in (removed, kept):
+                (kept_lines if stays else removed).write(line if line.endswith(b"\n") else line + b"\n")
+            for file in (removed, kept_lines):
                 os.fsync(file.fileno())
         part.replace(path)
     except OSError as error:

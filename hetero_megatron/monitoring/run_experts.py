@@ -37,16 +37,16 @@ def expert_sections(run: RunFiles, start: Mapping[str, Any] | None) -> list[str]
 
 
 def _ranks(rows: Sequence[tuple[int, Mapping[str, Any]]], start: Mapping[str, Any] | None) -> str:
-    found = [s["expert_load"]["rank_rows"] for step, s in rows if start is None or step >= start["first_step"]]
-    ranks = (start or {}).get("ranks") or range(min(map(len, found), default=0))
+    rows_of_steps = [s["expert_load"]["rank_rows"] for step, s in rows if start is None or step >= start["first_step"]]
+    ranks = (start or {}).get("ranks") or range(min(map(len, rows_of_steps), default=0))
     chips = (start or {}).get("chips", {})
-    shown = []
+    rank_bars = []
     for position, rank in enumerate(ranks):
-        counts = [row[position] for row in found if position < len(row)]
+        counts = [row[position] for row in rows_of_steps if position < len(row)]
         if counts:
             name, middle = f"rank {rank} {chips.get(str(rank), '')}".strip(), median(counts)
-            shown.append(Bar(name, f"{middle:,.0f}", ((COLORS[0], middle),)))
-    return bars(shown)
+            rank_bars.append(Bar(name, f"{middle:,.0f}", ((COLORS[0], middle),)))
+    return bars(rank_bars)
 
 
 def _map(layers: Mapping[str, Sequence[int]]) -> str:

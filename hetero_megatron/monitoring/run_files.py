@@ -100,18 +100,18 @@ def read_run(directory: str) -> RunFiles:
         )
     steps: dict[int, Mapping[str, Any]] = {}
     validations, repeated, emulation = [], _replaced(path / rewind.REPLACED), dict[str, Any]()
-    for where, line in json_lines(path / metrics.FILE):
+    for position, line in json_lines(path / metrics.FILE):
         if "validation_loss" in line:
-            f.require(line, _VALIDATION, "what a line of metrics holds", where)
+            f.require(line, _VALIDATION, "what a line of metrics holds", position)
             validations.append(line)
         elif "test_loss" in line:
-            f.require(line, _TEST, "what a line of metrics holds", where)
+            f.require(line, _TEST, "what a line of metrics holds", position)
         elif "emulation" in line:
-            f.require(line, _EMULATION, "what a line of metrics holds", where)
+            f.require(line, _EMULATION, "what a line of metrics holds", position)
             new = line["emulation"]
             emulation |= new | {flag: True for flag in ("invalid", "disturbed") if emulation.get(flag)}
         else:
-            f.require(line, _STEP, "what a line of metrics holds", where)
+            f.require(line, _STEP, "what a line of metrics holds", position)
             repeated += line["step"] in steps
             steps[line["step"]] = line
     if not steps:
@@ -124,11 +124,11 @@ def read_run(directory: str) -> RunFiles:
 def _events(path: Path) -> Iterator[Mapping[str, Any]]:
     if not os.path.lexists(path):
         return
-    for where, line in json_lines(path):
+    for position, line in json_lines(path):
         kind = line.get("kind")
         if not isinstance(kind, str) or kind not in _EVENTS:
-            raise UserError("is not an event", field="kind", value=kind, accepted=", ".join(_EVENTS), where=where)
-        f.require(line, _EVENTS[kind], f"what an event of kind {kind} holds", where)
+            raise UserError("is not an event", field="kind", value=kind, accepted=", ".join(_EVENTS), where=position)
+        f.require(line, _EVENTS[kind], f"what an event of kind {kind} holds", position)
         yield line
 
 

@@ -130,11 +130,11 @@ def _outer(start: Mapping[str, Any]) -> list[str]:
 
 def _memory(start: Mapping[str, Any]) -> list[str]:
     """Predicted memory of each rank, where the start event has it."""
-    found = (start.get("prediction") or {}).get("memory")
-    if not found:
+    memory_rows = (start.get("prediction") or {}).get("memory")
+    if not memory_rows:
         return []
-    memory = {int(rank): row["parts"] for rank, row in found.items()}
-    limits = {int(rank): row["limit"] for rank, row in found.items()}
+    memory = {int(rank): row["parts"] for rank, row in memory_rows.items()}
+    limits = {int(rank): row["limit"] for rank, row in memory_rows.items()}
     chips = {int(rank): chip for rank, chip in start["chips"].items()}
     head = section("Memory of each rank", "predicted, against its limit, the dashed line")
     return [head, memory_bars(memory, limits, chips)]
@@ -209,8 +209,8 @@ def _emulated(facts: Mapping[str, Any]) -> str:
 
 def _times(run: RunFiles) -> list[Line]:
     measured = [(s["step"], s["step_seconds"]) for s in run.steps]
-    known = [(s["step"], s.get("predicted_step_seconds")) for s in run.steps]
-    return [Line("measured", measured, COLORS[0]), Line("predicted", known, COLORS[1])]
+    predicted = [(s["step"], s.get("predicted_step_seconds")) for s in run.steps]
+    return [Line("measured", measured, COLORS[0]), Line("predicted", predicted, COLORS[1])]
 
 
 def _chips(run: RunFiles) -> str:
@@ -235,10 +235,12 @@ def _ranks(run: RunFiles, start: Mapping[str, Any] | None) -> str:
     for rank, row in zip(ranks, values):
         expected = ((start or {}).get("prediction") or {}).get("busy", {}).get(str(rank))
         chip = (start or {}).get("chips", {}).get(str(rank), "")
-        told = f", predicted {format_seconds(expected)}" if expected is not None else ""
+        forecast = f", predicted {format_seconds(expected)}" if expected is not None else ""
         tips = tuple(f"{k}: {format_seconds(v)}" for k, v in zip(keys, row, strict=True))
         parts = tuple((_BARS[k], v) for k, v in zip(keys, row, strict=True))
-        rows.append(Bar(f"rank {rank} {chip}".strip(), f"busy {format_seconds(row[0])}{told}", parts, expected, tips))
+        rows.append(
+            Bar(f"rank {rank} {chip}".strip(), f"busy {format_seconds(row[0])}{forecast}", parts, expected, tips)
+        )
     return legend({**_BARS, "busy, predicted": "#dd3333"}) + bars(rows)
 
 
@@ -262,7 +264,7 @@ def measured_chart(event: Mapping[str, Any], start: Mapping[str, Any] | None) ->
     """Chart (``planner.page``) of a timeline event: a row per rank; what follows its last backward is ``rest``."""
     rows, labels, chips = [], [], (start or {}).get("chips", {})
     for rank, actions in event["ranks"].items():
-        spans = [[KINDS.index(kind), at, length, micro_batch] for kind, at, length, micro_batch in actions]
+        spans = [[KINDS.index(kind), begin, length, micro_batch] for kind, begin, length, micro_batch in actions]
         end = max((s[1] + s[2] for s in spans), default=0.0)
         if end < event["seconds"]:
             spans.append([KINDS.index("rest"), end, event["seconds"] - end, -1])

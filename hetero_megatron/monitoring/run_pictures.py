@@ -41,15 +41,17 @@ def _stage(stage: Mapping[str, Any]) -> tuple[int, str, str]:
     ranges = stage["layers"]
     ranges = [ranges] if ranges and not isinstance(ranges[0], list) else ranges
     count = sum(b - a for a, b in ranges)
-    said = ", ".join(f"{a}-{b - 1}" for a, b in ranges) or "none"
-    more = [f"{key} {stage[key]}" for key in ("tp", "dp_split", "recompute") if stage.get(key) not in (None, 1, "none")]
+    layer_ranges = ", ".join(f"{a}-{b - 1}" for a, b in ranges) or "none"
+    settings = [
+        f"{key} {stage[key]}" for key in ("tp", "dp_split", "recompute") if stage.get(key) not in (None, 1, "none")
+    ]
     if stage.get("context"):
-        more.append(plural(len(stage['context']), 'context group'))
+        settings.append(plural(len(stage['context']), 'context group'))
     if (stage.get("optimizer") or {}).get("offload"):
-        more.append("optimizer on the host")
+        settings.append("optimizer on the host")
     if stage.get("activations"):
-        more.append("activations on the host")
-    return count, f"ranks {rank_ranges(_ranks(stage['ranks']))}, layers {said}", ", ".join(more)
+        settings.append("activations on the host")
+    return count, f"ranks {rank_ranges(_ranks(stage['ranks']))}, layers {layer_ranges}", ", ".join(settings)
 
 
 def _ranks(value: Any) -> list[int]:
@@ -73,16 +75,16 @@ def _intervals(value: Any, depth: int = 0) -> list[tuple[int, int]] | None:
 
 
 def _some_ranks(value: Any) -> f.Wrong:
-    found = _intervals(value)
-    good = found and all(a < b for a, b in found) and sum(b - a for a, b in found) <= MOST_RANKS
+    intervals = _intervals(value)
+    good = intervals and all(a < b for a, b in intervals) and sum(b - a for a, b in intervals) <= MOST_RANKS
     return None if good else ("", value, f'ranks, as 3, "0-3,8" or a list of these, at most {MOST_RANKS:,}')
 
 
 def _layer_ranges(value: Any) -> f.Wrong:
     count = f.integer(0, MOST_RANKS)
     ranges = value if isinstance(value, list) and value and isinstance(value[0], list) else [value] if value else []
-    wrong = f.array(f.row(count, count))(ranges)
-    return None if wrong is None and value is not None else ("", value, "[first, end] or a list of these")
+    problem = f.array(f.row(count, count))(ranges)
+    return None if problem is None and value is not None else ("", value, "[first, end] or a list of these")
 
 
 _STAGE = f.record(

@@ -53,8 +53,8 @@ class Behind:
         return self.seconds / self.should
 
     def __str__(self) -> str:
-        own = f"in steps {WARM_UP + 1} to {WARM_UP + BASELINE} of this run"
-        source = "predicted from calibrated rates" if self.predicted else own
+        first_steps = f"in steps {WARM_UP + 1} to {WARM_UP + BASELINE} of this run"
+        source = "predicted from calibrated rates" if self.predicted else first_steps
         return (
             f"rank {self.rank} ({self.chip}) falls behind: it computes {self.seconds:.3g} s per step, "
             f"{self.ratio:.2f} times the {self.should:.3g} s {source}"
@@ -107,7 +107,7 @@ class StragglerWatch:
 
     def behind(self) -> list[Behind]:
         """Every rank that is behind now."""
-        found = []
+        stragglers = []
         for rank in self.ranks:
             recent, first = self._recent[rank], self._first[rank]
             predicted = rank in self.expected and self.batch_size in (0, self._size)
@@ -117,8 +117,8 @@ class StragglerWatch:
             seconds = median(recent)
             if seconds > self.factor * should:
                 steady = min(recent) > self.factor * should
-                found.append(Behind(rank, self.chips[rank], seconds, should, predicted, steady))
-        return found
+                stragglers.append(Behind(rank, self.chips[rank], seconds, should, predicted, steady))
+        return stragglers
 
 
 class StragglerReport:
@@ -177,12 +177,12 @@ def read_drift(directory: Path) -> dict[str, Any] | None:
     if not os.path.lexists(path):
         return None
     try:
-        found = read_json_object(path)
+        drift = read_json_object(path)
     finally:
         with suppress(OSError):
             path.unlink()
-    require(found, _DRIFT, "what a rank that drifted writes", str(path))
-    return {**found, "ratios": {int(rank): float(ratio) for rank, ratio in found["ratios"].items()}}
+    require(drift, _DRIFT, "what a rank that drifted writes", str(path))
+    return {**drift, "ratios": {int(rank): float(ratio) for rank, ratio in drift["ratios"].items()}}
 
 
 EXACT = 20  # nodes with trouble: beyond so many the fewest are no longer searched for, but dropped one by one
@@ -224,11 +224,11 @@ def leave_diagnosis(error: CommError, where: str | None) -> None:
     from hetero_megatron.comm.connectivity import UNREACHABLE
 
     cut_off = tuple(sorted(rank for rank, word in error.states.items() if word == UNREACHABLE))
-    found = Diagnosis(error.rank, error.peers, error.seconds, error.activity, cut_off)
+    diagnosis = Diagnosis(error.rank, error.peers, error.seconds, error.activity, cut_off)
     with suppress(OSError):
         Path(where).mkdir(parents=True, exist_ok=True)
         part = Path(where) / f".rank-{error.rank}"
-        part.write_text(json.dumps(asdict(found)), encoding="utf-8")
+        part.write_text(json.dumps(asdict(diagnosis)), encoding="utf-8")
         part.replace(Path(where) / f"rank-{error.rank}.json")
 
 
@@ -246,24 +246,24 @@ def say_joined(rank: int, where: str | None) -> None:
 
 def take_joined(directory: Path) -> set[int]:
     """The ranks that said so, once; nothing of it stays behind."""
-    found = list(directory.glob("joined-*"))
-    for path in found:
+    joined_files = list(directory.glob("joined-*"))
+    for path in joined_files:
         path.unlink(missing_ok=True)
     with suppress(OSError):  # diagnoses stay
         directory.rmdir()
-    return {int(name) for path in found if (name := path.name.removeprefix("joined-")).isdecimal()}
+    return {int(name) for path in joined_files if (name := path.name.removeprefix("joined-")).isdecimal()}
 
 
 def read_diagnoses(directory: Path) -> list[Diagnosis]:
     """By rank; those that cannot be read are left out."""
-    found = []
+    diagnoses = []
     for path in directory.glob("rank-*.json"):
         with suppress(UserError):
             data = read_json_object(path)
             require(data, _DIAGNOSIS, "what a rank that lost a peer writes", str(path))
             peers, unreachable = tuple(data["peers"]), tuple(data["unreachable"])
-            found.append(Diagnosis(data["rank"], peers, data["seconds"], data["activity"], unreachable))
-    return sorted(found, key=lambda d: d.rank)
+            diagnoses.append(Diagnosis(data["rank"], peers, data["seconds"], data["activity"], unreachable))
+    return sorted(diagnoses, key=lambda d: d.rank)
 
 
 def cut_pairs(diagnoses: Sequence[Diagnosis], nodes: Sequence[str], lost: Collection[str] = ()) -> set[Pair]:
@@ -274,10 +274,10 @@ def cut_pairs(diagnoses: Sequence[Diagnosis], nodes: Sequence[str], lost: Collec
         lost: nodes that count no more.
     """
     pairs = set()
-    for found in diagnoses:
-        for other in found.unreachable:
-            if max(found.rank, other) < len(nodes):
-                pair = frozenset((nodes[found.rank], nodes[other]))
+    for diagnosis in diagnoses:
+        for other in diagnosis.unreachable:
+            if max(diagnosis.rank, other) < len(nodes):
+                pair = frozenset((nodes[diagnosis.rank], nodes[other]))
                 if len(pair) == 2 and not pair & set(lost):
                     pairs.add(pair)
     return pairs
@@ -303,7 +303,7 @@ def to_drop(pairs: Collection[Pair], nodes: Sequence[str]) -> set[str]:
         without = {worst} | search(frozenset(p for p in left if worst not in p), exact)
         if not exact:
             return without
-        gone = partners[worst]  # if the worst one stays, all its partners go
-        return min(without, gone | search(frozenset(p for p in left if not p & gone), exact), key=cost)
+        removed = partners[worst]  # if the worst one stays, all its partners go
+        return min(without, removed | search(frozenset(p for p in left if not p & removed), exact), key=cost)
 
     return search(frozenset(pairs), len(troubled) <= EXACT)

@@ -38,13 +38,13 @@ def measured_peak_flops(platform: Platform, dtype: torch.dtype, size: int = 512,
         end, width = time.perf_counter() + seconds, size
         a = torch.randn(width, width, device=platform.device).to(kind)
         _product_seconds(platform, a)  # libraries choose their kernel, memory is allocated
-        while (taken := _product_seconds(platform, a)) < LEAST and width < LARGEST:
+        while (duration := _product_seconds(platform, a)) < LEAST and width < LARGEST:
             width *= 2
             a = torch.randn(width, width, device=platform.device).to(kind)
             _product_seconds(platform, a)
         while time.perf_counter() < end:
-            taken = min(taken, _product_seconds(platform, a))
-        best = max(best, 2 * width**3 / taken)
+            duration = min(duration, _product_seconds(platform, a))
+        best = max(best, 2 * width**3 / duration)
     return best
 
 

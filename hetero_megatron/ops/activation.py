@@ -24,8 +24,8 @@ from hetero_megatron.ops.spec import (
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
     """cap tanh(x / cap): values beyond ``cap`` are squeezed (Gemma 2); in at least fp32, returned in x's dtype."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (cap * torch.tanh(x.to(wide) / cap)).to(x.dtype)
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    return (cap * torch.tanh(x.to(wide_dtype) / cap)).to(x.dtype)
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -64,8 +64,8 @@ def clamped_swiglu_backward(
     share = torch.sigmoid(alpha * g)
     dgate = dy * (u + 1) * share * (1 + alpha * g * (1 - share))
     dup = dy * g * share
-    inside = dgate.masked_fill_(raw_gate > limit, 0.0), dup.masked_fill_(raw_up.abs() > limit, 0.0)
-    return inside[0].to(gate.dtype), inside[1].to(up.dtype)
+    gradients = dgate.masked_fill_(raw_gate > limit, 0.0), dup.masked_fill_(raw_up.abs() > limit, 0.0)
+    return gradients[0].to(gate.dtype), gradients[1].to(up.dtype)
 
 
 def gelu_forward(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor]:

@@ -26,8 +26,8 @@ def attention(
         out [b, s, heads, d] and lse [b, heads, s] in at least fp32.
     """
     if q.numel() == 0:  # aten's kernel divides by the number of heads: the process would die
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return q, q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=wide)
+        wide_dtype = torch.promote_types(q.dtype, torch.float32)
+        return q, q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=wide_dtype)
     if documents is None or all(len(starts) <= 1 for starts in documents):
         return _attend(q, k, v, window)
     rows = []
@@ -80,13 +80,13 @@ class _SharedHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, bias = ctx.saved_tensors
         kv_heads, repeat = k.shape[2], q.shape[2] // k.shape[2]
-        wide = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
-        turned = (x.transpose(1, 2) for x in (grads[0], q, *wide, out))
-        dq, *found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *turned, lse, 0.0, bias is None, attn_mask=bias
+        repeated = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
+        transposed = (x.transpose(1, 2) for x in (grads[0], q, *repeated, out))
+        dq, *dkv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *transposed, lse, 0.0, bias is None, attn_mask=bias
         )
         dk, dv = (
-            x.unflatten(1, (kv_heads, repeat)).sum(2, dtype=torch.float32).to(k.dtype).transpose(1, 2) for x in found
+            x.unflatten(1, (kv_heads, repeat)).sum(2, dtype=torch.float32).to(k.dtype).transpose(1, 2) for x in dkv
         )
         return dq.transpose(1, 2), dk, dv, None
 
@@ -96,9 +96,9 @@ def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tupl
 
     out: [b, s, heads, d]; lse: [b, heads, s] in at least fp32; sinks: [heads]. A row that saw no key has only its sink.
     """
-    wide = sinks.to(lse.dtype)[:, None]
-    share = torch.sigmoid(lse - wide)  # of all keys that are no sink
-    return (out * share.transpose(1, 2)[..., None]).to(out.dtype), torch.logaddexp(lse, wide)
+    wide_sinks = sinks.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - wide_sinks)  # of all keys that are no sink
+    return (out * share.transpose(1, 2)[..., None]).to(out.dtype), torch.logaddexp(lse, wide_sinks)
 
 
 def sink_gradient(delta: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

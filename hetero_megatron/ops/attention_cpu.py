@@ -46,46 +46,46 @@ def _square(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> Pair:
-    chosen = AttentionOptions(*options)
-    if not _square(q, k, chosen):
-        return definition(q, k, v, sinks, *chosen)
+    opts = AttentionOptions(*options)
+    if not _square(q, k, opts):
+        return definition(q, k, v, sinks, *opts)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide(q.dtype))
     if q.numel():
-        kernel = _tile(chosen.softcap)
-        for rows, tokens in _parts(chosen.documents, q.shape[1]):
+        kernel = _tile(opts.softcap)
+        for rows, tokens in _parts(opts.documents, q.shape[1]):
             part = [x[rows, tokens] for x in (q, k, v)]
-            here = _dropout(chosen.dropout, rows, tokens)
-            out[rows, tokens], lse[rows, :, tokens] = kernel.forward(part[0], part[1], part[2], 0, chosen.window, here)
+            drops = _dropout(opts.dropout, rows, tokens)
+            out[rows, tokens], lse[rows, :, tokens] = kernel.forward(part[0], part[1], part[2], 0, opts.window, drops)
     return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor | None, ...]:
-    chosen = AttentionOptions(*options)
-    if not _square(q, k, chosen):
-        return reference_backward(dout, q, k, v, sinks, out, lse, *chosen)
+    opts = AttentionOptions(*options)
+    if not _square(q, k, opts):
+        return reference_backward(dout, q, k, v, sinks, out, lse, *opts)
     grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if q.numel():
-        kernel = _tile(chosen.softcap)
-        for rows, tokens in _parts(chosen.documents, q.shape[1]):
+        kernel = _tile(opts.softcap)
+        for rows, tokens in _parts(opts.documents, q.shape[1]):
             g, a, b, c, o = (x[rows, tokens] for x in (dout, q, k, v, out))
-            here = _dropout(chosen.dropout, rows, tokens)
-            found = kernel.backward(g, a, b, c, o, lse[rows, :, tokens], 0, chosen.window, None, here)
-            for total, part in zip(grads, found, strict=True):
+            part_dropout = _dropout(opts.dropout, rows, tokens)
+            part_grads = kernel.backward(g, a, b, c, o, lse[rows, :, tokens], 0, opts.window, None, part_dropout)
+            for total, part in zip(grads, part_grads, strict=True):
                 total[rows, tokens] = part.to(total.dtype)
     return *grads, None if sinks is None else sink_gradient(attn_delta(dout, out)[0], lse, sinks)
 
 
 def _apply(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *options: Any) -> Pair:
     """Differentiable: through aten's own autograd where it is plain attention."""
-    chosen = AttentionOptions(*options)
-    if sinks is not None or chosen.softcap is not None or chosen.dropout is not None:
-        return _FUNCTION.apply(q, k, v, sinks, *chosen)  # type: ignore[no-any-return]
-    if not _square(q, k, chosen):
-        return definition(q, k, v, None, *chosen)
-    return attention(q, k, v, chosen.documents, chosen.window)
+    attn_options = AttentionOptions(*options)
+    if sinks is not None or attn_options.softcap is not None or attn_options.dropout is not None:
+        return _FUNCTION.apply(q, k, v, sinks, *attn_options)  # type: ignore[no-any-return]
+    if not _square(q, k, attn_options):
+        return definition(q, k, v, None, *attn_options)
+    return attention(q, k, v, attn_options.documents, attn_options.window)
 
 
 def _on_cpu(signature: Signature) -> list[str]:
@@ -159,12 +159,12 @@ def fused_attention(
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, *options: Any
     ) -> Tensors:
-        chosen = AttentionOptions(*options)
-        causal = square(q, k, chosen)
+        attn_options = AttentionOptions(*options)
+        causal = square(q, k, attn_options)
         if causal is None:
             if alone:
                 _require(rest, provider, q)
-            return rest.forward(q, k, v, sinks, *chosen)
+            return rest.forward(q, k, v, sinks, *attn_options)
         out, lse = kernel.forward(*map(_adjacent, (q, k, v)), causal)
         return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
@@ -179,43 +179,43 @@ def fused_attention(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
         out: torch.Tensor, lse: torch.Tensor, *options: Any,
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-        chosen = AttentionOptions(*options)
-        causal = square(q, k, chosen)
+        attn_options = AttentionOptions(*options)
+        causal = square(q, k, attn_options)
         if causal is None:
-            return rest_backward(dout, q, k, v, sinks, out, lse, *chosen)
-        found = gradients(dout, q, k, v, out, lse, causal)
-        return *found, None if sinks is None else sink_gradient(attn_delta(dout, out)[0], lse, sinks)
+            return rest_backward(dout, q, k, v, sinks, out, lse, *attn_options)
+        part_grads = gradients(dout, q, k, v, out, lse, causal)
+        return *part_grads, None if sinks is None else sink_gradient(attn_delta(dout, out)[0], lse, sinks)
 
     def share(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
         delta: torch.Tensor | None, *options: Any,
     ) -> Tensors:  # fmt: skip
-        chosen = AttentionOptions(None, *options)  # a tile is of one document
-        causal = square(q, k, chosen)
+        attn_options = AttentionOptions(None, *options)  # a tile is of one document
+        causal = square(q, k, attn_options)
         if causal is None:
-            shares = rest.parts["share"](dout, q, k, v, out, lse, delta, *chosen[1:])
+            shares = rest.parts["share"](dout, q, k, v, out, lse, delta, *attn_options[1:])
             return shares  # type: ignore[return-value]
         return tuple(x.to(lse.dtype) for x in gradients(dout, q, k, v, out, lse, causal))
 
     def reasons(signature: Signature) -> list[str]:
-        lacking = rest.reasons(signature)
-        without = [f"{rest.provider}, which it leaves windows and documents to, cannot serve: {'; '.join(lacking)}"]
-        return supports(signature) + (without if lacking and not alone else [])
+        refusals = rest.reasons(signature)
+        without = [f"{rest.provider}, which it leaves windows and documents to, cannot serve: {'; '.join(refusals)}"]
+        return supports(signature) + (without if refusals and not alone else [])
 
     parts = {"share": share, "delta": attn_delta if alone else rest.parts["delta"]}
-    able = replace(capability, features=tuple(f for f in rest.capability.features if f != "dropout"))
+    square_capability = replace(capability, features=tuple(f for f in rest.capability.features if f != "dropout"))
     return Kernel(
-        "attention", provider, kind, forward, backward, able, reasons, parts=parts, priority=priority,
+        "attention", provider, kind, forward, backward, square_capability, reasons, parts=parts, priority=priority,
         interpreted=rest.interpreted, version=3,
     )  # fmt: skip
 
 
 def _require(rest: Kernel, provider: str, q: torch.Tensor) -> None:
     """UserError where ``rest`` cannot serve what ``provider`` leaves to it."""
-    if lacking := rest.reasons(Signature("attention", q.device.type, q.dtype)):
+    if rest_reasons := rest.reasons(Signature("attention", q.device.type, q.dtype)):
         raise UserError(
             f"windows, documents and parts of sequences are {rest.provider}'s, which cannot serve: "
-            f"{'; '.join(lacking)}", field="attention", value=provider,
+            f"{'; '.join(rest_reasons)}", field="attention", value=provider,
             accepted="whole causal sequences (no --reset-attention-mask, no sliding window), or what it needs",
         )  # fmt: skip
 

@@ -49,8 +49,8 @@ def definition(
     Returns:
         out [b, s, heads, d] and lse [b, heads, s] in at least fp32, which has the sink in it.
     """
-    chosen = AttentionOptions(*options)
-    scores = _scores(q, k, chosen)
+    attn_options = AttentionOptions(*options)
+    scores = _scores(q, k, attn_options)
     if sinks is not None:
         column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
@@ -60,8 +60,8 @@ def definition(
     probs = torch.where(alive, scores, 0.0).softmax(-1) * alive
     values = v.repeat_interleave(_repeat(q, v), dim=2)
     probs = probs[..., : k.shape[1]]
-    if chosen.dropout is not None:
-        probs = probs * score_factors(chosen.dropout, probs)
+    if attn_options.dropout is not None:
+        probs = probs * score_factors(attn_options.dropout, probs)
     return torch.einsum("bhqk,bkhd->bqhd", probs, values.to(probs.dtype)).to(q.dtype), lse
 
 
@@ -91,11 +91,11 @@ def backward_sums(
     probs = (scores - torch.where(lse.isfinite(), lse, 0.0)[..., None]).exp()  # exp(-inf) = 0 in dead rows
     dout = dout.to(kind)
     dprobs = torch.einsum("bqhd,bkhd->bhqk", dout, v.repeat_interleave(repeat, dim=2).to(kind))
-    used = probs
+    kept_probs = probs
     if options.dropout is not None:  # delta, the sum over keys of probs x dprobs, is that of dout x out all the same
         stays = score_factors(options.dropout, probs)
-        used, dprobs = probs * stays, dprobs * stays
-    dv = torch.einsum("bhqk,bqhd->bkhd", used, dout)
+        kept_probs, dprobs = probs * stays, dprobs * stays
+    dv = torch.einsum("bhqk,bqhd->bkhd", kept_probs, dout)
     dscores = probs * (dprobs - delta[..., None]) / math.sqrt(q.shape[-1])
     if options.softcap is not None:  # the derivative of c tanh(x / c) is 1 - tanh^2; of an unseen key probs are 0
         dscores = dscores * (1 - (scores.masked_fill(scores == -math.inf, 0.0) / options.softcap).square())
@@ -157,8 +157,8 @@ def _cases() -> Iterable[Case]:
     yield Case("nothing is seen", _inputs(_qkv(1, 4, 6, 2, 1, 16), k_start=10))
     yield Case("no tokens", _inputs(_qkv(2, 0, 0, 2, 2, 16)))
     yield Case("no heads", _inputs(_qkv(2, 5, 5, 0, 0, 16)))
-    apart = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in _qkv(1, 12, 12, 2, 2, 16))
-    yield Case("transposed", _inputs(apart))
+    strided = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in _qkv(1, 12, 12, 2, 2, 16))
+    yield Case("transposed", _inputs(strided))
     q, k, v = _qkv(1, 12, 12, 2, 2, 16)
     yield Case("large scores", _inputs((5 * q, k, v)))
     sinks = normal(6, seed=4)
@@ -168,14 +168,14 @@ def _cases() -> Iterable[Case]:
     yield Case("soft-capped window", _inputs(_qkv(1, 150, 150, 2, 1, 16), window=70, softcap=0.8), **capped)
     packed = _inputs(_qkv(2, 13, 13, 2, 1, 16), documents=((0, 1, 7), (0,)), window=3, softcap=2.0)
     yield Case("soft-capped documents", packed, **capped)
-    across = _inputs(_qkv(1, 9, 12, 2, 2, 16), q_start=6, k_start=3, softcap=1.0)
-    yield Case("soft-capped keys across", across, **capped)
+    shifted = _inputs(_qkv(1, 9, 12, 2, 2, 16), q_start=6, k_start=3, softcap=1.0)
+    yield Case("soft-capped keys across", shifted, **capped)
     yield Case("sinks", _inputs(grouped, sinks), features=("sinks",))
     yield Case("sinks, window", _inputs(grouped, sinks, documents=((0, 4), (0, 9)), window=5), features=("sinks",))
-    nothing = _inputs(_qkv(1, 9, 9, 2, 2, 16), sinks[:2], k_start=5)
-    yield Case("sinks alone", nothing, features=("sinks",))
-    both = _inputs(grouped, sinks, softcap=1.5)
-    yield Case("sinks and soft-capped", both, features=("sinks", "softcap"))
+    unseen = _inputs(_qkv(1, 9, 9, 2, 2, 16), sinks[:2], k_start=5)
+    yield Case("sinks alone", unseen, features=("sinks",))
+    sinks_and_cap = _inputs(grouped, sinks, softcap=1.5)
+    yield Case("sinks and soft-capped", sinks_and_cap, features=("sinks", "softcap"))
     yield from _dropout_cases()
 
 
@@ -191,14 +191,16 @@ def _dropout_cases() -> Iterable[Case]:
     yield Case("dropout, documents", packed, **use)
     for name, q_start, k_start in (("aligned", 40, 32), ("unaligned", 38, 35)):
         part = ScoreDropout(0.1, key, 2**32 - 1, 0, q_start, k_start)
-        across = _inputs(_qkv(2, 17, 20, 2, 2, 16), q_start=q_start, k_start=k_start, dropout=part)
-        yield Case(f"dropout, keys across, {name}", across, **use)
+        shifted = _inputs(_qkv(2, 17, 20, 2, 2, 16), q_start=q_start, k_start=k_start, dropout=part)
+        yield Case(f"dropout, keys across, {name}", shifted, **use)
     on_device = ScoreDropout(0.3, torch.tensor(key - 2**64), torch.tensor(3), 2)
     yield Case("dropout, numbers on the device", _inputs(grouped, dropout=on_device), **use)
-    every = {"features": ("sinks", "softcap", "dropout")}
-    yield Case("dropout, sinks and soft-capped", _inputs(grouped, sinks, softcap=1.5, dropout=for_whole), **every)
-    nothing = _inputs(_qkv(1, 9, 9, 2, 2, 16), k_start=5, dropout=ScoreDropout(0.5, 7, 0, 0, 0, 5))
-    yield Case("dropout, rows that see nothing", nothing, **use)
+    feature_names = {"features": ("sinks", "softcap", "dropout")}
+    yield Case(
+        "dropout, sinks and soft-capped", _inputs(grouped, sinks, softcap=1.5, dropout=for_whole), **feature_names
+    )
+    unseen = _inputs(_qkv(1, 9, 9, 2, 2, 16), k_start=5, dropout=ScoreDropout(0.5, 7, 0, 0, 0, 5))
+    yield Case("dropout, rows that see nothing", unseen, **use)
 
 
 def _flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) -> int:
@@ -212,9 +214,9 @@ def _upgrade(kernel: Kernel) -> Kernel | None:
 
     def without(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            *known, dropout = args
+            *inputs, dropout = args
             assert dropout is None, f"{kernel} knows no dropout, and does not say that it does"
-            return function(*known)
+            return function(*inputs)
 
         return call
 

@@ -48,18 +48,18 @@ def visible_keys(
 ) -> torch.Tensor:
     """[stop - start, keys] bool: key j is seen by query i of ``[start, stop)`` where 0 <= distance + i - j < window."""
     rows = torch.arange(start, stop, device=device)[:, None] + distance
-    back = rows - torch.arange(keys, device=device)[None]
-    return back >= 0 if window is None else (back >= 0) & (back < window)
+    key_distance = rows - torch.arange(keys, device=device)[None]
+    return key_distance >= 0 if window is None else (key_distance >= 0) & (key_distance < window)
 
 
 def visible(q: torch.Tensor, keys: int, options: AttentionOptions) -> torch.Tensor:
     """[b or 1, s, keys] bool: which key each query of ``q`` [b, s, heads, d] sees."""
     rows, length = q.shape[0], q.shape[1]
-    seen = visible_keys(0, length, keys, options.distance, options.window, q.device)[None]
+    visible_mask = visible_keys(0, length, keys, options.distance, options.window, q.device)[None]
     if options.documents is None:
-        return seen
+        return visible_mask
     number = torch.zeros(rows, length, dtype=torch.int64, device=q.device)  # of each token's document
     for row, starts in enumerate(options.documents):
         for start in starts[1:]:
             number[row, start:] += 1
-    return seen & (number[:, :, None] == number[:, None, :])
+    return visible_mask & (number[:, :, None] == number[:, None, :])

@@ -44,8 +44,8 @@ def _split(spec: OpSpec, kernel: Kernel) -> Split:
     assert run is not None, f"{kernel}: no backward"
 
     def forward(*args: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        made = kernel.forward(*args)
-        return made[:count], made[count:] if kernel.private else pick(args + made)
+        outputs = kernel.forward(*args)
+        return outputs[:count], outputs[count:] if kernel.private else pick(args + outputs)
 
     def backward(grad: torch.Tensor, saved: tuple[Any, ...], *rest: Any) -> tuple[Any, ...]:
         return run(grad, *saved, *rest)
@@ -59,8 +59,8 @@ def by_mode(apply: Callable[..., Any], forward: Callable[..., tuple[Any, ...]], 
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled():
             return apply(*args)
-        made = forward(*args)
-        return made[0] if count == 1 else made[:count]
+        outputs = forward(*args)
+        return outputs[0] if count == 1 else outputs[:count]
 
     return call
 
@@ -79,8 +79,8 @@ def make_function(spec: OpSpec, kernel: Kernel, traced: bool = False) -> type[to
     run_forward = _with_views(kernel.forward, len(spec.results)) if traced else kernel.forward
     tensors, count = len(spec.tensors), len(spec.results)
     fixed = tuple(spec.results.index(name) for name in spec.fixed)
-    live = count - len(fixed)
-    assert fixed == tuple(range(live, count)), f"{spec.name}: results without gradients come last"
+    live_count = count - len(fixed)
+    assert fixed == tuple(range(live_count, count)), f"{spec.name}: results without gradients come last"
     pick = _picker([spec.index(name) for name in spec.saves], traced)
     place = [spec.gradients.index(name) if name in spec.gradients else None for name in spec.args]
     direct = place == list(range(len(spec.gradients)))  # the gradients are those of all arguments, in order
@@ -91,23 +91,23 @@ def make_function(spec: OpSpec, kernel: Kernel, traced: bool = False) -> type[to
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            made = run_forward(*args)
-            ctx.save_for_backward(*(made[count:] if private else pick(args + made)))
+            outputs = run_forward(*args)
+            ctx.save_for_backward(*(outputs[count:] if private else pick(args + outputs)))
             ctx.options = args[tensors:]
-            if live == 1:  # its gradient is there whenever backward runs: no zeros are made for the fixed ones
+            if live_count == 1:  # its gradient is there whenever backward runs: no zeros are made for the fixed ones
                 ctx.set_materialize_grads(False)
             if fixed:
-                ctx.mark_non_differentiable(*made[live:count])
-            return made[0] if count == 1 else made[:count]
+                ctx.mark_non_differentiable(*outputs[live_count:count])
+            return outputs[0] if count == 1 else outputs[:count]
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            found = run_backward(*grads[:live], *ctx.saved_tensors, *ctx.options)
+            gradients = run_backward(*grads[:live_count], *ctx.saved_tensors, *ctx.options)
             if direct:
-                return found
+                return gradients
             if leading:
-                return found + padding
-            return tuple(None if i is None else found[i] for i in place)
+                return gradients + padding
+            return tuple(None if i is None else gradients[i] for i in place)
 
     Function.__name__ = Function.__qualname__ = f"{spec.name}_{kernel.provider}"
     return Function
@@ -118,8 +118,8 @@ def _with_views(forward: Callable[..., tuple[Any, ...]], count: int) -> Callable
     operation wrote has gradients of zero (pytorch issue 180642). Compilers see through views."""
 
     def call(*args: Any) -> tuple[Any, ...]:
-        made = forward(*args)
-        return tuple(t.view_as(t) for t in made[:count]) + made[count:]
+        outputs = forward(*args)
+        return tuple(t.view_as(t) for t in outputs[:count]) + outputs[count:]
 
     return call
 

@@ -81,9 +81,9 @@ def key_heads(queries: Sequence[int]) -> KeyHeads:
 
 def accumulators(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of rows that have seen no key yet: zeros like q, and -inf [b, heads, s], in at least fp32."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide_dtype = torch.promote_types(q.dtype, torch.float32)
     b, s, heads, _ = q.shape
-    return q.new_zeros(q.shape, dtype=wide), q.new_full((b, heads, s), -math.inf, dtype=wide)
+    return q.new_zeros(q.shape, dtype=wide_dtype), q.new_full((b, heads, s), -math.inf, dtype=wide_dtype)
 
 
 class BlockAttention:

@@ -78,8 +78,8 @@ def kept(
         for i, word in enumerate(philox((groups, *part), words(key))):
             torch.ge(word & 0xFFFF, dropped, out=out[a : a + step, :, 2 * i])
             torch.ge(word, dropped << 16, out=out[a : a + step, :, 2 * i + 1])
-    whole = out.view(*shape, (end - first) * LANES)
-    return whole[..., columns[0] - first * LANES : columns[1] - first * LANES]
+    drawn = out.view(*shape, (end - first) * LANES)
+    return drawn[..., columns[0] - first * LANES : columns[1] - first * LANES]
 
 
 Tensor = torch.Tensor

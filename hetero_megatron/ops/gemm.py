@@ -65,8 +65,8 @@ def add_product(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor, beta: floa
     if into.dtype != b.dtype and _adds_to_wider(into.device.type):
         return torch.ops.aten.addmm.dtype_out(into, a, b, into.dtype, beta=beta, out=into)  # type: ignore[no-any-return]
     if into.dtype != b.dtype and into.device.type != "cpu":  # accelerators multiply 16 bits many times as fast
-        found = a @ b  # rounded once more than where the product is added in the sum's precision
-        return into.add_(found) if beta else into.copy_(found)
+        product_added = a @ b  # rounded once more than where the product is added in the sum's precision
+        return into.add_(product_added) if beta else into.copy_(product_added)
     return into.addmm_(a.to(into.dtype), b.to(into.dtype), beta=beta)
 
 
@@ -258,9 +258,9 @@ def joint_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if part.storage_offset() != end or part.untyped_storage()._cdata != storage or not part.is_contiguous():
             return None
         end += part.numel()
-    rest = first.shape[1:]
-    strides = [rest[i:].numel() for i in range(len(rest) + 1)]
-    return first.as_strided((sum(part.shape[0] for part in parts), *rest), strides)
+    row_shape = first.shape[1:]
+    strides = [row_shape[i:].numel() for i in range(len(row_shape) + 1)]
+    return first.as_strided((sum(part.shape[0] for part in parts), *row_shape), strides)
 
 
 def joint_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -272,8 +272,8 @@ def joint_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if part.storage_offset() != end or part.untyped_storage()._cdata != storage or part.stride() != strides:
             return torch.cat(list(parts), -1)
         end += part.shape[-1]
-    whole = first.as_strided((*first.shape[:-1], end - first.storage_offset()), strides)
-    return whole if whole.is_contiguous() else torch.cat(list(parts), -1)
+    joined = first.as_strided((*first.shape[:-1], end - first.storage_offset()), strides)
+    return joined if joined.is_contiguous() else torch.cat(list(parts), -1)
 
 
 def separate(gemm: Callable[..., torch.Tensor]) -> Products:
@@ -306,15 +306,15 @@ def bind_joint_gemm(kernel: Kernel, gradients: WeightGradients, gemm: Callable[.
         @staticmethod
         def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
             x, weight = ctx.saved_tensors
-            x_wanted, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+            x_wanted, weights_wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
             dy, count = joint_columns(dys), len(ctx.rows)
             dx = for_input(dy, weight) if x_wanted else None
             dws: Sequence[torch.Tensor | None] = (None,) * count
-            if wanted[0]:
+            if weights_wanted[0]:
                 dw = gradients.gradient(ctx.leaves, dy, x, for_weight)  # type: ignore[arg-type]
                 dws = dws if dw is None else dw.split(ctx.rows)
-            dbs: Sequence[torch.Tensor | None] = (None,) * (len(wanted) - count)
-            if any(wanted[count:]):
+            dbs: Sequence[torch.Tensor | None] = (None,) * (len(weights_wanted) - count)
+            if any(weights_wanted[count:]):
                 dbs = dy.flatten(0, -2).sum(0).split(ctx.rows)
             return dx, None, None, None, *dws, *dbs
 
@@ -340,18 +340,18 @@ def watched_joint_gemm(gemm: Callable[..., torch.Tensor]) -> Products:
 
 
 def _where_together(joint: Callable[..., tuple[torch.Tensor, ...]], gemm: Callable[..., torch.Tensor]) -> Products:
-    each = separate(gemm)
+    separate_products = separate(gemm)
 
     def products(
         x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
-        given = [bias for bias in biases if bias is not None]
+        biases_there = [bias for bias in biases if bias is not None]
         with torch.no_grad():
-            weight, bias = joint_rows(weights), joint_rows(given) if given else None
-        alike = len({part.requires_grad for part in weights}) == 1 and len(given) in (0, len(weights))
-        if len(weights) == 1 or weight is None or not alike or (given and bias is None):
-            return each(x, weights, biases)
-        return joint(x, weight, bias, len(weights), *weights, *given)
+            weight, bias = joint_rows(weights), joint_rows(biases_there) if biases_there else None
+        is_uniform = len({part.requires_grad for part in weights}) == 1 and len(biases_there) in (0, len(weights))
+        if len(weights) == 1 or weight is None or not is_uniform or (biases_there and bias is None):
+            return separate_products(x, weights, biases)
+        return joint(x, weight, bias, len(weights), *weights, *biases_there)
 
     return products
 
@@ -367,9 +367,9 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
         ctx.rows = [len(part) for part in parts]
-        whole = joint_rows(parts)
-        assert whole is not None
-        return whole.data
+        joined = joint_rows(parts)
+        assert joined is not None
+        return joined.data
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:

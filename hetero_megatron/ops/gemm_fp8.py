@@ -59,8 +59,8 @@ def scales(largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torc
 
     Of zeros they are 1. Casts to fp8 saturate, so what is not finite shows in the inverse, which is NaN then.
     """
-    found = torch.frexp(torch.finfo(kind).max / largest.float()).exponent - 1
-    exponent = torch.where(largest > 0, found.clamp(-126, 126), 0)
+    exponents = torch.frexp(torch.finfo(kind).max / largest.float()).exponent - 1
+    exponent = torch.where(largest > 0, exponents.clamp(-126, 126), 0)
     return _power(exponent), torch.where(largest.isfinite(), _power(-exponent), torch.nan)
 
 
@@ -84,8 +84,8 @@ def quantise_tensor(x: torch.Tensor, kind: torch.dtype, largest: torch.Tensor) -
 
 def quantise_whole(x: torch.Tensor, kind: torch.dtype, largest: torch.Tensor, turned: bool) -> list[Quantised]:
     """[b, rows, n], each of the matrices with one scale, that of ``largest`` [b]; ``turned``: as [n, rows]."""
-    found = [quantise_tensor(each, kind, top) for each, top in zip(x.unbind(0), largest.unbind(0), strict=True)]
-    return [_turned(each) for each in found] if turned else found
+    quantised = [quantise_tensor(matrix, kind, top) for matrix, top in zip(x.unbind(0), largest.unbind(0), strict=True)]
+    return [_turned(matrix) for matrix in quantised] if turned else quantised
 
 
 def quantise_blocks(x: torch.Tensor, kind: torch.dtype, blocks: str) -> Quantised:
@@ -137,15 +137,15 @@ class Tensorwise:
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, x_max: torch.Tensor | None, weight_max: torch.Tensor | None
     ) -> torch.Tensor:
-        whole = self._weight(weight, weight_max)
-        return self._rows(self._quantised(x, E4M3, x_max), whole, x.dtype)
+        whole_weight = self._weight(weight, weight_max)
+        return self._rows(self._quantised(x, E4M3, x_max), whole_weight, x.dtype)
 
     def input(
         self, dy: torch.Tensor, weight: torch.Tensor, kind: torch.dtype, dy_max: torch.Tensor | None,
         weight_max: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        whole = self._weight(weight, weight_max, turned=True)
-        return self._rows(self._quantised(dy, kind, dy_max), whole, dy.dtype)
+        whole_weight = self._weight(weight, weight_max, turned=True)
+        return self._rows(self._quantised(dy, kind, dy_max), whole_weight, dy.dtype)
 
     def weight(
         self, dy: torch.Tensor, x: torch.Tensor, kind: torch.dtype, dtype: torch.dtype, dy_max: torch.Tensor | None,
@@ -182,8 +182,8 @@ class Blockwise:
         self, dy: torch.Tensor, weight: torch.Tensor, kind: torch.dtype, dy_max: torch.Tensor | None,
         weight_max: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        rows, turned = self.quantise(dy.flatten(0, 1), kind, "1x128"), _turned(self.quantise(weight, E4M3, "128x128"))
-        return self.product(rows, turned, dy.dtype).view(*dy.shape[:2], weight.shape[1])
+        rows, columns = self.quantise(dy.flatten(0, 1), kind, "1x128"), _turned(self.quantise(weight, E4M3, "128x128"))
+        return self.product(rows, columns, dy.dtype).view(*dy.shape[:2], weight.shape[1])
 
     def weight(
         self, dy: torch.Tensor, x: torch.Tensor, kind: torch.dtype, dtype: torch.dtype, dy_max: torch.Tensor | None,
@@ -227,10 +227,10 @@ class Fp8Gemm:
         """dy^T x [n, k], summed over tokens; added to ``into`` as ``gemm``'s is."""
         dtype = x.dtype if into is None else into.dtype
         if not dy.numel() or not x.numel():
-            found = x.new_zeros(dy.shape[-1], x.shape[-1], dtype=dtype)
+            product = x.new_zeros(dy.shape[-1], x.shape[-1], dtype=dtype)
         else:
-            found = self.recipe.weight(dy, x, E5M2 if hybrid else E4M3, dtype, dy_max, x_max)
-        return add_up(found, dtype, into, beta)
+            product = self.recipe.weight(dy, x, E5M2 if hybrid else E4M3, dtype, dy_max, x_max)
+        return add_up(product, dtype, into, beta)
 
     def backward(
         self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, hybrid: bool

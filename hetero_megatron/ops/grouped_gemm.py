@@ -32,11 +32,11 @@ _NAME = "hetero_host_values"
 
 def on_host(values: torch.Tensor) -> list[int]:
     """The elements of [n] integers, which nobody changes; waits for the device the first time only."""
-    known: list[int] | None = getattr(values, _NAME, None)
-    if known is None:
-        known = values.tolist()
-        setattr(values, _NAME, known)
-    return known
+    elements: list[int] | None = getattr(values, _NAME, None)
+    if elements is None:
+        elements = values.tolist()
+        setattr(values, _NAME, elements)
+    return elements
 
 
 def groups(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
@@ -93,12 +93,12 @@ def weight_gradient(
     """dy^T x of every group, [groups, n, k]; ``into`` and ``beta`` as for ``gemm``; ``product``: that of one group."""
     if into is None:
         into, beta = dy.new_empty(ends.shape[0], dy.shape[1], x.shape[1]), 0.0
-    busy = set()
+    used_groups = set()
     for g, rows in groups(ends):
         product(dy[rows], x[rows], into[g], beta)
-        busy.add(g)
+        used_groups.add(g)
     if not beta:
-        for g in set(range(ends.shape[0])) - busy:
+        for g in set(range(ends.shape[0])) - used_groups:
             into[g].zero_()
     return into
 

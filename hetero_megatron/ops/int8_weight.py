@@ -53,11 +53,11 @@ class _NarrowProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        weight, *more = ctx.saved_tensors
+        weight, *other_saved = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[1]:
-            dx = ctx.product(dy, widened(weight, ctx.scales, dy.dtype).mT, None, *more)
-        return None, dx, *(None for _ in range(3 + len(more)))
+            dx = ctx.product(dy, widened(weight, ctx.scales, dy.dtype).mT, None, *other_saved)
+        return None, dx, *(None for _ in range(3 + len(other_saved)))
 
 
 def narrow_product(

@@ -104,10 +104,10 @@ class KernelPlan:
 
     def summary(self) -> str:
         """One line: operators by provider, and what computes in fp8."""
-        by: dict[str, list[str]] = {}
+        ops_of_provider: dict[str, list[str]] = {}
         for op, provider in self.providers().items():
-            by.setdefault(provider, []).append(op)
-        text = "; ".join(f"{provider}: {', '.join(ops)}" for provider, ops in sorted(by.items()))
+            ops_of_provider.setdefault(provider, []).append(op)
+        text = "; ".join(f"{provider}: {', '.join(ops)}" for provider, ops in sorted(ops_of_provider.items()))
         if self.fp8 is None:
             return text
         signature = self.choices[self.fp8].signature
@@ -118,14 +118,16 @@ class KernelPlan:
 
     def why(self) -> list[str]:
         """Lines about what was passed over: kernels meant for this platform that could not serve, with the reasons."""
-        by: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        ops_of_reason: dict[tuple[str, tuple[str, ...]], list[str]] = {}
         for op, choice in sorted(self.choices.items()):
             for name, reasons in choice.rejected:
                 kernel, signature = self.registry.kernel(op, name), choice.signature
                 meant = not kernel.capability.platforms or signature.platform in kernel.capability.platforms
                 if meant and kernel.chosen_unasked(signature):
-                    by.setdefault((name, reasons), []).append(op)
-        return [f"  not {name} for {', '.join(ops)}: {'; '.join(reasons)}" for (name, reasons), ops in by.items()]
+                    ops_of_reason.setdefault((name, reasons), []).append(op)
+        return [
+            f"  not {name} for {', '.join(ops)}: {'; '.join(reasons)}" for (name, reasons), ops in ops_of_reason.items()
+        ]
 
     def format(self) -> str:
         """A table: operator, provider, whether it was asked for, what was passed over and why."""
@@ -172,10 +174,10 @@ def resolve(
     choices = {}
     for signature in signatures:
         op = signature.op
-        wanted, place = requests.get(op), f"{field}.{op}"
-        if wanted is None and general is not None and any(k.provider == general for k in registry.kernels(op)):
-            wanted, place = general, f"{field}.{EVERY}"
-        choices[op] = _requested(registry, signature, wanted, place) if wanted else _first(registry, signature, place)
+        request, place = requests.get(op), f"{field}.{op}"
+        if request is None and general is not None and any(k.provider == general for k in registry.kernels(op)):
+            request, place = general, f"{field}.{EVERY}"
+        choices[op] = _requested(registry, signature, request, place) if request else _first(registry, signature, place)
     return KernelPlan(registry, choices)
 
 
@@ -194,23 +196,23 @@ def _requested(registry: Registry, signature: Signature, provider: str, field: s
     kernel = registry.kernel(signature.op, provider, field)
     reasons = _reasons(kernel, signature)
     if reasons:
-        able = [k.provider for k in registry.kernels(signature.op) if not _reasons(k, signature)]
+        able_providers = [k.provider for k in registry.kernels(signature.op) if not _reasons(k, signature)]
         platforms = kernel.capability.platforms
         elsewhere = "" if not platforms or signature.platform in platforms else (
             f"--platform {' or '.join(platforms)} beside it, or "
         )  # fmt: skip
         raise UserError(
             f"it cannot serve {signature}: {'; '.join(reasons)}",
-            field=field, value=provider, accepted=elsewhere + (", ".join(able) or "no provider can serve it"),
+            field=field, value=provider, accepted=elsewhere + (", ".join(able_providers) or "no provider can serve it"),
         )  # fmt: skip
     return KernelChoice(kernel, signature, True, ())
 
 
 def _first(registry: Registry, signature: Signature, field: str) -> KernelChoice:
     rejected: list[tuple[str, tuple[str, ...]]] = []
-    able: list[Kernel] = []
+    able_kernels: list[Kernel] = []
     for kernel in registry.kernels(signature.op):
-        if able and _rank(kernel) != _rank(able[0]):
+        if able_kernels and _rank(kernel) != _rank(able_kernels[0]):
             break
         reasons = _reasons(kernel, signature)
         if not reasons and not kernel.chosen_unasked(signature):
@@ -218,23 +220,23 @@ def _first(registry: Registry, signature: Signature, field: str) -> KernelChoice
         if reasons:
             rejected.append((kernel.provider, tuple(reasons)))
         else:
-            able.append(kernel)
-    if not able:
-        why = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected)
-        asked = [k.provider for k in registry.kernels(signature.op) if not _reasons(k, signature)]
+            able_kernels.append(kernel)
+    if not able_kernels:
+        reasons_text = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected)
+        by_request = [k.provider for k in registry.kernels(signature.op) if not _reasons(k, signature)]
         raise UserError(
-            f"no provider serves {signature} unasked: {why or 'none registered'}", field=field,
-            accepted=f"by request (--kernels {signature.op}=PROVIDER): {', '.join(asked)}" if asked else "",
+            f"no provider serves {signature} unasked: {reasons_text or 'none registered'}", field=field,
+            accepted=f"by request (--kernels {signature.op}=PROVIDER): {', '.join(by_request)}" if by_request else "",
         )  # fmt: skip
-    if len(able) > 1:
-        names = " and ".join(k.provider for k in able)
+    if len(able_kernels) > 1:
+        names = " and ".join(k.provider for k in able_kernels)
         raise UserError(
             f"{names} serve {signature} with equal rank", field=field, accepted=f"one of them by name: {field}=PROVIDER"
         )
-    if able[0].kind == REFERENCE:
-        why = "; ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected) or "there is no other"
-        warnings.warn(f"{signature} runs on the slow reference ({why})", KernelWarning, stacklevel=4)
-    return KernelChoice(able[0], signature, False, tuple(rejected))
+    if able_kernels[0].kind == REFERENCE:
+        reasons_text = "; ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected) or "there is no other"
+        warnings.warn(f"{signature} runs on the slow reference ({reasons_text})", KernelWarning, stacklevel=4)
+    return KernelChoice(able_kernels[0], signature, False, tuple(rejected))
 
 
 def _rank(kernel: Kernel) -> tuple[int, int]:

@@ -41,8 +41,8 @@ def compiled_call(spec: OpSpec, kernel: Kernel) -> Callable[..., Any]:
     operator, count = define(spec, kernel), len(spec.results)
 
     def call(*args: Any) -> Any:
-        made = operator(*args)
-        return made[0] if count == 1 else made[:count]
+        outputs = operator(*args)
+        return outputs[0] if count == 1 else outputs[:count]
 
     return call
 
@@ -57,43 +57,43 @@ def define(spec: OpSpec, kernel: Kernel) -> Any:
     """
     name = operator_name(spec, kernel)
     if name in _DEFINED:
-        known, defined = _DEFINED[name]
-        assert (known.forward, known.backward) == (kernel.forward, kernel.backward), f"two kernels are called {name}"
+        other, defined = _DEFINED[name]
+        assert (other.forward, other.backward) == (kernel.forward, kernel.backward), f"two kernels are called {name}"
         return defined
     kernel_backward = kernel.backward
     assert kernel_backward is not None
     tensor_args = ", ".join(f"Tensor{'?' if t in spec.optional else ''} {t}" for t in spec.tensors)
     schema = ", ".join(part for part in (tensor_args, spec.schema) if part)
-    made = len(spec.results) + len(spec.extras)
+    result_count = len(spec.results) + len(spec.extras)
     library = _library()
-    library.define(f"{name}({schema}) -> ({', '.join(['Tensor'] * made)})")
+    library.define(f"{name}({schema}) -> ({', '.join(['Tensor'] * result_count)})")
     forward_op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    live = len(spec.results) - len(spec.fixed)
+    live_count = len(spec.results) - len(spec.fixed)
     saved_types = ", ".join(
         f"Tensor{'?' if s in spec.optional else ''} s{i}" for i, s in enumerate(spec.saves)
     )
-    grads = ", ".join(f"Tensor g{i}" for i in range(live))
+    grads = ", ".join(f"Tensor g{i}" for i in range(live_count))
     back_schema = ", ".join(part for part in (grads, saved_types, spec.schema) if part)
     library.define(f"{name}_backward({back_schema}) -> ({', '.join(['Tensor'] * len(spec.gradients))})")
     backward_op = getattr(getattr(torch.ops, NAMESPACE), f"{name}_backward").default
 
     def forward(*args: Any) -> Any:
         out = _contiguous(kernel.forward(*(_copy(spec, kernel, args) if kernel.overwrites else args)))
-        return out[0] if made == 1 else out
+        return out[0] if result_count == 1 else out
 
     def fake(*args: Any) -> Any:
         out = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in spec.fake(*args))
-        return out[0] if made == 1 else out
+        return out[0] if result_count == 1 else out
 
     def backward(*values: Any) -> Any:
-        values = tuple(v.contiguous() if i < live else v for i, v in enumerate(values))
+        values = tuple(v.contiguous() if i < live_count else v for i, v in enumerate(values))
         out = _contiguous(_distinct(kernel_backward(*values), values[0]))
         return out[0] if len(out) == 1 else out
 
     def backward_fake(*values: Any) -> Any:
-        saved = dict(zip(spec.saves, values[live : live + len(spec.saves)], strict=True))
+        saved = dict(zip(spec.saves, values[live_count : live_count + len(spec.saves)], strict=True))
         out = tuple(
-            _gradient_like(saved.get(name, values[min(i, live - 1)]), values[0])
+            _gradient_like(saved.get(name, values[min(i, live_count - 1)]), values[0])
             for i, name in enumerate(spec.gradients)
         )
         return out[0] if len(out) == 1 else out
@@ -103,7 +103,7 @@ def define(spec: OpSpec, kernel: Kernel) -> Any:
     ):  # fmt: skip
         library.impl(target, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{target}", shape, lib=library)
-    _register_autograd(spec, name, backward_op, live)
+    _register_autograd(spec, name, backward_op, live_count)
 
     def operator(*args: Any) -> tuple[Any, ...]:
         out = forward_op(*args)
@@ -117,20 +117,20 @@ def _register_autograd(spec: OpSpec, name: str, backward_op: Any, live: int) -> 
     count = len(spec.results)
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        made = output if isinstance(output, tuple) else (output,)
-        values = (*inputs, *made)
+        outputs = output if isinstance(output, tuple) else (output,)
+        values = (*inputs, *outputs)
         ctx.save_for_backward(*(values[spec.index(saved)] for saved in spec.saves))
         ctx.options = inputs[len(spec.tensors) :]
-        still = (*made[live:count], *made[count:])
-        if still:
-            ctx.mark_non_differentiable(*still)
+        undifferentiated = (*outputs[live:count], *outputs[count:])
+        if undifferentiated:
+            ctx.mark_non_differentiable(*undifferentiated)
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = backward_op(*grads[:live], *ctx.saved_tensors, *ctx.options)
-        found = found if isinstance(found, tuple) else (found,)
-        by = dict(zip(spec.gradients, found, strict=True))
+        gradients = backward_op(*grads[:live], *ctx.saved_tensors, *ctx.options)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        grad_by_name = dict(zip(spec.gradients, gradients, strict=True))
         needs = ctx.needs_input_grad
-        return tuple(by[arg] if arg in by and needs[i] else None for i, arg in enumerate(spec.args))
+        return tuple(grad_by_name[arg] if arg in grad_by_name and needs[i] else None for i, arg in enumerate(spec.args))
 
     torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library())
 

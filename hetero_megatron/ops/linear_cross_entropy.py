@@ -155,13 +155,13 @@ def with_known_gradient(
         ) -> torch.Tensor:  # fmt: skip
             with_bias = {} if bias is None else {"bias": bias}
             taker = gradients.taker((weight,)) if weight.requires_grad else None
-            made: list[torch.Tensor] = []
+            outputs: list[torch.Tensor] = []
 
             def head(
                 dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
             ) -> torch.Tensor:
-                made.extend(together(x, weight, labels, dy, into, beta, **with_bias))
-                return made[2]
+                outputs.extend(together(x, weight, labels, dy, into, beta, **with_bias))
+                return outputs[2]
 
             ctx.dw = None
             if taker is not None:
@@ -169,8 +169,8 @@ def with_known_gradient(
             else:
                 dw = head(dloss, x)
                 ctx.dw = dw.to(weight.dtype) if weight.requires_grad else None
-            ctx.dx, ctx.db = made[1], None if bias is None else made[3]
-            return made[0]
+            ctx.dx, ctx.db = outputs[1], None if bias is None else outputs[3]
+            return outputs[0]
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

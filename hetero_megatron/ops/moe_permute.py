@@ -39,8 +39,8 @@ def unpermute_definition(
         y: [n, h]; weights: [tokens, k], at least fp32; rows: [n] int64, each row's token; slots: [tokens, k] int64.
     """
     w = wide(y.dtype)
-    live = slots >= 0
-    factors = torch.where(live, weights.to(w), 0.0)
+    is_live = slots >= 0
+    factors = torch.where(is_live, weights.to(w), 0.0)
     padded = torch.cat([y.to(w), y.new_zeros(1, y.shape[1], dtype=w)])  # -1 is the last row: zeros
     return ((padded[slots] * factors[..., None]).sum(1).to(y.dtype),)
 
@@ -51,13 +51,13 @@ def gather_sum(y: torch.Tensor, weights: torch.Tensor | None, slots: torch.Tenso
     w = wide(y.dtype)
     if not y.shape[0] or not tokens:
         return y.new_zeros(tokens, y.shape[1])
-    live, at = slots >= 0, slots.clamp_min(0)
-    factors = live.to(w) if weights is None else weights.to(w) * live
+    is_live, indices = slots >= 0, slots.clamp_min(0)
+    factors = is_live.to(w) if weights is None else weights.to(w) * is_live
     if y.dtype == w and y.device.type == "cpu":  # in one pass over the rows
-        return F.embedding_bag(at, y, mode="sum", per_sample_weights=factors)
-    out = y.index_select(0, at[:, 0]).to(w).mul_(factors[:, :1])
+        return F.embedding_bag(indices, y, mode="sum", per_sample_weights=factors)
+    out = y.index_select(0, indices[:, 0]).to(w).mul_(factors[:, :1])
     for j in range(1, k):
-        out.addcmul_(y.index_select(0, at[:, j]).to(w), factors[:, j : j + 1])
+        out.addcmul_(y.index_select(0, indices[:, j]).to(w), factors[:, j : j + 1])
     return out.to(y.dtype)
 
 
@@ -79,12 +79,12 @@ def unpermute_backward(
     dout: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     w, n = wide(y.dtype), y.shape[0]
-    at = torch.where(slots >= 0, slots, n).flatten()  # choices that are elsewhere share a further row
-    factors = y.new_zeros(n + 1, dtype=w).scatter_(0, at, weights.to(w).flatten())[:n]
+    indices = torch.where(slots >= 0, slots, n).flatten()  # choices that are elsewhere share a further row
+    factors = y.new_zeros(n + 1, dtype=w).scatter_(0, indices, weights.to(w).flatten())[:n]
     gathered = dout.index_select(0, rows).to(w)  # [n, h]
     products = y.new_zeros(n + 1, 1, 1, dtype=w)
     torch.bmm(gathered[:, None], y.to(w)[:, :, None], out=products[:n])  # vecdot would write [n, h] first
-    dweights = products.flatten().index_select(0, at).view(weights.shape).to(weights.dtype)
+    dweights = products.flatten().index_select(0, indices).view(weights.shape).to(weights.dtype)
     return gathered.mul_(factors[:, None]).to(y.dtype), dweights
 
 
@@ -100,12 +100,12 @@ def routed_rows(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
         ends: [experts], where the rows of each expert end.
     """
     flat = indices.flatten()
-    live = (flat >= 0) & (flat < experts)
-    expert = torch.where(live, flat, experts)
+    is_live = (flat >= 0) & (flat < experts)
+    expert = torch.where(is_live, flat, experts)
     order = expert.sort(stable=True).indices
     ends = flat.new_zeros(experts + 1).index_add_(0, expert, torch.ones_like(expert))[:experts].cumsum(0)
-    known = on_host(ends)  # the only wait for the device: products that need the ends on the host find them there
-    order = order[: known[-1] if known else 0]
+    host_ends = on_host(ends)  # the only wait for the device: products that need the ends on the host find them there
+    order = order[: host_ends[-1] if host_ends else 0]
     slots = torch.full_like(flat, -1)
     slots[order] = torch.arange(order.shape[0], device=flat.device)
     return order // max(indices.shape[1], 1), slots.view(indices.shape), ends
@@ -113,10 +113,10 @@ def routed_rows(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
 
 def _routing(tokens: int, experts: int, k: int, absent: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens + experts)
-    chosen = torch.rand(tokens, experts, generator=generator).topk(min(k, experts)).indices
+    expert_indices = torch.rand(tokens, experts, generator=generator).topk(min(k, experts)).indices
     if absent:
-        chosen[torch.rand(chosen.shape, generator=generator) < 0.5] = -1
-    return routed_rows(chosen, experts)[:2]
+        expert_indices[torch.rand(expert_indices.shape, generator=generator) < 0.5] = -1
+    return routed_rows(expert_indices, experts)[:2]
 
 
 _SHAPES = (

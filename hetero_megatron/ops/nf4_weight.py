@@ -28,12 +28,12 @@ READ_CHUNK = 1 << 24  # elements that are in fp32 at once in host memory, where 
 def dynamic_values() -> torch.Tensor:
     """[256] fp32, ascending: 8-bit numbers of a sign, up to 6 zeros that stand for powers of ten, and a fraction in the
     bits that are left."""
-    found = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
+    parts = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
     for bits in range(7):
         edges = torch.linspace(0.1, 1.0, 2**bits + 1, dtype=torch.float32)
         middles = 10.0 ** (bits - 6) * ((edges[:-1] + edges[1:]) / 2)
-        found += [middles, -middles]
-    return torch.cat(found).sort().values
+        parts += [middles, -middles]
+    return torch.cat(parts).sort().values
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Nf4Scales:
 
     def copy_(self, other: Nf4Scales) -> None:
         """Take the values of the same part's."""
-        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
-            mine.copy_(theirs)
+        for own_tensor, other_tensor in zip(self.tensors, other.tensors, strict=True):
+            own_tensor.copy_(other_tensor)
 
     def widened(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The part [outputs, columns] of the matrix, computed in fp32 and rounded once to ``dtype``."""
@@ -91,13 +91,13 @@ def empty_nf4(
 ) -> tuple[torch.Tensor, Nf4Scales]:
     """(weight uint8 [rows, bytes], scales) of the rows and columns of a matrix [outputs, inputs], uninitialised."""
     a, b = nf4_blocks(*columns)
-    count, across = rows[1] - rows[0], shape[1] // NF4_BLOCK
-    groups = -(-shape[0] * across // NF4_GROUP)
+    count, blocks_per_row = rows[1] - rows[0], shape[1] // NF4_BLOCK
+    groups = -(-shape[0] * blocks_per_row // NF4_GROUP)
     scales = Nf4Scales(
         torch.empty(count, b - a, dtype=torch.uint8, device=device),
         torch.empty(groups, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.float32, device=device),
         torch.tensor(VALUES, dtype=torch.float32, device=device), dynamic_values().to(device),
-        rows[0] * across + a, across, columns[0] - a * NF4_BLOCK, columns[1] - columns[0],
+        rows[0] * blocks_per_row + a, blocks_per_row, columns[0] - a * NF4_BLOCK, columns[1] - columns[0],
     )  # fmt: skip
     return torch.empty(count, (b - a) * NF4_BLOCK // 2, dtype=torch.uint8, device=device), scales
 
@@ -119,24 +119,24 @@ def quantize_nf4(
     shares = padded.view(count, NF4_GROUP) * (1 / scales.groups.clamp(min=SMALLEST))[:, None]
     codes = torch.bucketize(shares.clamp_(-1, 1), _middles(scales.codes), out_int32=True).to(torch.uint8)
     a, b = nf4_blocks(*columns)
-    here = slice(*rows), slice(a, b)
-    scales.blocks.copy_(codes.flatten()[: len(largest)].view(whole.shape[0], -1)[here])
+    block_index = slice(*rows), slice(a, b)
+    scales.blocks.copy_(codes.flatten()[: len(largest)].view(whole.shape[0], -1)[block_index])
     middles = _middles(scales.levels)
     inverse = (1 / largest.clamp(min=SMALLEST)).view(whole.shape[0], -1)
     for start, stop in _chunks(rows[1] - rows[0], (b - a) * NF4_BLOCK, READ_CHUNK):
         part = slice(rows[0] + start, rows[0] + stop)
         values = whole[part, a * NF4_BLOCK : b * NF4_BLOCK].float().unflatten(1, (-1, NF4_BLOCK))
         values = (values * inverse[part, a:b, None]).clamp_(-1, 1).flatten(1)
-        found = torch.bucketize(values, middles, out_int32=True).to(torch.uint8)
-        weight[start:stop] = (found[:, ::2] << 4) | found[:, 1::2]
+        code_indices = torch.bucketize(values, middles, out_int32=True).to(torch.uint8)
+        weight[start:stop] = (code_indices[:, ::2] << 4) | code_indices[:, 1::2]
     return weight, scales
 
 
 def _middles(ascending: torch.Tensor) -> torch.Tensor:
     """Between neighbours, in fp32 rounded down: an fp32 number is above a middle if and only if it is above this."""
     exact = (ascending[:-1].double() + ascending[1:].double()) / 2
-    found = exact.float()
-    return torch.where(found.double() > exact, found.nextafter(found.new_tensor(-1e9)), found)
+    rounded = exact.float()
+    return torch.where(rounded.double() > exact, rounded.nextafter(rounded.new_tensor(-1e9)), rounded)
 
 
 def _chunks(rows: int, columns: int, elements: int) -> list[tuple[int, int]]:

@@ -38,8 +38,8 @@ def adamw_reference(
 ) -> tuple[()]:
     """In place, by the definition."""
     with torch.no_grad():
-        made = adamw_definition(params, grads, first, second, copies, *options)  # type: ignore[arg-type]
-        for old, new in zip((params, first, second, copies), made, strict=True):
+        updated = adamw_definition(params, grads, first, second, copies, *options)  # type: ignore[arg-type]
+        for old, new in zip((params, first, second, copies), updated, strict=True):
             for a, b in zip(old, new, strict=True):
                 a.copy_(b)
     return ()
@@ -80,8 +80,8 @@ def l2norm_aten(tensors: Many) -> tuple[torch.Tensor]:
         return (torch.zeros(()),)
     norms = torch._foreach_norm(full)
     dtypes = [torch.float64] if norms[0].device.type == "cpu" else [n.dtype for n in norms]
-    wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
-    return (torch.linalg.vector_norm(torch.stack([n.to(wide) for n in norms])),)
+    wide_dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    return (torch.linalg.vector_norm(torch.stack([n.to(wide_dtype) for n in norms])),)
 
 
 _SHAPES = ((5, 7), (1,), (33,), (3, 0), (2, 3, 4), (1025,))

@@ -19,25 +19,25 @@ def rope_frequencies(rope: Rope, head_dim: int, long: bool = False) -> torch.Ten
     Args:
         long: the run's sequences are longer than the length that a ``longrope`` was made from.
     """
-    scaling, turned = rope.scaling, rope.turned(head_dim)
+    scaling, turned_dims = rope.scaling, rope.turned(head_dim)
     kind = scaling.kind if scaling is not None else "default"
-    across = head_dim if kind == "proportional" else turned
-    freqs = 1.0 / rope.theta ** (torch.arange(0, turned, 2, dtype=torch.float64) / across)
+    dim_range = head_dim if kind == "proportional" else turned_dims
+    freqs = 1.0 / rope.theta ** (torch.arange(0, turned_dims, 2, dtype=torch.float64) / dim_range)
     if scaling is None:
         return freqs
     if kind == "linear":
         return freqs / scaling.factor
     if kind == "proportional":
-        return torch.cat([freqs / scaling.factor, freqs.new_zeros((head_dim - turned) // 2)])
+        return torch.cat([freqs / scaling.factor, freqs.new_zeros((head_dim - turned_dims) // 2)])
     if kind == "longrope":
         return freqs / torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=torch.float64)
     context = scaling.original_max_position_embeddings
     if kind == "yarn":
-        kept = 1 - _yarn_ramp(rope.theta, scaling, turned)
+        unscaled = 1 - _yarn_ramp(rope.theta, scaling, turned_dims)
     else:  # Llama 3: long wavelengths are stretched, short ones kept, those between are blended
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((context * freqs / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-    return freqs / scaling.factor * (1 - kept) + freqs * kept
+        unscaled = ((context * freqs / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return freqs / scaling.factor * (1 - unscaled) + freqs * unscaled
 
 
 def _yarn_ramp(theta: float, scaling: RopeScaling, turned: int) -> torch.Tensor:
@@ -63,11 +63,11 @@ def rope_tables(
     """(cos, sin) times ``factor``, each [b, s, 1, pairs] in at least fp32; angles in fp64, so that long positions stay
     exact."""
     angles = positions.to(torch.float64)[..., None, None] * freqs.to(positions.device)
-    wide = torch.promote_types(dtype, torch.float32)
+    wide_dtype = torch.promote_types(dtype, torch.float32)
     cos, sin = angles.cos(), angles.sin()
     if factor != 1.0:
         cos, sin = cos.mul_(factor), sin.mul_(factor)
-    return cos.to(wide), sin.to(wide)
+    return cos.to(wide_dtype), sin.to(wide_dtype)
 
 
 class Angles:
@@ -90,13 +90,16 @@ class Angles:
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
         """As of :func:`rope_tables`."""
-        wide = torch.promote_types(dtype, torch.float32)
-        if wide not in self._made:
-            rows = [rope_tables(at[None], self._freqs, wide) for at in (self._starts, torch.arange(self.SPAN))]
-            self._made[wide] = tuple(x[0, :, 0].to(self._device) for pair in rows for x in pair)
-        at, within = positions // self.SPAN, positions % self.SPAN
+        wide_dtype = torch.promote_types(dtype, torch.float32)
+        if wide_dtype not in self._made:
+            rows = [
+                rope_tables(starts[None], self._freqs, wide_dtype) for starts in (self._starts, torch.arange(self.SPAN))
+            ]
+            self._made[wide_dtype] = tuple(x[0, :, 0].to(self._device) for pair in rows for x in pair)
+        span, within = positions // self.SPAN, positions % self.SPAN
         cos_a, sin_a, cos_b, sin_b = (
-            table[index][..., None, :] for table, index in zip(self._made[wide], (at, at, within, within), strict=True)
+            table[index][..., None, :]
+            for table, index in zip(self._made[wide_dtype], (span, span, within, within), strict=True)
         )
         cos, sin = cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
         return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
@@ -113,9 +116,9 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> t
     if torch.compiler.is_compiling():  # the compiler fuses the definition, and cannot write into views
         return rope_reference(x, cos, sin if sign == 1 else -sin)
     half = x.shape[-1] // 2
-    wide = x.to(cos.dtype)
+    wide_x = x.to(cos.dtype)
     out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    a, b = wide[..., :half], wide[..., half:]
+    a, b = wide_x[..., :half], wide_x[..., half:]
     torch.mul(a, cos, out=out[..., :half]).addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=out[..., half:]).addcmul_(a, sin, value=sign)
     return out.to(x.dtype)
@@ -124,12 +127,12 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> t
 def _turn_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """``rope_reference`` in place."""
     half = x.shape[-1] // 2
-    wide = x.to(cos.dtype)
-    a, b = wide[..., :half], wide[..., half:]
+    wide_x = x.to(cos.dtype)
+    a, b = wide_x[..., :half], wide_x[..., half:]
     first = torch.mul(a, cos).addcmul_(b, sin, value=-1)
     b.mul_(cos).addcmul_(a, sin)
     a.copy_(first)
-    return x if wide is x else x.copy_(wide)
+    return x if wide_x is x else x.copy_(wide_x)
 
 
 def rope_forward(
@@ -177,8 +180,8 @@ def _cases() -> Iterable[Case]:
     yield _case("odd half", 1, 7, 3, 1, 10)
     yield _case("many tokens", 1, 65_537, 1, 1, 4)
     case = _case("transposed", 2, 5, 4, 2, 8)
-    turned = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in case.args[:2])
-    yield Case(case.name, (*turned, *case.args[2:]))
+    strided = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in case.args[:2])
+    yield Case(case.name, (*strided, *case.args[2:]))
     case = _case("parts of a wider buffer", 2, 5, 8, 1, 8)
     buffer = case.args[0]
     yield Case(case.name, (buffer[:, :, 1:4], buffer[:, :, 4:6], *case.args[2:]))

@@ -60,12 +60,12 @@ def definition(
     """
     scores = scores_of(logits, score)
     experts = choose(scores.detach(), bias, top_k, groups, top_groups, group_size)
-    chosen = scores.gather(-1, experts)
+    expert_scores = scores.gather(-1, experts)
     if score == "topk_softmax":
-        chosen = chosen.softmax(-1)
+        expert_scores = expert_scores.softmax(-1)
     elif normalize:
-        chosen = chosen / (chosen.sum(-1, keepdim=True) + (TINY if score == "sigmoid" else 0.0))
-    return chosen * scale, experts
+        expert_scores = expert_scores / (expert_scores.sum(-1, keepdim=True) + (TINY if score == "sigmoid" else 0.0))
+    return expert_scores * scale, experts
 
 
 def backward(
@@ -74,18 +74,18 @@ def backward(
 ) -> tuple[torch.Tensor]:  # fmt: skip
     scores = scores_of(logits, score)
     g = grad.to(scores.dtype) * scale
-    chosen = scores.gather(-1, experts)
+    picked = scores.gather(-1, experts)
     if score == "topk_softmax":
-        probs = chosen.softmax(-1)
+        probs = picked.softmax(-1)
         g = probs * (g - (g * probs).sum(-1, keepdim=True))
     elif normalize:
-        total = chosen.sum(-1, keepdim=True) + (TINY if score == "sigmoid" else 0.0)
-        g = (g - (g * chosen).sum(-1, keepdim=True) / total) / total
+        total = picked.sum(-1, keepdim=True) + (TINY if score == "sigmoid" else 0.0)
+        g = (g - (g * picked).sum(-1, keepdim=True) / total) / total
     if score == "softmax":
-        dlogits = scores * -(g * chosen).sum(-1, keepdim=True)
-        dlogits.scatter_add_(-1, experts, g * chosen)
+        dlogits = scores * -(g * picked).sum(-1, keepdim=True)
+        dlogits.scatter_add_(-1, experts, g * picked)
     else:
-        dlogits = torch.zeros_like(scores).scatter_(-1, experts, g * chosen * (1 - chosen) if score == "sigmoid" else g)
+        dlogits = torch.zeros_like(scores).scatter_(-1, experts, g * picked * (1 - picked) if score == "sigmoid" else g)
     return (dlogits.to(logits.dtype),)
 
 
@@ -94,12 +94,12 @@ def _reference_backward(grad: torch.Tensor, logits: torch.Tensor, experts: torch
     _, score, normalize, scale, *_ = options
     with torch.enable_grad():
         z = logits.detach().requires_grad_()
-        chosen = scores_of(z, score).gather(-1, experts)
+        picked = scores_of(z, score).gather(-1, experts)
         if score == "topk_softmax":
-            chosen = chosen.softmax(-1)
+            picked = picked.softmax(-1)
         elif normalize:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + (TINY if score == "sigmoid" else 0.0))
-        return torch.autograd.grad(seeded([chosen * scale], [grad]), z)
+            picked = picked / (picked.sum(-1, keepdim=True) + (TINY if score == "sigmoid" else 0.0))
+        return torch.autograd.grad(seeded([picked * scale], [grad]), z)
 
 
 def _apart(tokens: int, experts: int, seed: int) -> torch.Tensor:

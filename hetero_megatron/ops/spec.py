@@ -54,8 +54,8 @@ class Bounds:
 
     def of(self, dtype: torch.dtype) -> tuple[float, float]:
         """Those of one dtype."""
-        known = {torch.float64: (1e-13, 1e-12), torch.float16: self.fp16, torch.bfloat16: self.bf16}
-        return known.get(dtype, self.fp32)
+        tolerances = {torch.float64: (1e-13, 1e-12), torch.float16: self.fp16, torch.bfloat16: self.bf16}
+        return tolerances.get(dtype, self.fp32)
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class OpSpec:
 
     def backward_cost(self, *args: Any) -> Cost:
         """Saved state and incoming gradients are read once, gradients written once."""
-        made = self.fake(*args)
-        saved = [(*args, *made)[self.index(name)] for name in self.saves]
-        incoming = made[: len(self.results)]
+        outputs = self.fake(*args)
+        saved = [(*args, *outputs)[self.index(name)] for name in self.saves]
+        incoming = outputs[: len(self.results)]
         outgoing = [args[self.args.index(name)] for name in self.gradients]
         return Cost(round(self.backward_flops * self.flops(*args)), count_bytes((saved, incoming, outgoing)))
 
@@ -195,15 +195,15 @@ def autograd_backward(
     """
 
     def backward(*values: Any) -> tuple[Any, ...]:
-        grads, rest = values[:num_grads], values[num_grads:]
-        args = list(arrange(*rest))
+        grads, inputs = values[:num_grads], values[num_grads:]
+        args = list(arrange(*inputs))
         for i in gradients:
             args[i] = args[i].detach().requires_grad_() if args[i] is not None else None
         with torch.enable_grad():
             results = definition(*args)[:num_grads]
-            wanted = [args[i] for i in gradients if args[i] is not None]
-            found = iter(torch.autograd.grad(seeded(results, grads), wanted, allow_unused=True))
-        return tuple(None if args[i] is None else next(found) for i in gradients)
+            wanted_inputs = [args[i] for i in gradients if args[i] is not None]
+            gradients_left = iter(torch.autograd.grad(seeded(results, grads), wanted_inputs, allow_unused=True))
+        return tuple(None if args[i] is None else next(gradients_left) for i in gradients)
 
     return backward
 
@@ -250,8 +250,8 @@ class Signature:
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {'/'.join(map(str, values))}" for name, values in sorted(self.dims.items()))
         kind = str(self.dtype).removeprefix("torch.")
-        more = ", ".join([sizes] * bool(sizes) + list(self.features))
-        return f"{self.op}({kind} on {self.platform or self.device}{', ' + more if more else ''})"
+        details = ", ".join([sizes] * bool(sizes) + list(self.features))
+        return f"{self.op}({kind} on {self.platform or self.device}{', ' + details if details else ''})"
 
 
 @dataclass(frozen=True)
@@ -296,9 +296,9 @@ class Capability:
         if self.torch_min is not None and _torch_version() < self.torch_min:
             out.append(f"torch {_dotted(_torch_version())} is older than {_dotted(self.torch_min)}")
         for name, bound in self.largest.items():
-            over = [v for v in s.dims.get(name, ()) if v > bound]
-            if over:
-                out.append(f"{name} {max(over)} is over {bound}")
+            beyond_bound = [v for v in s.dims.get(name, ()) if v > bound]
+            if beyond_bound:
+                out.append(f"{name} {max(beyond_bound)} is over {bound}")
         out += [f"it has no {feature}" for feature in s.features if feature not in self.features]
         if s.deterministic and not self.deterministic:
             out.append("it is not deterministic")
@@ -353,9 +353,9 @@ class Kernel:
     def reasons(self, signature: Signature) -> list[str]:
         """Why it cannot serve ``signature``: its capability, then its own predicate."""
         out = self.capability.reasons(signature)
-        own = self.supports(signature)
-        assert isinstance(own, list), f"{self}: supports() must return a list of reasons, not {type(own).__name__}"
-        return out + own
+        why = self.supports(signature)
+        assert isinstance(why, list), f"{self}: supports() must return a list of reasons, not {type(why).__name__}"
+        return out + why
 
     def chosen_unasked(self, signature: Signature) -> bool:
         return self.capability.automatic is None or signature.device in self.capability.automatic

@@ -116,15 +116,15 @@ class ReferenceKernel:
 
     def _options(self, start: int, distance: int, window: int | None, dropout: ScoreDropout | None) -> AttentionOptions:
         """Of the queries from ``start`` on."""
-        here = None if dropout is None else dropout.of(0, start, 0)
-        return AttentionOptions(None, window, distance + start, 0, self.softcap, here)
+        part_dropout = None if dropout is None else dropout.of(0, start, 0)
+        return AttentionOptions(None, window, distance + start, 0, self.softcap, part_dropout)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None,
         dropout: ScoreDropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         options = [(slice(a, b), self._options(a, distance, window, dropout)) for a, b in _runs(q, k)]
-        parts = [definition(q[:, run], k, v, None, *chosen) for run, chosen in options]
+        parts = [definition(q[:, run], k, v, None, *run_options) for run, run_options in options]
         return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
 
     def backward(
@@ -196,8 +196,8 @@ class OperatorKernel:
             return self._parts["share"](  # type: ignore[no-any-return]
                 grad, q, k, v, out, lse, delta, window, *starts, self._softcap, dropout
             )
-        found = self._backward(grad, q, k, v, None, out, lse, None, window, *starts, self._softcap, dropout)
-        return found[:3]  # type: ignore[no-any-return]
+        gradients = self._backward(grad, q, k, v, None, out, lse, None, window, *starts, self._softcap, dropout)
+        return gradients[:3]  # type: ignore[no-any-return]
 
     def delta(self, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
         return self._parts["delta"](grad, out) if "delta" in self._parts else None

@@ -31,9 +31,9 @@ def definition(logits: torch.Tensor, labels: torch.Tensor, start: int) -> tuple[
         top = values.new_full(labels.shape, -math.inf)
         return top, torch.zeros_like(top), torch.zeros_like(top)
     top = values.amax(-1)
-    mine, local = _local(labels, start, logits.shape[-1])
+    is_local, local = _local(labels, start, logits.shape[-1])
     shifted = values - top[..., None]
-    target = torch.where(mine, shifted.gather(-1, local[..., None]).squeeze(-1), 0.0)
+    target = torch.where(is_local, shifted.gather(-1, local[..., None]).squeeze(-1), 0.0)
     return top, shifted.exp().sum(-1), target
 
 
@@ -44,8 +44,8 @@ def gradient(
     """(softmax - one-hot) grad for the local columns; peak, normalizer: over the whole vocabulary."""
     probs = (logits.to(wide(logits.dtype)) - peak[..., None]).exp_().mul_((grad / normalizer)[..., None])
     if logits.shape[-1] > 0:
-        mine, local = _local(labels, start, logits.shape[-1])
-        probs.scatter_add_(-1, local[..., None], torch.where(mine, -grad, 0.0).to(probs.dtype)[..., None])
+        is_local, local = _local(labels, start, logits.shape[-1])
+        probs.scatter_add_(-1, local[..., None], torch.where(is_local, -grad, 0.0).to(probs.dtype)[..., None])
     return (probs.to(logits.dtype),)
 
 
@@ -58,8 +58,8 @@ def statistics(logits: torch.Tensor, labels: torch.Tensor, start: int) -> tuple[
     values = logits.detach().to(wide(logits.dtype))
     top = values.amax(-1)
     values.sub_(top[..., None])
-    mine, local = _local(labels, start, logits.shape[-1])
-    target = torch.where(mine, values.gather(-1, local[..., None]).squeeze(-1), 0.0)
+    is_local, local = _local(labels, start, logits.shape[-1])
+    target = torch.where(is_local, values.gather(-1, local[..., None]).squeeze(-1), 0.0)
     return top, values.exp_().sum(-1), target, values, like, top
 
 
@@ -69,8 +69,8 @@ def gradient_in_place(
 ) -> tuple[torch.Tensor]:  # fmt: skip
     if values.shape[-1] > 0:
         values.mul_(((top - peak).exp() / normalizer * grad)[..., None])
-        mine, local = _local(labels, start, values.shape[-1])
-        values.scatter_add_(-1, local[..., None], torch.where(mine, -grad, 0.0).to(values.dtype)[..., None])
+        is_local, local = _local(labels, start, values.shape[-1])
+        values.scatter_add_(-1, local[..., None], torch.where(is_local, -grad, 0.0).to(values.dtype)[..., None])
     return (values.to(like.dtype),)
 
 

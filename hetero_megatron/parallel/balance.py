@@ -60,9 +60,9 @@ class LoadBalance:
         self.moe, self.seq_length, self.seed = spec.moe, plan.seq_length, 1.0
         stage = stage_at(plan, locate(plan, comm.rank))
         self._layers = {r: _moe_layers(spec, stage_at(plan, locate(plan, r))) for r in plan.ranks}
-        mine = self._layers[comm.rank]
-        self.group = comm.group(sequence_group(stage, comm.rank) if mine else (comm.rank,))
-        self._load = torch.zeros(len(mine), self.moe.num_experts, dtype=torch.int64, device=comm.device)
+        own_layers = self._layers[comm.rank]
+        self.group = comm.group(sequence_group(stage, comm.rank) if own_layers else (comm.rank,))
+        self._load = torch.zeros(len(own_layers), self.moe.num_experts, dtype=torch.int64, device=comm.device)
         self._losses = torch.zeros(2, dtype=wide(dtype), device=comm.device)
         for number, mlp in enumerate(x.mlp for x in model.layers() if isinstance(x.mlp, MoEMLP)):
             mlp.gate.observe = partial(self._observe, number)
@@ -88,8 +88,8 @@ class LoadBalance:
         options = self.balancing
         grads = []
         if options.sequence_loss:
-            chosen = _best(logits, experts, self.moe)
-            counts = _counts(chosen, self.moe.num_experts, rows, counted)
+            best_experts = _best(logits, experts, self.moe)
+            counts = _counts(best_experts, self.moe.num_experts, rows, counted)
             value, grad = sequence_loss(logits, sum_of_ranks(counts, self.group), self.moe, self.seq_length)
             self._losses[0] += value
             grads.append(grad.mul_(options.sequence_loss))
@@ -127,13 +127,13 @@ class LoadBalance:
     def _targets(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(rank, expert, rank to which the first one sends its tokens for the expert), ranks by place in the plan."""
         place = {rank: i for i, rank in enumerate(self.plan.ranks)}
-        found = []
+        targets = []
         for stage in (s for p in self.plan.pipelines for s in p.stages):
             for group in expert_groups(stage, self.moe.num_experts) if _moe_layers(self.spec, stage) else ():
                 for rank in group.ranks:
                     to = destinations(group, rank, self.moe.num_experts, self.plan.islands)
-                    found += [(place[rank], e, place[t]) for e, ranks in enumerate(to) for t in ranks]
-        columns = torch.tensor(found, dtype=torch.int64).view(-1, 3).T
+                    targets += [(place[rank], e, place[t]) for e, ranks in enumerate(to) for t in ranks]
+        columns = torch.tensor(targets, dtype=torch.int64).view(-1, 3).T
         return columns[0], columns[1], columns[2]
 
     @torch.no_grad()
@@ -194,10 +194,10 @@ def _occurrences(values: torch.Tensor, count: int) -> torch.Tensor:
 def _counts(chosen: torch.Tensor, experts: int, rows: int, counted: torch.Tensor | None) -> torch.Tensor:
     """[rows, experts + 1] int64: tokens here that have an expert among their best, and those that count in the loss."""
     tokens = chosen.shape[0] // rows if rows else 0
-    at = torch.arange(rows, device=chosen.device).repeat_interleave(tokens)[:, None] * experts + chosen
-    load = _occurrences(at, rows * experts).view(rows, experts)
-    own = load.new_full((rows, 1), tokens) if counted is None else counted.sum(1, keepdim=True)
-    return torch.cat([load, own], dim=1)
+    slots = torch.arange(rows, device=chosen.device).repeat_interleave(tokens)[:, None] * experts + chosen
+    load = _occurrences(slots, rows * experts).view(rows, experts)
+    counted_tokens = load.new_full((rows, 1), tokens) if counted is None else counted.sum(1, keepdim=True)
+    return torch.cat([load, counted_tokens], dim=1)
 
 
 def sequence_loss(
@@ -212,8 +212,8 @@ def sequence_loss(
     scores = scores_of(logits, "sigmoid" if moe.score == "sigmoid" else "softmax")
     total = scores.sum(-1, keepdim=True) + TINY if moe.score == "sigmoid" else None
     p = scores if total is None else scores / total
-    load, own = counts[:, :-1].to(p.dtype), counts[:, -1:].to(p.dtype)
-    factor = load * own * (moe.num_experts / (moe.top_k * seq_length**2))  # [rows, experts]
+    load, counted_tokens = counts[:, :-1].to(p.dtype), counts[:, -1:].to(p.dtype)
+    factor = load * counted_tokens * (moe.num_experts / (moe.top_k * seq_length**2))  # [rows, experts]
     rows = max(len(counts), 1)
     g = factor.repeat_interleave(p.shape[0] // rows, dim=0)
     value = (p * g).sum()

@@ -18,9 +18,9 @@ def _gather(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tenso
     """[b, shards[index], h] -> [b, sum(shards), h]."""
     b, n, h = x.shape
     if group.has_collectives and len(set(shards)) == 1:
-        every = x.new_empty(group.size, b, n, h)
-        group.all_gather(x.contiguous().view(-1), every.view(-1)).wait()
-        return every.transpose(0, 1).reshape(b, group.size * n, h)  # of one sequence: as it is
+        gathered = x.new_empty(group.size, b, n, h)
+        group.all_gather(x.contiguous().view(-1), gathered.view(-1)).wait()
+        return gathered.transpose(0, 1).reshape(b, group.size * n, h)  # of one sequence: as it is
     if b == 1:  # intervals of tokens are intervals of memory: they arrive where they belong
         out = x.new_empty(1, sum(shards), h)
         parts = list(out.split(list(shards), dim=1))
@@ -36,19 +36,19 @@ def _gather(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tenso
 def _scatter_sum(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tensor:
     """Partial sums [b, sum(shards), h] on every rank -> the summed [b, shards[index], h], added in rank order; by a
     library of devices, where it can and need not round to 16 bits after every addition, in its own order."""
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    if group.has_collectives and len(set(shards)) == 1 and wide == x.dtype:
+    wide_dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    if group.has_collectives and len(set(shards)) == 1 and wide_dtype == x.dtype:
         b, _, h = x.shape
         sums = x.new_empty(b, shards[0], h)
         rows = x.reshape(b, group.size, shards[0], h).transpose(0, 1).contiguous()
         group.reduce_scatter(rows.view(-1), sums.view(-1)).wait()
         return sums
     send = list(x.split(list(shards), dim=1))
-    own = send[group.index]
-    parts = [own if i == group.index else torch.empty_like(own, memory_format=torch.contiguous_format)
+    own_part = send[group.index]
+    parts = [own_part if i == group.index else torch.empty_like(own_part, memory_format=torch.contiguous_format)
              for i in range(group.size)]  # fmt: skip
     group.exchange([part if i == group.index else part.contiguous() for i, part in enumerate(send)], parts).wait()
-    total = torch.add(parts[0].to(wide), parts[1])
+    total = torch.add(parts[0].to(wide_dtype), parts[1])
     for part in parts[2:]:
         total += part
     return total.to(x.dtype)

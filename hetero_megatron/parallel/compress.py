@@ -30,11 +30,11 @@ class Codes(NamedTuple):
 
     def part(self, box: Box) -> Codes:
         """Those of a box inside this one."""
-        at, scales = box.slices(self.box), self.scales
+        index, scales = box.slices(self.box), self.scales
         if scales is not None:
             first, (low, high) = _blocks(self.box)[0], _blocks(box)
-            scales = scales[*at[:-1], low - first : high - first]
-        return Codes(box, self.values[at], scales)
+            scales = scales[*index[:-1], low - first : high - first]
+        return Codes(box, self.values[index], scales)
 
 
 def _blocks(box: Box) -> tuple[int, int]:
@@ -67,8 +67,8 @@ def encode(values: torch.Tensor, box: Box, compress: str) -> Codes:
     # What fp32 has at most, over 127, is rounded up: times 127 it would overflow.
     scales = (largest / levels).clamp(_FP32.tiny, _FP32.max / levels * (1 - _FP32.eps)).float()
     scales = torch.where(largest.isfinite(), scales, largest.float())
-    each = scales[..., _block_of_column(box, values.device)]
-    return Codes(box, (values / each).round_().clamp_(-levels, levels).to(torch.int8), scales)
+    element_scales = scales[..., _block_of_column(box, values.device)]
+    return Codes(box, (values / element_scales).round_().clamp_(-levels, levels).to(torch.int8), scales)
 
 
 def _largest(values: torch.Tensor, box: Box) -> torch.Tensor:

@@ -48,13 +48,13 @@ class StageAttention:
         self.member = context.member(comm.rank)
         self.group = next(g for g in context.groups if g.index == self.member.group)
         ranks, queries, keys = head_moves(context, self.group)
-        held, computed = self.member.held, self.member.computed
-        own = sum(b - a for a, b in self.member.tokens)
+        held_heads, computed = self.member.held, self.member.computed
+        own_tokens = sum(b - a for a, b in self.member.tokens)
         self.gather = context.transport == "gather" or len(context.groups) == 1
         self.key_tokens = seen_tokens(self.group.tokens) if context.transport == "gather" else self.group.tokens
         seen = sum(b - a for a, b in self.key_tokens)
-        q_shapes = ((own, _size(held.q_heads)), (self.group.num_tokens, _size(computed.q_heads)))
-        k_shapes = ((own, _size(held.kv_heads)), (seen, _size(computed.kv_heads)))
+        q_shapes = ((own_tokens, _size(held_heads.q_heads)), (self.group.num_tokens, _size(computed.q_heads)))
+        k_shapes = ((own_tokens, _size(held_heads.kv_heads)), (seen, _size(computed.kv_heads)))
         for move, shapes in ((queries, q_shapes), (keys, k_shapes)):
             for layout, shape in zip((move.before, move.after), shapes, strict=True):
                 assert local_size(layout, comm.rank) in (shape, (0, 0)), (layout, shape)
@@ -77,20 +77,20 @@ class StageAttention:
             first = self.member.held.q_heads[0]
             a, b = self.member.computed.q_heads
             return held[a - first : b - first] if b > a else held[:0]
-        (found,) = self.enter_sinks(held[None, None, :, None].expand(*q.shape[:3], 1).contiguous())
-        return found[:1, :1].sum((0, 1, 3))  # equal for all tokens; of a group without tokens: nothing
+        (entered,) = self.enter_sinks(held[None, None, :, None].expand(*q.shape[:3], 1).contiguous())
+        return entered[:1, :1].sum((0, 1, 3))  # equal for all tokens; of a group without tokens: nothing
 
     def _blocks(self) -> tuple[Block, ...]:
         """Keys and values come in blocks with the ring; else they are one block that is here already."""
         if self.gather:
-            whole = (0, sum(b - a for a, b in self.key_tokens))
-            return (Block(self.group.index, (whole,), self.key_tokens),)
+            key_range = (0, sum(b - a for a, b in self.key_tokens))
+            return (Block(self.group.index, (key_range,), self.key_tokens),)
         return self.context.blocks
 
     def program(self, documents: Documents) -> RingProgram:
         """What this rank does for a micro-batch with these documents."""
-        plain = documents is None or all(len(starts) <= 1 for starts in documents)
-        key = None if plain else tuple(tuple(starts) for starts in documents or ())
+        one_document = documents is None or all(len(starts) <= 1 for starts in documents)
+        key = None if one_document else tuple(tuple(starts) for starts in documents or ())
         if key not in self._programs:
             self._programs[key] = self._make(key)
             while len(self._programs) > PROGRAMS:
@@ -109,14 +109,16 @@ class StageAttention:
         schedule: RingSchedule = ring_schedule(groups, self.blocks, needs)
         per_block: list[list[RowTile]] = []
         for block in self.blocks:
-            found = {
+            tiles_of_starts = {
                 starts: tiles(self.group.tokens, block.tokens, cut, self.window, not self.dropout)
                 for starts, cut in alone.items()
             }
             if documents is None:
-                per_block.append([(None, tile) for tile in found[0,]])
+                per_block.append([(None, tile) for tile in tiles_of_starts[0,]])
             else:
-                per_block.append([(row, tile) for row, starts in enumerate(documents) for tile in found[starts]])
+                per_block.append(
+                    [(row, tile) for row, starts in enumerate(documents) for tile in tiles_of_starts[starts]]
+                )
         return RingProgram(self.comm, self.group.index, schedule, self.hops, per_block, self.attention)
 
 

@@ -42,9 +42,9 @@ class HeadHops:
             heads = self.context.spec.num_kv_heads
             self._cache[source, to] = head_hop(self._groups[source], self._groups[to], heads)
         pieces = self._cache[source, to][gradients]
-        mine = pieces.sends(self.rank) if sending else pieces.receives(self.rank)
+        routed = pieces.sends(self.rank) if sending else pieces.receives(self.rank)
         return [
-            (p.dst if sending else p.src, slice(p.box.lo[0] - self._first, p.box.hi[0] - self._first)) for p in mine
+            (p.dst if sending else p.src, slice(p.box.lo[0] - self._first, p.box.hi[0] - self._first)) for p in routed
         ]
 
 
@@ -98,26 +98,26 @@ class Messages:
         for pair, source, to in sends:
             for peer, heads in hops.peers(source, to, self.gradients, sending=True):
                 out.append((peer, torch.stack([x[:, :, heads] for x in pair])))
-        wanted: list[list[tuple[int, slice, torch.Tensor]]] = []
+        expected: list[list[tuple[int, slice, torch.Tensor]]] = []
         for block, source, to in receives:
             peers = hops.peers(source, to, self.gradients, sending=False)
-            wanted.append([(peer, heads, self._buffer(block, heads)) for peer, heads in peers])
+            expected.append([(peer, heads, self._buffer(block, heads)) for peer, heads in peers])
         handles: list[Work] = []
         arrived: dict[int, Work] = {}  # by the buffer's id
-        for peer in sorted({p for p, _ in out} | {p for part in wanted for p, _, _ in part}):
-            away = [buffer for p, buffer in out if p == peer]
-            here = [buffer for part in wanted for p, _, buffer in part if p == peer]
-            assert len(away) <= PIECES and len(here) <= PIECES, f"too many messages with rank {peer} at once"
+        for peer in sorted({p for p, _ in out} | {p for part in expected for p, _, _ in part}):
+            outgoing = [buffer for p, buffer in out if p == peer]
+            incoming = [buffer for part in expected for p, _, buffer in part if p == peer]
+            assert len(outgoing) <= PIECES and len(incoming) <= PIECES, f"too many messages with rank {peer} at once"
             for step in ("send", "receive") if comm.rank < peer else ("receive", "send"):
                 if step == "send":
-                    handles += [comm.isend(x, peer, self._tag(t, k)) for k, x in enumerate(away)]
+                    handles += [comm.isend(x, peer, self._tag(t, k)) for k, x in enumerate(outgoing)]
                 else:
-                    arrived |= {id(x): comm.irecv(x, peer, self._tag(t, k)) for k, x in enumerate(here)}
+                    arrived |= {id(x): comm.irecv(x, peer, self._tag(t, k)) for k, x in enumerate(incoming)}
         arrivals = [
             Arrival(
                 [(heads, arrived[id(buffer)]) for _, heads, buffer in part], self._shape(block), self.dtype, self.like
             )
-            for part, (block, _, _) in zip(wanted, receives, strict=True)
+            for part, (block, _, _) in zip(expected, receives, strict=True)
         ]
         return handles, arrivals
 
@@ -143,15 +143,15 @@ class Arrival:
     def keys(self) -> Pair:
         """All heads of keys and values; every head comes from one rank."""
         if len(self._parts) == 1:
-            only = self._parts[0][1].wait()
-            assert only is not None and tuple(only.shape) == self._shape
-            return only[0], only[1]
-        whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            whole_buffer = self._parts[0][1].wait()
+            assert whole_buffer is not None and tuple(whole_buffer.shape) == self._shape
+            return whole_buffer[0], whole_buffer[1]
+        gathered = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         for heads, handle in self._parts:
             part = handle.wait()
             assert part is not None
-            whole[:, :, :, heads] = part
-        return whole[0], whole[1]
+            gathered[:, :, :, heads] = part
+        return gathered[0], gathered[1]
 
     def add_to(self, dk: torch.Tensor, dv: torch.Tensor, at: Sequence[Interval]) -> None:
         """Add partial gradients, which come from any number of ranks, at the places ``at``."""
@@ -216,8 +216,8 @@ class KeyValueRing:
         sends: list[tuple[Pair, int, int]] = []
         for hop in hops:
             if hop.source == program.group:
-                own = program.schedule.blocks[hop.block].group == program.group
-                pair = self._own(hop.block) if own else held
+                is_own = program.schedule.blocks[hop.block].group == program.group
+                pair = self._own(hop.block) if is_own else held
                 assert pair is not None, f"{hop} before its block is here"
                 sends.append((pair, hop.source, hop.to))
         receives = [(hop.block, hop.source, hop.to) for hop in hops if hop.to == program.group]
@@ -249,9 +249,9 @@ class GradientRing:
 
     def computed(self, visit: RingBlock, pair: Pair) -> None:
         """The gradient of a visiting block is complete in ``pair``, which :meth:`target` gave."""
-        at = self.program.schedule.blocks[visit.block].at
-        if visit.hop is None and len(at) > 1:
-            self._add_own(at, pair)
+        block_index = self.program.schedule.blocks[visit.block].at
+        if visit.hop is None and len(block_index) > 1:
+            self._add_own(block_index, pair)
 
     def _add_own(self, at: Sequence[Interval], pair: Pair) -> None:
         start = 0

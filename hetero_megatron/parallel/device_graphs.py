@@ -136,16 +136,16 @@ class Slot:
         if self.draws is not None:
             context = replace(context, draws=TabledDraws(self.draws))
         self.context = context  # whose tensors the graphs read
-        given = [tensor for tensor in (x, added) if tensor is not None]
+        inputs = [tensor for tensor in (x, added) if tensor is not None]
         # What another layer's graph puts out is read where it lies.
         static = {tensor.data_ptr() for other in layer.graphs.layers for slot in other.slots for tensor in slot.outputs}
-        self.chained = [tensor.data_ptr() in static for tensor in given]
+        self.chained = [tensor.data_ptr() in static for tensor in inputs]
         self.inputs = [
             (tensor if chained else torch.empty_like(tensor)).data.requires_grad_(tensor.requires_grad)
-            for tensor, chained in zip(given, self.chained, strict=True)
+            for tensor, chained in zip(inputs, self.chained, strict=True)
         ]
         self.outputs: Sequence[Tensor] = ()
-        self._load(given)
+        self._load(inputs)
 
         def run() -> ResidualStream:
             with torch.enable_grad():
@@ -207,21 +207,21 @@ class Slot:
         }  # fmt: skip
         copies: dict[int, Tensor] = {}  # a sum has one gradient for both
         for grad in grads:
-            at = grad.data_ptr()
-            copies[at] = grad if at in static else copies[at] if at in copies else torch.empty_like(grad)
-            self.grads.append(copies[at])
-        wanted = [tensor for tensor in self.inputs if tensor.requires_grad]
+            key = grad.data_ptr()
+            copies[key] = grad if key in static else copies[key] if key in copies else torch.empty_like(grad)
+            self.grads.append(copies[key])
+        wanted_inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
 
         def run() -> list[Tensor | None]:
             # Kept, though nobody goes through it again: what it saved is what the graph reads.
-            found = torch.autograd.grad(
-                self._made, [*wanted, *params], self.grads, retain_graph=True, allow_unused=True
+            gradients = torch.autograd.grad(
+                self._made, [*wanted_inputs, *params], self.grads, retain_graph=True, allow_unused=True
             )
-            for param, grad in zip(params, found[len(wanted) :], strict=True):
+            for param, grad in zip(params, gradients[len(wanted_inputs) :], strict=True):
                 if grad is not None:  # its product was not taken
                     graphs.sync.add(param, grad)
-            rest = iter(found)
-            return [next(rest) if tensor.requires_grad else None for tensor in self.inputs]
+            gradients_left = iter(gradients)
+            return [next(gradients_left) if tensor.requires_grad else None for tensor in self.inputs]
 
         with graphs.sync.captured() as names:
             self.backward, self.input_grads = self.layer.capture(graphs.backward, run)
@@ -236,5 +236,5 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        found = ctx.slot.run_backward(grads)
-        return None, None, *found, *(() if ctx.both else (None,))
+        gradients = ctx.slot.run_backward(grads)
+        return None, None, *gradients, *(() if ctx.both else (None,))

@@ -50,14 +50,14 @@ class GatheredPart:
     ) -> None:  # fmt: skip
         self._exchanges, self._resized = exchanges, resized
         self.buckets, self.trained = [e.bucket.index for e in exchanges], exchanges[0].bucket.trained
-        held = [params[name] for e in exchanges for name in e.bucket.names]
-        self._whole = all(param.untyped_storage().nbytes() or not param.numel() for param in held)
+        bucket_params = [params[name] for e in exchanges for name in e.bucket.names]
+        self._whole = all(param.untyped_storage().nbytes() or not param.numel() for param in bucket_params)
         self._flat: dict[int, FlatTensors] = {}
         self.memories: list[torch.Tensor] = []
         for dtype in dict.fromkeys(params[e.bucket.names[0]].dtype for e in exchanges):
-            alike = [e.bucket for e in exchanges if params[e.bucket.names[0]].dtype == dtype]
-            self._flat |= flatten_parameters(params, alike, together=True)
-            self.memories.append(self._flat[alike[0].index].memory)
+            dtype_buckets = [e.bucket for e in exchanges if params[e.bucket.names[0]].dtype == dtype]
+            self._flat |= flatten_parameters(params, dtype_buckets, together=True)
+            self.memories.append(self._flat[dtype_buckets[0].index].memory)
         self._bytes = [memory.untyped_storage().nbytes() for memory in self.memories]
         if not self._whole:
             self._resize([0] * len(self._bytes))
@@ -141,9 +141,14 @@ class DividedWeights:
         for bucket in buckets:
             assert bucket.segment is not None
             exchanges.setdefault(bucket.segment, []).append(BucketExchange(bucket, comm, boxes, routes))
-        self.parts = {step: GatheredPart(some, params, lambda x: self._resized(x)) for step, some in exchanges.items()}
-        self.pieces = {e.bucket.index: e.pieces for some in exchanges.values() for e in some}
-        self.names = {piece for some in exchanges.values() for e in some for piece in e.bucket.names}
+        self.parts = {
+            step: GatheredPart(step_exchanges, params, lambda x: self._resized(x))
+            for step, step_exchanges in exchanges.items()
+        }
+        self.pieces = {e.bucket.index: e.pieces for step_exchanges in exchanges.values() for e in step_exchanges}
+        self.names = {
+            piece for step_exchanges in exchanges.values() for e in step_exchanges for piece in e.bucket.names
+        }
         self._chunks = [self._steps(stage, number, tied) for number in range(len(stage.chunks))]
         self._chunk_of = {step: number for number, steps in enumerate(self._chunks) for step in steps}
         self._open: list[GatheredPart] = []  # in use by the step that runs
@@ -156,7 +161,7 @@ class DividedWeights:
         steps |= {layer: [layer] for layer in range(a, b)}
         if stage.head and number + 1 == len(stage.chunks):
             steps["head"] = ["head", "embed"] if tied else ["head"]
-        return {step: [self.parts[s] for s in used if s in self.parts] for step, used in steps.items()}
+        return {step: [self.parts[s] for s in step_names if s in self.parts] for step, step_names in steps.items()}
 
     def attach(self, masters: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Give up the weights: from now on ``masters`` have their values, of the owned pieces by bucket."""
@@ -236,8 +241,8 @@ class DividedWeights:
         if self._gather == "micro-batch":
             self._end(self._used(chunk, backward=True))
         if not self.reshard:
-            for step, used in self._chunks[chunk].items():
-                self._end(used if step != "embed" else ())
+            for step, step_parts in self._chunks[chunk].items():
+                self._end(step_parts if step != "embed" else ())
 
     def end_products(self, chunk: int) -> None:
         """A W has brought the gradients that B_INPUT had put off."""
@@ -261,21 +266,21 @@ class DividedWeights:
 
     def _used(self, chunk: int, backward: bool = False) -> list[GatheredPart]:
         """All that a forward or backward of the chunk uses, in its order."""
-        rows = [used for step, used in self._chunks[chunk].items() if step != "embed" or not backward]
-        return list(dict.fromkeys(part for used in (reversed(rows) if backward else rows) for part in used))
+        rows = [step_parts for step, step_parts in self._chunks[chunk].items() if step != "embed" or not backward]
+        return list(dict.fromkeys(part for step_parts in (reversed(rows) if backward else rows) for part in step_parts))
 
     def _summed(self, chunk: int) -> list[GatheredPart]:
         """Parts of which a backward of the chunk brings gradients, in the order in which they are complete."""
         steps = self._chunks[chunk]
         parts = dict.fromkeys(self.parts[s] for s in reversed(steps) if s in self.parts and s != "embed")
-        ends = dict.fromkeys(part for used in steps.values() for part in used if part not in parts)
+        ends = dict.fromkeys(part for step_parts in steps.values() for part in step_parts if part not in parts)
         return [part for part in (*parts, *ends) if part.trained]  # the embedding's come last, a tied head's among them
 
     def _turn_to(self, used: Sequence[GatheredPart] = (), following: Sequence[GatheredPart] | None = None) -> None:
-        before, self._open = self._open, list(used)
+        used_before, self._open = self._open, list(used)
         for part in used:
             part.start()
-        self._end(part for part in before)
+        self._end(part for part in used_before)
         for part in used:
             part.use()
         for part in following or ():
@@ -286,8 +291,8 @@ class DividedWeights:
         """All of them, one under way while another one arrives."""
         row = list(parts)
         for i, part in enumerate(row):
-            for each in row[i : i + 2]:
-                each.start()
+            for gathered in row[i : i + 2]:
+                gathered.start()
             part.use()
 
     @staticmethod

@@ -35,21 +35,21 @@ def store_in_few_bits(
         scales: gets theirs ([..., outputs, 1] of 8 bits), by logical name, uninitialised.
     """
     for name, module in layer.named_modules():
-        whole = f"model.layers.{layer.number}.{name}.weight"
-        if isinstance(module, Linear | GroupedLinear) and held[whole].int8:
+        weight_name = f"model.layers.{layer.number}.{name}.weight"
+        if isinstance(module, Linear | GroupedLinear) and held[weight_name].int8:
             weight = module.weight.detach()
             module.weight = nn.Parameter(torch.empty_like(weight, dtype=torch.int8), requires_grad=False)
             module.alone = True
-            module.scales = scales[whole] = weight.new_empty(*weight.shape[:-1], 1, dtype=torch.float32)
-        elif isinstance(module, Linear) and held[whole].nf4:
+            module.scales = scales[weight_name] = weight.new_empty(*weight.shape[:-1], 1, dtype=torch.float32)
+        elif isinstance(module, Linear) and held[weight_name].nf4:
             from hetero_megatron.ops.nf4_weight import empty_nf4
 
-            box, (rows, columns) = boxes[whole], held[whole].shape
-            made, module.scales = empty_nf4(
+            box, (rows, columns) = boxes[weight_name], held[weight_name].shape
+            packed, module.scales = empty_nf4(
                 (box.lo[0], box.hi[0]), (box.lo[1], box.hi[1]), (rows, columns), module.weight.device
             )
-            module.weight = nn.Parameter(made, requires_grad=False)
-            module.alone, scales[whole] = True, module.scales
+            module.weight = nn.Parameter(packed, requires_grad=False)
+            module.alone, scales[weight_name] = True, module.scales
 
 
 def fill(
@@ -61,18 +61,18 @@ def fill(
     if tensor.name not in scales:
         weight.copy_(values(tensor, box))
         return
-    known = scales[tensor.name]
-    if not isinstance(known, torch.Tensor):
+    weight_scales = scales[tensor.name]
+    if not isinstance(weight_scales, torch.Tensor):
         from hetero_megatron.ops.nf4_weight import quantize_nf4
 
-        whole = values(tensor, Box((0, 0), tensor.shape))
-        made, of_blocks = quantize_nf4(whole, (box.lo[0], box.hi[0]), (box.lo[1], box.hi[1]))
-        weight.copy_(made)
-        known.copy_(of_blocks)
+        whole_weight = values(tensor, Box((0, 0), tensor.shape))
+        packed, of_blocks = quantize_nf4(whole_weight, (box.lo[0], box.hi[0]), (box.lo[1], box.hi[1]))
+        weight.copy_(packed)
+        weight_scales.copy_(of_blocks)
         return
-    found, of_channels = quantize(values(tensor, Box((*box.lo[:-1], 0), (*box.hi[:-1], tensor.shape[-1]))))
-    weight.copy_(found[..., box.lo[-1] : box.hi[-1]])
-    known.copy_(of_channels)
+    quantised, of_channels = quantize(values(tensor, Box((*box.lo[:-1], 0), (*box.hi[:-1], tensor.shape[-1]))))
+    weight.copy_(quantised[..., box.lo[-1] : box.hi[-1]])
+    weight_scales.copy_(of_channels)
 
 
 def owned_values(
@@ -86,9 +86,9 @@ def owned_values(
     """
     if tensor.name not in scales:
         return [values(tensor, box).to(like.device, like.dtype, copy=True) for box in owned]
-    whole = torch.empty(held.shape, dtype=like.dtype)  # in host memory
-    fill(tensor, held, values, whole, scales)
-    return [whole[box.slices(held)].to(like.device, copy=True) for box in owned]
+    held_values = torch.empty(held.shape, dtype=like.dtype)  # in host memory
+    fill(tensor, held, values, held_values, scales)
+    return [held_values[box.slices(held)].to(like.device, copy=True) for box in owned]
 
 
 class BaseWeights:
@@ -100,13 +100,13 @@ class BaseWeights:
         self._params, self._scales, self._wide = params, scales, torch.promote_types(dtype, torch.float32)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        found = self.get(name)
-        assert found is not None, name
-        return found
+        param = self.get(name)
+        assert param is not None, name
+        return param
 
     def get(self, name: str) -> torch.Tensor | None:
-        found = self._params.get(name)
-        return found if found is None else self.rows(name, found.detach(), slice(None))
+        param = self._params.get(name)
+        return param if param is None else self.rows(name, param.detach(), slice(None))
 
     def rows(self, name: str, values: torch.Tensor, rows: slice) -> torch.Tensor:
         """``values`` of some rows of a weight, as it is stored, in that form."""
@@ -135,9 +135,9 @@ class EmptyStage:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By logical name."""
-        found = dict(self.module.named_parameters())
-        assert found.keys() == self.tensors.keys(), f"model and spec disagree: {found.keys() ^ self.tensors.keys()}"
-        return found
+        params = dict(self.module.named_parameters())
+        assert params.keys() == self.tensors.keys(), f"model and spec disagree: {params.keys() ^ self.tensors.keys()}"
+        return params
 
 
 def give_up(module: torch.nn.Module, names: Collection[str], prefix: str = "") -> None:

@@ -82,13 +82,13 @@ class Routes:
 
     def _exchange_counts(self, sent: torch.Tensor) -> torch.Tensor:
         """[members]; only between those between which tokens may go."""
-        mine = sent[:, None].contiguous()
-        theirs = torch.zeros_like(mine)
-        give = [part if some else part[:0] for part, some in zip(mine, self.ways.gives, strict=True)]
-        take = [part if some else part[:0] for part, some in zip(theirs, self.ways.takes, strict=True)]
+        sent_counts = sent[:, None].contiguous()
+        received_counts = torch.zeros_like(sent_counts)
+        give = [part if some else part[:0] for part, some in zip(sent_counts, self.ways.gives, strict=True)]
+        take = [part if some else part[:0] for part, some in zip(received_counts, self.ways.takes, strict=True)]
         self.group.exchange(give, take).wait()
-        theirs[self.group.index] = mine[self.group.index]
-        return theirs.flatten()
+        received_counts[self.group.index] = sent_counts[self.group.index]
+        return received_counts.flatten()
 
     def read(self, counts: torch.Tensor) -> list[list[int]]:
         """(how many go to each member, how many come): the only wait for the device of an exchange."""
@@ -135,20 +135,21 @@ class Routes:
 def _pack(*tensors: torch.Tensor) -> torch.Tensor:
     """Tensors [n, ...] as one [n, bytes]: one message instead of several."""
     # Contiguous, a tensor of one column or row may still have any stride there, which the view as bytes refuses.
-    plain = [x.contiguous().as_strided((x.shape[0], x.shape[1]), (x.shape[1], 1)) for x in tensors]
-    return torch.cat([x.view(torch.uint8) for x in plain], dim=1)
+    matrices = [x.contiguous().as_strided((x.shape[0], x.shape[1]), (x.shape[1], 1)) for x in tensors]
+    return torch.cat([x.view(torch.uint8) for x in matrices], dim=1)
 
 
 def _unpack(packed: torch.Tensor, *like: torch.Tensor) -> list[torch.Tensor]:
     """What was packed, each with the dtype and the number of columns of one of ``like``."""
-    found, at = [], 0
+    columns, offset = [], 0
     for x in like:
         part = x.new_empty(packed.shape[0], x.shape[1])
         size = x.shape[1] * x.element_size()
-        part.view(torch.uint8).copy_(packed[:, at : at + size])  # where it lies need not be aligned for its dtype
-        found.append(part)
-        at += size
-    return found
+        # Where it lies need not be aligned for its dtype.
+        part.view(torch.uint8).copy_(packed[:, offset : offset + size])
+        columns.append(part)
+        offset += size
+    return columns
 
 
 class _Send(torch.autograd.Function):
@@ -161,9 +162,9 @@ class _Send(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.routes, ctx.tokens = routes, x.shape[0]
         parts = []
-        for rows, here, names in zip(routes.rows, routes.here, routes.ways.names, strict=True):
-            there = torch.where(here, names[keys[rows]], -1)
-            parts.append(_pack(there, weights[rows].where(here, 0.0), x[rows]))
+        for rows, is_here, names in zip(routes.rows, routes.here, routes.ways.names, strict=True):
+            local_experts = torch.where(is_here, names[keys[rows]], -1)
+            parts.append(_pack(local_experts, weights[rows].where(is_here, 0.0), x[rows]))
         routes.start(parts, routes.counts)
         ctx.like = weights.new_empty(0, weights.shape[1]), x.new_empty(0, x.shape[1])
         return x.view_as(x), weights.view_as(weights)
@@ -172,9 +173,9 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         routes: Routes = ctx.routes
         parts = [_unpack(part, *ctx.like) for part in routes.arrive()]
-        here = [part[0].where(mask, 0.0) for part, mask in zip(parts, routes.here, strict=True)]
+        masked = [part[0].where(mask, 0.0) for part, mask in zip(parts, routes.here, strict=True)]
         dx = routes.scatter_sum([part[1] for part in parts], ctx.tokens)
-        return dx, routes.scatter_sum(here, ctx.tokens), None, None
+        return dx, routes.scatter_sum(masked, ctx.tokens), None, None
 
 
 class _Arrive(torch.autograd.Function):
@@ -268,24 +269,26 @@ class Receivers:
         return [[any(r in ranks for r in receivers) for receivers in to] for ranks in among.values()]
 
     def ways(self, group: Group, table: Table, names: torch.Tensor, takes: Iterable[bool]) -> Ways:
-        found = torch.tensor(table, device=self.device)
-        return Ways(group, found, names, tuple(map(any, table)), tuple(takes))
+        ways_table = torch.tensor(table, device=self.device)
+        return Ways(group, ways_table, names, tuple(map(any, table)), tuple(takes))
 
     def straight(self, group: Group) -> Ways:
         """One hop: every rank that has some of a token's experts gets it."""
-        each = {rank: (rank,) for rank in group.ranks}
+        ranks_of_rank = {rank: (rank,) for rank in group.ranks}
         names = torch.stack([self.local[rank] for rank in group.ranks])
-        table = self.table(group.comm.rank, each)
+        table = self.table(group.comm.rank, ranks_of_rank)
         takes = [any(group.comm.rank in ranks for ranks in self.of(sender)) for sender in group.ranks]
         return self.ways(group, table, names, takes)
 
     def to_islands(self, group: Group, hops: TokenHops) -> Ways:
         """The first of two hops: once to each island with some of a token's experts. A key says whose token it is."""
-        me, relays = group.comm.rank, hops.relays(group.comm.rank)
-        table = self.table(me, {rank: relays.get(rank, ()) for rank in group.ranks})
+        own_rank, relays = group.comm.rank, hops.relays(group.comm.rank)
+        table = self.table(own_rank, {rank: relays.get(rank, ()) for rank in group.ranks})
         names = (self.numbers + self.num_experts * group.index).expand(group.size, -1)
-        mine = hops.island(me)
-        takes = [hops.relay(sender, mine) == me and self._wants(sender, mine) for sender in group.ranks]
+        own_island = hops.island(own_rank)
+        takes = [
+            hops.relay(sender, own_island) == own_rank and self._wants(sender, own_island) for sender in group.ranks
+        ]
         return self.ways(group, table, names, takes)
 
     def _wants(self, sender: int, island: tuple[int, ...]) -> bool:
@@ -294,18 +297,18 @@ class Receivers:
 
     def inside(self, group: Group, hops: TokenHops, senders: tuple[int, ...]) -> Ways:
         """The second hop, in the island ``group``: keys are (sender, expert) of ``senders``, the whole group."""
-        each = {rank: (rank,) for rank in group.ranks}
+        ranks_of_rank = {rank: (rank,) for rank in group.ranks}
         relays = [hops.relay(sender, group.ranks) for sender in senders]
-        tables = [self.table(sender, each) for sender in senders]
+        tables = [self.table(sender, ranks_of_rank) for sender in senders]
         from_relays = {relay for table, relay in zip(tables, relays, strict=True) if any(table[group.index])}
         nobody = [False] * self.num_experts
         passes = [relay == group.comm.rank for relay in relays]
-        whole = [
-            [to for table, mine in zip(tables, passes, strict=True) for to in (table[i] if mine else nobody)]
+        whole_table = [
+            [to for table, is_passed in zip(tables, passes, strict=True) for to in (table[i] if is_passed else nobody)]
             for i in range(group.size)
         ]
         names = torch.stack([self.local[rank].repeat(len(senders)) for rank in group.ranks])
-        return self.ways(group, whole, names, (rank in from_relays for rank in group.ranks))
+        return self.ways(group, whole_table, names, (rank in from_relays for rank in group.ranks))
 
 
 def expert_ways(moe: MoE, members: ExpertGroup, comm: Comm, islands: Islands) -> list[Ways]:

@@ -75,10 +75,10 @@ class HeadExchange:
 
     def run(self, ways: Sequence[_Way], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         b, d = tensors[0].shape[0], tensors[0].shape[3]
-        others = [r for r in self.group.ranks if r != self.me]
+        other_ranks = [r for r in self.group.ranks if r != self.me]
         parts = [
             x[:, t, h].reshape(-1)
-            for peer in others
+            for peer in other_ranks
             for way, x in zip(ways, tensors, strict=True)
             for t, h in way.give.get(peer, ())
         ]
@@ -91,20 +91,20 @@ class HeadExchange:
         out = [self._start(way, x, b, d) for way, x in zip(ways, tensors, strict=True)]
         received = handle.wait()
         assert received is not None
-        at = 0
-        for peer in others:
+        offset = 0
+        for peer in other_ranks:
             for way, target in zip(ways, out, strict=True):
                 for t, h in way.take.get(peer, ()):
                     part = target[:, t, h]
-                    values = received[at : at + part.numel()].view(part.shape)
-                    at += part.numel()
+                    values = received[offset : offset + part.numel()].view(part.shape)
+                    offset += part.numel()
                     part.add_(values) if way.adds else part.copy_(values)
         return tuple(x.to(t.dtype) for x, t in zip(out, tensors, strict=True))
 
     def _start(self, way: _Way, x: torch.Tensor, b: int, d: int) -> torch.Tensor:
         """The result with this rank's own part in it."""
-        wide = torch.promote_types(x.dtype, torch.float32) if way.adds else x.dtype
-        out = x.new_zeros(b, *way.shape, d, dtype=wide) if way.adds else x.new_empty(b, *way.shape, d)
+        wide_dtype = torch.promote_types(x.dtype, torch.float32) if way.adds else x.dtype
+        out = x.new_zeros(b, *way.shape, d, dtype=wide_dtype) if way.adds else x.new_empty(b, *way.shape, d)
         for (t0, h0), (t1, h1) in zip(way.give.get(self.me, ()), way.take.get(self.me, ()), strict=True):
             if way.adds:
                 out[:, t1, h1] += x[:, t0, h0]

@@ -36,13 +36,13 @@ def apply_lora(
     stage.requires_grad_(False)
     switch = AdapterSwitch()
     for layer in stage.layers():
-        inside = _Inside(layer, lora.dropout)
+        dropouts = _Inside(layer, lora.dropout)
         for name, module in list(layer.named_modules()):
-            whole = f"model.layers.{layer.number}.{name}"
-            if (box := boxes.get(f"{whole}.lora_A.weight")) is not None:
+            module_name = f"model.layers.{layer.number}.{name}"
+            if (box := boxes.get(f"{module_name}.lora_A.weight")) is not None:
                 assert isinstance(module, Linear | GroupedLinear), name
                 site = ADAPTER + EVERY_TARGET.index(name.rpartition(".")[2])
-                _adapt(module, whole, lora, switch, partial(inside.drop, site, box.lo[-1]), dtype, device)
+                _adapt(module, module_name, lora, switch, partial(dropouts.drop, site, box.lo[-1]), dtype, device)
     return switch
 
 
@@ -80,9 +80,9 @@ class _Inside:
         """x [b, s, features] of a place, whose first feature is number ``feature`` of it."""
         if self._context is None or self._context.draws is None or not x.shape[-1]:
             return x
-        draws, inside = self._context.draws, self._context.inside
+        draws, element_range = self._context.draws, self._context.inside
         key = draws.key(self._layer, site)
-        return self._kernels.dropout(x, inside, self._rate, key, draws.sample, feature)  # type: ignore[no-any-return]
+        return self._kernels.dropout(x, element_range, self._rate, key, draws.sample, feature)  # type: ignore[no-any-return]
 
 
 def _adapt(
@@ -128,9 +128,9 @@ class Magnitude(nn.Module):
 
     def __init__(self, outputs: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        wide = torch.promote_types(dtype, torch.float32)
-        self.weight = nn.Parameter(torch.empty(outputs, dtype=wide, device=device))
-        self.norms = torch.empty(outputs, dtype=wide, device=device)
+        wide_dtype = torch.promote_types(dtype, torch.float32)
+        self.weight = nn.Parameter(torch.empty(outputs, dtype=wide_dtype, device=device))
+        self.norms = torch.empty(outputs, dtype=wide_dtype, device=device)
 
     def gain(self) -> torch.Tensor:
         """What rows are multiplied with, [outputs], in at least fp32."""
@@ -172,10 +172,10 @@ class RowNorms:
             for name, module in layer.named_modules():
                 magnitude = getattr(module, MAGNITUDE, None)
                 if isinstance(module, Linear) and isinstance(magnitude, Magnitude):
-                    whole = f"model.layers.{layer.number}.{name}.weight"
-                    cut = held[whole].axes[1].role in CUT and group.size > 1
-                    self._parts[whole] = module, magnitude, cut
-                    self._scales[whole] = lora.scale(whole.removesuffix(".weight"))
+                    weight_name = f"model.layers.{layer.number}.{name}.weight"
+                    cut = held[weight_name].axes[1].role in CUT and group.size > 1
+                    self._parts[weight_name] = module, magnitude, cut
+                    self._scales[weight_name] = lora.scale(weight_name.removesuffix(".weight"))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -199,7 +199,7 @@ class RowNorms:
 def _squares(linear: Linear, scale: float, wide: torch.dtype) -> torch.Tensor:
     """Of the rows of W + scale B A, [outputs], of the columns that this rank has."""
     a, b = (linear.get_parameter(f"{name}.weight").to(wide) for name in ("lora_A", "lora_B"))
-    found = []
+    squares = []
     for start in range(0, len(b), ROWS):
         rows = slice(start, start + ROWS)
         weight = linear.weight[rows]
@@ -208,12 +208,12 @@ def _squares(linear: Linear, scale: float, wide: torch.dtype) -> torch.Tensor:
         else:
             assert isinstance(linear.scales, torch.Tensor), "DoRA over 4 bits is refused"
             weight = dequantize(weight, linear.scales[rows], wide)
-        found.append(torch.addmm(weight, b[rows], a, alpha=scale).square_().sum(1))
-    return torch.cat(found) if found else b.new_empty(0)
+        squares.append(torch.addmm(weight, b[rows], a, alpha=scale).square_().sum(1))
+    return torch.cat(squares) if squares else b.new_empty(0)
 
 
 def first_magnitude(weight: torch.Tensor, int8: bool) -> torch.Tensor:
     """Lengths of the rows of a base matrix, [outputs, inputs] as files have it, in at least fp32."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    weight = dequantize(*quantize(weight), wide) if int8 else weight.to(wide)
+    wide_dtype = torch.promote_types(weight.dtype, torch.float32)
+    weight = dequantize(*quantize(weight), wide_dtype) if int8 else weight.to(wide_dtype)
     return torch.linalg.vector_norm(weight, dim=1)

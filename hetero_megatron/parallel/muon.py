@@ -17,13 +17,13 @@ LEAST_NORM = 1e-7  # what a matrix is divided by at least, as torch.optim.Muon h
 def newton_schulz(matrix: torch.Tensor, rates: MuonRates) -> torch.Tensor:
     """About U V' of a matrix [rows, columns] = U S V', with singular values near 1. Zeros stay zeros, and a value that
     is not finite makes all of them NaN: a step with such gradients is not taken (``Runtime.train_step``)."""
-    wide = matrix.size(0) <= matrix.size(1)
-    x = matrix if wide else matrix.T
+    is_wide = matrix.size(0) <= matrix.size(1)
+    x = matrix if is_wide else matrix.T
     x = x / x.norm().clamp(min=LEAST_NORM)
     for a, b, c in rates.each_step():
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if wide else x.T
+    return x if is_wide else x.T
 
 
 class Muon(ScalingOptimizer):
@@ -42,8 +42,8 @@ class Muon(ScalingOptimizer):
         super().__init__(groups)
         self.rates, self._others = rates, others([])
         self._others.state = self.state
-        found = [group["matrices"] for group in self.param_groups if "matrices" in group]
-        self._dtype = torch.bfloat16 if found and found[0].itemsize == 2 else None
+        matrix_groups = [group["matrices"] for group in self.param_groups if "matrices" in group]
+        self._dtype = torch.bfloat16 if matrix_groups and matrix_groups[0].itemsize == 2 else None
 
     def step_group(self, group: dict[str, Any], grad_scale: float) -> None:
         if "matrices" in group:
@@ -62,9 +62,9 @@ class Muon(ScalingOptimizer):
             if not state:
                 state[MOMENTUM] = torch.zeros_like(p)
             momentum = state[MOMENTUM].lerp_(grad, 1 - rates.momentum)
-            ahead = grad.lerp(momentum, rates.momentum) if rates.nesterov else momentum
+            lookahead = grad.lerp(momentum, rates.momentum) if rates.nesterov else momentum
             rows, columns = p.shape[-2:]
-            update = newton_schulz(ahead.view(rows, columns).to(self._dtype or p.dtype), rates)
+            update = newton_schulz(lookahead.view(rows, columns).to(self._dtype or p.dtype), rates)
             p.mul_(1 - lr * decay).add_(update.view(p.shape), alpha=-lr * rates.scale(rows, columns))
         if copies:
             torch._foreach_copy_(copies, params)

@@ -63,8 +63,8 @@ class PacedStream(SideStream):
     def join(self, moment: Any) -> None:
         if moment is not None and not self._inside:
             began = self._clock.wait_begins()
-            while (left := moment - time.perf_counter()) > 0:
-                time.sleep(left)
+            while (seconds_left := moment - time.perf_counter()) > 0:
+                time.sleep(seconds_left)
             self._clock.wait_ends(began, collective=True)
         elif moment is not None:
             self._free = max(self._free, moment)
@@ -210,16 +210,16 @@ class LayerActivations:
         """Begin to bring everything back."""
         if not self.away or self._coming:
             return
-        back = self._owner.back
+        back_stream = self._owner.back
         for copy in self._row:
             copy.room()
-        back.catch_up()
-        with back.current():
-            back.join(self._out)
+        back_stream.catch_up()
+        with back_stream.current():
+            back_stream.join(self._out)
             for copy in self._row:
                 copy.to_device()
-                back.carry(copy.bytes)
-            self._back = back.moment()
+                back_stream.carry(copy.bytes)
+            self._back = back_stream.moment()
         self._coming = True
 
     def come_back(self) -> None:
@@ -295,17 +295,17 @@ class OffloadedActivations:
         self, layer: Layer, offloaded: bool, run: Callable[..., ResidualStream], x: Tensor, context: Context,
         added: Tensor | None = None,
     ) -> ResidualStream:  # fmt: skip
-        more = () if added is None else (added,)
+        stream_args = () if added is None else (added,)
         if not torch.is_grad_enabled():
-            return run(x, context, *more)
+            return run(x, context, *stream_args)
         row = self._row
         if offloaded:
-            given = row or (self._model.has_embed and layer is next(iter(self._model.layers())))
-            stays = {t.untyped_storage()._cdata for t in self._shared(layer, context, () if given else (x,))}
+            first_layer = row or (self._model.has_embed and layer is next(iter(self._model.layers())))
+            stays = {t.untyped_storage()._cdata for t in self._shared(layer, context, () if first_layer else (x,))}
             group = self._open = LayerActivations(self, FEW_BYTES * x[..., 0].numel(), stays)
             try:
                 with saved_tensors_hooks(group.keep, take):
-                    out = run(x, context, *more)
+                    out = run(x, context, *stream_args)
             finally:
                 self._open = None
             group.leave()
@@ -313,7 +313,7 @@ class OffloadedActivations:
             while len(self._leaving) > self._ahead:
                 self._leaving.popleft().release()
         else:
-            group, out = LayerActivations(self, 0, set()), run(x, context, *more)
+            group, out = LayerActivations(self, 0, set()), run(x, context, *stream_args)
         row.append(group)
         return ResidualStream(*Border.apply(partial(self._come_back, row, len(row) - 1), *out))
 

@@ -56,8 +56,8 @@ class ScalingOptimizer:
             self.step_group(group, grad_scale)
 
     def step_group(self, group: dict[str, Any], grad_scale: float) -> None:
-        at = [i for i, p in enumerate(group["params"]) if p.grad is not None]
-        params, copies = ([group[key][i] for i in at] if key in group else [] for key in ("params", "copies"))
+        indices = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+        params, copies = ([group[key][i] for i in indices] if key in group else [] for key in ("params", "copies"))
         if params:
             states = [self.state[p] if p in self.state else self.state.setdefault(p, {}) for p in params]
             rates = group["lr"], group["weight_decay"], grad_scale
@@ -247,18 +247,18 @@ class ShardedOptimizer:
         """Make every holder's parameters equal to the owners' masters, but for divided weights, which are gathered when
         they are used; ``copied``: the update wrote what it can."""
         masters = {e.bucket.index: m for e, m in zip(self.sync.exchanges, self.masters, strict=True)}
-        under_way: deque[Action] = deque()
+        actions_open: deque[Action] = deque()
         for action in self.sync.all_gathers:
             _, bucket, hop = action
             exchange = self.sync.by_bucket[bucket]
             # A bucket goes on when its hop before has come; others wait for their turn, to bound the memory.
-            while any(a.micro_batch == bucket for a in under_way) or len(under_way) >= IN_FLIGHT:
-                self._arrive(under_way.popleft())
+            while any(a.micro_batch == bucket for a in actions_open) or len(actions_open) >= IN_FLIGHT:
+                self._arrive(actions_open.popleft())
             if hop + 1 == len(exchange.hops):
                 self._keep_own(exchange, masters[bucket], copied)
             exchange.start_spread(hop, masters[bucket], self._params, self.sync.flat.get(bucket))
-            under_way.append(action)
-        for action in under_way:
+            actions_open.append(action)
+        for action in actions_open:
             self._arrive(action)
 
     def _keep_own(self, exchange: BucketExchange, masters: list[torch.Tensor], copied: bool) -> None:
@@ -307,8 +307,8 @@ def scales_and_norms(
         tokens, square = rows[:, 1:3].sum(0).tolist()
         if tokens == 0:
             samples = f"{first_sample}..{first_sample + batch_size - 1}"
-            where = f" on island {len(scales)}" if len(groups) > 1 else ""
-            raise UserError(f"no token of samples {samples} counts in the loss{where}")
+            island_text = f" on island {len(scales)}" if len(groups) > 1 else ""
+            raise UserError(f"no token of samples {samples} counts in the loss{island_text}")
         scale = nominal / tokens
         scales.append((scale, math.sqrt(square) * scale if math.isfinite(square) else math.inf))
     return scales

@@ -85,7 +85,7 @@ class OuterSteps:
         for name, box, master in optimizer.owned():
             masters[name].append((box, master))
         self.fragments = [
-            self._fragment([(n, *own) for n in names for own in masters[n]], owners)
+            self._fragment([(n, *own_masters) for n in names for own_masters in masters[n]], owners)
             for names in fragment_tensors(compiled.spec, outer)
         ]
         self.exchange: Exchange | None = None
@@ -98,13 +98,13 @@ class OuterSteps:
         common: dict[int, list[tuple[int, tuple[int, ...], int, Box]]] = defaultdict(list)
         for i, (name, box, master) in enumerate(owned):
             momentum = torch.zeros_like(master) if self.outer.momentum else None
-            lost = torch.zeros_like(master) if self.outer.compressed else None
-            pieces.append(OuterPiece(name, box, master, master.detach().clone(), momentum, lost))
+            lost_values = torch.zeros_like(master) if self.outer.compressed else None
+            pieces.append(OuterPiece(name, box, master, master.detach().clone(), momentum, lost_values))
             for island, layouts in enumerate(owners):
                 if island == self.index:
                     continue
-                mine = Layout(layouts[name].shape, {self.comm.rank: (box,)})
-                for piece in reduction(mine, layouts[name]).pieces:
+                own_layout = Layout(layouts[name].shape, {self.comm.rank: (box,)})
+                for piece in reduction(own_layout, layouts[name]).pieces:
                     common[piece.dst].append((order[name], piece.box.lo, i, piece.box))
         # By tensor and place in it, which are the same on the other side, however that is cut.
         routes = {rank: [(i, box) for _, _, i, box in sorted(parts, key=_by_place)] for rank, parts in common.items()}
@@ -202,9 +202,9 @@ class OuterSteps:
         if exchange.sums is not None:
             return exchange.sums
         assert exchange.work is not None
-        came = exchange.work.wait()
-        assert came is not None
-        by_rank = dict(zip(self.group.ranks, came.split(fragment.counts), strict=True))
+        received = exchange.work.wait()
+        assert received is not None
+        by_rank = dict(zip(self.group.ranks, received.split(fragment.counts), strict=True))
         sums = [torch.zeros_like(delta) for delta in exchange.deltas]
         for island, (ranks, share) in enumerate(zip(self.outer.islands, exchange.shares, strict=True)):
             if island == self.index:
@@ -250,9 +250,9 @@ class OuterSteps:
     @torch.no_grad()
     def _swap(self) -> None:
         for piece in self._pieces():
-            own = piece.master.clone()
+            own_master = piece.master.clone()
             piece.master.copy_(piece.weights)
-            piece.weights.copy_(own)
+            piece.weights.copy_(own_master)
         self.optimizer.all_gather()
 
 

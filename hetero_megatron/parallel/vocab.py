@@ -35,12 +35,12 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         start, stop = self.vocab
-        mine = (tokens >= start) & (tokens < stop)
+        is_local = (tokens >= start) & (tokens < stop)
         if stop == start:
             partial = self.weight.new_zeros(*tokens.shape, self.weight.shape[1]) + self.weight.sum()
         else:
             rows = nn.functional.embedding((tokens - start).clamp(0, stop - start - 1), self.weight)
-            partial = rows * mine[..., None]
+            partial = rows * is_local[..., None]
         return scatter_tokens(partial, self.group, self.shards)
 
 
@@ -54,9 +54,9 @@ def combine_shares(
         statistics: (top, total, target) of this rank's share, as the operator ``vocab_cross_entropy`` gives them.
     """
     top = statistics[0]
-    mine = (labels >= vocab[0]) & (labels < vocab[1])
+    is_local = (labels >= vocab[0]) & (labels < vocab[1])
     # One exchange of four numbers per token instead of three reductions; combined in rank order everywhere.
-    row = torch.stack([*statistics, mine.to(top.dtype)])
+    row = torch.stack([*statistics, is_local.to(top.dtype)])
     tops, totals, targets, owns = group.gather_vectors(row.reshape(-1)).view(group.size, *row.shape).unbind(1)
     peak = tops.amax(0)
     normalizer = (totals * (tops - peak).exp()).sum(0)
@@ -81,8 +81,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         labels, peak, normalizer, *saved = ctx.saved_tensors
-        (found,) = ctx.op.backward(grad, tuple(saved), labels, peak, normalizer, ctx.start)
-        return found, None, None, None, None
+        (gradient,) = ctx.op.backward(grad, tuple(saved), labels, peak, normalizer, ctx.start)
+        return gradient, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(

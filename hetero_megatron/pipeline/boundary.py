@@ -29,13 +29,13 @@ class Boundary:
 
     def __init__(self, comm: Comm, moves: StageBoundary) -> None:
         forward, backward = moves.forward, moves.forward.adjoint()
-        me = comm.rank
+        own_rank = comm.rank
         self._comm = comm
-        ends = [p.dst for p in forward.sends(me)] + [p.src for p in forward.receives(me)]
-        self.peers = set(ends) - {me}  # gradients take the same ways back
+        ends = [p.dst for p in forward.sends(own_rank)] + [p.src for p in forward.receives(own_rank)]
+        self.peers = set(ends) - {own_rank}  # gradients take the same ways back
         self._layouts = (moves.upstream, moves.downstream)
-        self._sends = (forward.sends(me), backward.sends(me))
-        self._receives = (forward.receives(me), backward.receives(me))
+        self._sends = (forward.sends(own_rank), backward.sends(own_rank))
+        self._receives = (forward.receives(own_rank), backward.receives(own_rank))
 
     def send(self, x: torch.Tensor, backward: bool, tag: int) -> list[Work]:
         """Start sending this rank's activations [b, s, h] (or their gradient), one message per piece of a peer."""
@@ -74,10 +74,10 @@ class Boundary:
 
     def _numbered(self, pieces: Sequence[tuple[int, Box]], layout: Layout) -> list[tuple[int, tuple[slice, ...], int]]:
         """(peer, local slices, number of the message between the two) per piece."""
-        seen: dict[int, int] = {}
+        message_counts: dict[int, int] = {}
         out = []
         for peer, box in pieces:
-            k = seen[peer] = seen.get(peer, -1) + 1
+            k = message_counts[peer] = message_counts.get(peer, -1) + 1
             assert k < MAX_PIECES, f"more than {MAX_PIECES} messages to rank {peer} in one action"
             out.append((peer, local_slices(layout.of(self._comm.rank), box), k))
         return out
@@ -98,15 +98,15 @@ class Receive:
     def wait(self) -> torch.Tensor:
         """The shard, [b, s, h]."""
         if len(self._parts) == 1:
-            only = self._parts[0][1].wait()
-            assert only is not None and tuple(only.shape) == self._shape
-            return only
-        whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            whole_part = self._parts[0][1].wait()
+            assert whole_part is not None and tuple(whole_part.shape) == self._shape
+            return whole_part
+        shard = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         for local, handle in self._parts:
             part = handle.wait()
             assert part is not None
-            whole[local] = part
-        return whole
+            shard[local] = part
+        return shard
 
 
 def local_shape(layout: Layout, rank: int) -> tuple[int, ...]:

@@ -66,10 +66,10 @@ class PipelineExecutor:
     def run(self, work: StageWork, reducer: Reducer | None = None) -> StepResult:
         """Do all actions. ``reducer`` does the REDUCEs, which may start during the last backwards; without one they are
         left out."""
-        live, result = Live(), StepResult()
+        live, step_result = Live(), StepResult()
         receives = [a for a in work.actions if a.kind.startswith("RECV")] if work.receives is None else work.receives
         reduces = [a for a in work.actions if a.kind == "REDUCE"]
-        posted, taken = 0, 0
+        posted, receives_done = 0, 0
         last = {a.chunk: i for i, a in enumerate(work.actions) if a.kind in ("B", "W")}
         # A pipeline without samples has no B: its gradients are zero, and its REDUCEs all that begins.
         begin_at, last_of = min(last.values(), default=0), {i: chunk for chunk, i in last.items()}
@@ -85,7 +85,7 @@ class PipelineExecutor:
             self.comm.activity = f"{self.place}, action {action}"
             receiving = action.kind.startswith("RECV")
             while posted < len(receives) and (
-                posted < taken + LOOKAHEAD or receiving and action not in live.receives
+                posted < receives_done + LOOKAHEAD or receiving and action not in live.receives
             ):
                 self._post(receives[posted], work, live)
                 posted += 1
@@ -99,18 +99,18 @@ class PipelineExecutor:
                 assert reducer is not None
                 reducer.complete(action)
             else:
-                self._handlers[action.kind](self, action, work, live, result)
+                self._handlers[action.kind](self, action, work, live, step_result)
             clock.settle()
-            result.ran.append((action, begin, clock.moment()))
-            taken += receiving
+            step_result.ran.append((action, begin, clock.moment()))
+            receives_done += receiving
         if self.weights is not None:
             self.weights.end_step()
         self.comm.activity = f"{self.place}, waiting for its last sends"
         for handles in [*live.old_sends, *live.sends.values()]:
             _wait(handles)
-        result.whole = started, clock.moment()
+        step_result.whole = started, clock.moment()
         self.comm.activity = f"{self.place}, after its last action"
-        return result
+        return step_result
 
     def rehearse(self, work: StageWork) -> None:
         """Run every chunk forward, and backward unless gradients are off, once for each size of micro-batch, with no
@@ -126,7 +126,7 @@ class PipelineExecutor:
             self._rehearse(work, micro_batch, split)
 
     def _rehearse(self, work: StageWork, micro_batch: int, split: bool) -> None:
-        live, result, size = Live(), StepResult(), work.sizes[micro_batch]
+        live, step_result, size = Live(), StepResult(), work.sizes[micro_batch]
         if work.batches[micro_batch] is None:
             return
         for number, chunk in enumerate(self.chunks):
@@ -134,7 +134,7 @@ class PipelineExecutor:
             if chunk.before is not None:
                 x = chunk.before(size).rehearse_receive(False, self.dtype)
                 live.inputs[key] = x.requires_grad_(torch.is_grad_enabled())
-            self._forward(Action("F", *key), work, live, result)
+            self._forward(Action("F", *key), work, live, step_result)
             if chunk.after is not None:
                 chunk.after(size).rehearse_send(live.outputs[key].detach(), False)
         for number, chunk in reversed(list(enumerate(self.chunks))) if torch.is_grad_enabled() else ():
@@ -142,10 +142,10 @@ class PipelineExecutor:
             if chunk.after is not None:
                 live.grads[key] = chunk.after(size).rehearse_receive(True, self.dtype)
             if split:
-                self._backward_input(Action("B_INPUT", *key), work, live, result)
-                self._weights(Action("W", *key), work, live, result)
+                self._backward_input(Action("B_INPUT", *key), work, live, step_result)
+                self._weights(Action("W", *key), work, live, step_result)
             else:
-                self._backward(Action("B", *key), work, live, result)
+                self._backward(Action("B", *key), work, live, step_result)
             if chunk.before is not None:
                 chunk.before(size).rehearse_send(_gradient(live.inputs.pop(key)), True)
 
@@ -183,8 +183,8 @@ class PipelineExecutor:
         int64."""
         chunk, (mb, c) = self.chunks[key[1]], key
         if chunk.local_before:
-            before = (mb, c - 1)
-            out = live.outputs[before] if torch.is_grad_enabled() else live.outputs.pop(before)
+            previous_key = (mb, c - 1)
+            out = live.outputs[previous_key] if torch.is_grad_enabled() else live.outputs.pop(previous_key)
             live.inputs[key] = out.detach().requires_grad_(torch.is_grad_enabled())
         return live.inputs[key] if chunk.local_before or chunk.before is not None else batch.tokens
 

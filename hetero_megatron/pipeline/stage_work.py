@@ -160,6 +160,6 @@ class StepResult:
         spans = [(action, clock.span(begin, end)) for action, begin, end in self.ran]
         self.actions = [TimedAction(action, s.start, s.end, s.computed) for action, s in spans]
         self.busy_seconds = sum(s.computed for action, s in spans if action.kind != "REDUCE")
-        whole = clock.span(*self.whole)
-        self.bubble_seconds = whole.neighbours
-        self.communication_seconds = whole.end - whole.start - self.busy_seconds - self.bubble_seconds
+        step_span = clock.span(*self.whole)
+        self.bubble_seconds = step_span.neighbours
+        self.communication_seconds = step_span.end - step_span.start - self.busy_seconds - self.bubble_seconds

@@ -81,10 +81,10 @@ class Accelerator:
         Returns:
             what holds, as ``NAME=value``, for the log.
         """
-        wanted = {**self.settings, **(self.exact_settings if deterministic else {})}
-        for name, value in wanted.items():
+        variables = {**self.settings, **(self.exact_settings if deterministic else {})}
+        for name, value in variables.items():
             os.environ.setdefault(name, value)
-        return tuple(f"{name}={os.environ[name]}" for name in wanted)
+        return tuple(f"{name}={os.environ[name]}" for name in variables)
 
     def load_eagerly(self) -> tuple[str, ...]:
         """Have the driver load all kernels when it starts: set the environment variables for that, but for those that
@@ -185,8 +185,8 @@ class Accelerator:
     def arch(self, index: int = 0) -> tuple[int, ...]:
         """Version of the chip, comparable; () where the adapter does not say."""
         ask = getattr(self.module(), "get_device_capability", None)
-        said = ask(index) if ask is not None else ()
-        return tuple(said) if isinstance(said, Sequence) else ()  # one vendor's is a table of everything
+        version = ask(index) if ask is not None else ()
+        return tuple(version) if isinstance(version, Sequence) else ()  # one vendor's is a table of everything
 
     def chip(self, index: int = 0) -> str:
         """Name of the chip as its driver says it."""

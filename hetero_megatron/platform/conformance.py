@@ -21,18 +21,18 @@ def check_platform(accelerator: Accelerator, begin: Callable[[str], None] = lamb
 
     def finding(check: str, run: Callable[[], str | None]) -> Finding:
         begin(check)
-        made, problem = attempt(run)
-        problem = problem or made or ""
+        problem_found, problem = attempt(run)
+        problem = problem or problem_found or ""
         return Finding(name, check, "", "", FAIL if problem else PASS, problem)
 
     yield finding("data", lambda: _data(accelerator))
     begin("device")
-    here, problem = attempt(lambda: accelerator.device(0) if accelerator.available() else None)
-    if here is None:
+    found_device, problem = attempt(lambda: accelerator.device(0) if accelerator.available() else None)
+    if found_device is None:
         status, why = (FAIL, problem) if problem else (SKIP, accelerator.absence())
         yield Finding(name, "device", "", "", status, why)
         return
-    device: torch.device = here
+    device: torch.device = found_device
     yield finding("memory", lambda: _memory(accelerator))
     yield finding("streams and events", lambda: _events(accelerator, device))
     yield finding("random numbers", lambda: _random(accelerator, device))
@@ -69,14 +69,14 @@ def _events(a: Accelerator, device: torch.device) -> str | None:
 
 
 def _random(a: Accelerator, device: torch.device) -> str | None:
-    kept = a.rng_state()
+    saved_state = a.rng_state()
     a.seed(7)
     state = a.rng_state()
-    one = torch.rand(8, device=device)
+    first_draw = torch.rand(8, device=device)
     a.set_rng_state(state)
-    two = torch.rand(8, device=device)
-    a.set_rng_state(kept)
-    return None if torch.equal(one, two) else "the same state gave other numbers"
+    second_draw = torch.rand(8, device=device)
+    a.set_rng_state(saved_state)
+    return None if torch.equal(first_draw, second_draw) else "the same state gave other numbers"
 
 
 def _dtypes(a: Accelerator, device: torch.device) -> str | None:

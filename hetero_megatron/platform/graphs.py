@@ -37,19 +37,19 @@ class GraphPool:
         Raises:
             RuntimeError: something that no graph can hold, such as a wait of the host.
         """
-        here = self._accelerator.current_stream()
-        self._stream.wait_stream(here)
+        stream = self._accelerator.current_stream()
+        self._stream.wait_stream(stream)
         try:
             with self._accelerator.on_stream(self._stream):
                 graph = self._accelerator.begin_capture(self._memory)
                 try:
-                    result = run()
+                    returned = run()
                 except BaseException:
                     with contextlib.suppress(RuntimeError):  # which says once more that there is none
                         graph.capture_end()
                     raise
                 graph.capture_end()
         finally:
-            here.wait_stream(self._stream)
+            stream.wait_stream(self._stream)
         self._memory = graph.pool()
-        return graph, result
+        return graph, returned

@@ -43,8 +43,8 @@ class Platform:
     @property
     def library(self) -> str:
         """The communication library that its backend speaks."""
-        named = self.accelerator.library if self.accelerator is not None else ""
-        return named or self.backend.rpartition(":")[2]
+        library_name = self.accelerator.library if self.accelerator is not None else ""
+        return library_name or self.backend.rpartition(":")[2]
 
     @property
     def direct(self) -> tuple[str, ...]:
@@ -53,8 +53,8 @@ class Platform:
 
     def identity(self) -> str:
         """Host and device, as its driver tells devices apart; empty where it does not."""
-        said = self.accelerator.identity(self.device.index or 0) if self.accelerator is not None else ""
-        return f"{said} of {socket.gethostname()}" if said else ""
+        device_name = self.accelerator.identity(self.device.index or 0) if self.accelerator is not None else ""
+        return f"{device_name} of {socket.gethostname()}" if device_name else ""
 
     def library_version(self) -> str:
         """See :meth:`Accelerator.library_version`."""
@@ -108,35 +108,35 @@ def choose_platform(
         UserError: no such platform, none of its devices here, several that could be meant, or a backend that the
             platform does not speak.
     """
-    known = {a.name: a for a in accelerators}
-    loading = {a.name: a.load_eagerly() for a in known.values()} if eager else {}
-    if name is not None and name not in known:
+    by_name = {a.name: a for a in accelerators}
+    loading = {a.name: a.load_eagerly() for a in by_name.values()} if eager else {}
+    if name is not None and name not in by_name:
         from hetero_megatron.ops.registry import unknown
 
-        raise unknown("platform", name, known, "--platform")
+        raise unknown("platform", name, by_name, "--platform")
     if name is None and vendor:
-        its = sorted((a for a in known.values() if a.vendor == vendor), key=lambda a: (not a.tested, a.name))
+        its = sorted((a for a in by_name.values() if a.vendor == vendor), key=lambda a: (not a.tested, a.name))
         if not its:
-            vendors = ", ".join(dict.fromkeys(a.vendor for a in known.values()))
+            vendors = ", ".join(dict.fromkeys(a.vendor for a in by_name.values()))
             raise UserError("no plugin's platform is of this vendor", field="vendor", value=vendor, accepted=vendors)
         name = its[0].name
     if name is None:
-        name = platform_here(known.values(), backend)
+        name = platform_here(by_name.values(), backend)
         if name is None:
             return detect_platform(backend, local_rank)
-    chosen = known[name]
-    if not chosen.available():
-        here = ", ".join(n for n, a in known.items() if a.available())
-        raise UserError(chosen.absence(), field="--platform", value=name, accepted=here)
-    wanted = chosen.backends[0] if backend in (None, "auto") and chosen.backends else backend
-    if wanted is None or (chosen.backends and wanted not in chosen.backends):
+    accelerator = by_name[name]
+    if not accelerator.available():
+        available = ", ".join(n for n, a in by_name.items() if a.available())
+        raise UserError(accelerator.absence(), field="--platform", value=name, accepted=available)
+    backend_chosen = accelerator.backends[0] if backend in (None, "auto") and accelerator.backends else backend
+    if backend_chosen is None or (accelerator.backends and backend_chosen not in accelerator.backends):
         raise UserError(
             f"{name} does not speak it", field="--distributed-backend", value=backend,
-            accepted=" or ".join(chosen.backends),
+            accepted=" or ".join(accelerator.backends),
         )  # fmt: skip
-    settings = (*chosen.configure(deterministic), *loading.get(name, ()))
-    device = chosen.device(local_rank)
-    return Platform(device, backend_of(device, wanted), chosen, settings)
+    settings = (*accelerator.configure(deterministic), *loading.get(name, ()))
+    device = accelerator.device(local_rank)
+    return Platform(device, backend_of(device, backend_chosen), accelerator, settings)
 
 
 def backend_of(device: torch.device, backend: str) -> str:
@@ -152,22 +152,22 @@ def platform_here(accelerators: Iterable[Accelerator], backend: str | None = Non
     Raises:
         UserError: several are here.
     """
-    known = {a.name: a for a in accelerators if a.automatic}
+    by_name = {a.name: a for a in accelerators if a.automatic}
     if backend == "gloo":
-        return "cpu" if "cpu" in known else None
-    for a in known.values():
+        return "cpu" if "cpu" in by_name else None
+    for a in by_name.values():
         if failure := a.failure():
             warnings.warn(f"platform {a.name} cannot be used: {failure}", RuntimeWarning, stacklevel=2)
-    here = [a.name for a in known.values() if a.device_type != "cpu" and a.available()]
-    if len(here) > 1:
-        raise UserError("this machine has several platforms", field="--platform", accepted=" or ".join(here))
-    if here:
-        return here[0]
+    available = [a.name for a in by_name.values() if a.device_type != "cpu" and a.available()]
+    if len(available) > 1:
+        raise UserError("this machine has several platforms", field="--platform", accepted=" or ".join(available))
+    if available:
+        return available[0]
     if torch.accelerator.is_available():
         return None  # a vendor without a plugin, whose torch build registers its device
     if backend not in (None, "auto"):
         return None  # detect_platform refuses it
-    return "cpu" if "cpu" in known else None
+    return "cpu" if "cpu" in by_name else None
 
 
 def detect_platform(backend: str | None = None, local_rank: int = 0) -> Platform:
@@ -187,9 +187,9 @@ def detect_platform(backend: str | None = None, local_rank: int = 0) -> Platform
             )  # fmt: skip
         return Platform(torch.device("cpu"), "gloo")
     torch.accelerator.set_device_index(local_rank)
-    own = backend if backend not in (None, "auto") else torch.distributed.get_default_backend_for_device(accelerator)
+    chosen = backend if backend not in (None, "auto") else torch.distributed.get_default_backend_for_device(accelerator)
     device = torch.device(accelerator.type, local_rank)
-    return Platform(device, backend_of(device, own))
+    return Platform(device, backend_of(device, chosen))
 
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # parameters of glibc's mallopt

@@ -114,14 +114,14 @@ class Plugins:
 
 def discover(environment: Mapping[str, str] = os.environ) -> list[PluginSource]:
     """Every plugin there is, built-in ones first; nothing is imported."""
-    found = [PluginSource(name, f"hetero_plugins.{name}", "built in") for name in BUILT_IN]
+    sources = [PluginSource(name, f"hetero_plugins.{name}", "built in") for name in BUILT_IN]
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, p.value)):
         version = point.dist.version if point.dist is not None else ""
-        found.append(PluginSource(point.name, point.value.partition(":")[0].strip(), "entry point", version))
+        sources.append(PluginSource(point.name, point.value.partition(":")[0].strip(), "entry point", version))
     for module in filter(None, (word.strip() for word in environment.get(ENVIRONMENT, "").split(","))):
-        if all(module != source.module for source in found):
-            found.append(PluginSource(module.split(".")[0].removeprefix("hetero_"), module, "environment"))
-    return found
+        if all(module != source.module for source in sources):
+            sources.append(PluginSource(module.split(".")[0].removeprefix("hetero_"), module, "environment"))
+    return sources
 
 
 def load_plugins(sources: Iterable[PluginSource] | None = None) -> Plugins:
@@ -134,8 +134,8 @@ def load_plugins(sources: Iterable[PluginSource] | None = None) -> Plugins:
             _commit(plugin, registry, platforms)
         plugins.append(plugin)
     for accelerator in platforms.values():
-        found = (backend for plugin in plugins if plugin.ok for backend in plugin.directs)
-        accelerator.brought = tuple(backend for backend in found if accelerator.name in backend.platforms)
+        backends = (backend for plugin in plugins if plugin.ok for backend in plugin.directs)
+        accelerator.brought = tuple(backend for backend in backends if accelerator.name in backend.platforms)
     return Plugins(plugins, registry, platforms)
 
 
@@ -160,15 +160,15 @@ def load(source: PluginSource) -> Plugin:
 
 def _commit(plugin: Plugin, registry: Registry, platforms: dict[str, Accelerator]) -> None:
     """Add everything that a plugin registered, or nothing."""
-    seen: set[tuple[str, str]] = set()
+    registered: set[tuple[str, str]] = set()
     for kernel in plugin.kernels:
         problem = registry.problem(kernel)
-        if problem is None and (kernel.op, kernel.provider) in seen:
+        if problem is None and (kernel.op, kernel.provider) in registered:
             problem = UserError("registered twice by one plugin", field=f"kernel {kernel}")
         if problem is not None:
             plugin.error = str(problem)
             return
-        seen.add((kernel.op, kernel.provider))
+        registered.add((kernel.op, kernel.provider))
     for accelerator in plugin.platforms:
         if accelerator.name in platforms:
             plugin.error = f"platform {accelerator.name} is registered already"
@@ -200,14 +200,14 @@ def version_problem(module: str) -> str:
 
 def source_file(module: str) -> Path | None:
     """The file of a module, found without importing its package."""
-    top, *rest = module.split(".")
+    top, *submodules = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None:
         return None
-    if not rest:
+    if not submodules:
         return Path(spec.origin) if spec.origin is not None and spec.origin.endswith(".py") else None
     for folder in spec.submodule_search_locations or ():
-        base = Path(folder).joinpath(*rest)
+        base = Path(folder).joinpath(*submodules)
         for path in (base.with_suffix(".py"), base / "__init__.py"):
             if path.is_file():
                 return path

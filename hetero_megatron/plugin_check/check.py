@@ -62,11 +62,11 @@ def check_plugin(
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise _unknown_dtype(dtype)
-    asked = {
+    request = {
         "name": name, "platform": platform, "operators": list(operators) if operators is not None else None,
         "dtypes": [DTYPES[d] for d in dtypes], "quick": quick,
     }  # fmt: skip
-    run = _PluginCheck(asked, Report(name, platform or "", chip), Worker(limits), show)
+    run = _PluginCheck(request, Report(name, platform or "", chip), Worker(limits), show)
     try:
         run.everything(speed, dtypes)
     finally:
@@ -90,23 +90,23 @@ class _PluginCheck:
     without: dict[str, str] = field(default_factory=dict)  # modules of plugins that end the process that loads them
 
     def everything(self, speed: bool, dtypes: Sequence[str]) -> None:
-        told = self._load()
-        name = f"plugin {told['plugin']}"
-        self.report.platform, self.report.notes = told["platform"], told["notes"]
+        description = self._load()
+        name = f"plugin {description['plugin']}"
+        self.report.platform, self.report.notes = description["platform"], description["notes"]
         if self.show:
             self.show.start(self.report)
-        for index, platform in enumerate(told["platforms"]):
+        for index, platform in enumerate(description["platforms"]):
             last = self._request(f"platform {platform}", platform=index)[-1]
             if last["event"] == "died":
                 self._fail(f"platform {platform}", self.worker.place, last["reason"])
-        for finding in told["findings"]:
+        for finding in description["findings"]:
             self._keep(finding)
-        for index, kernel in enumerate(told["kernels"]):
+        for index, kernel in enumerate(description["kernels"]):
             self._kernel(index, kernel["name"])
-        if told["error"]:
-            self._fail(name, ("loads", "", ""), told["error"])
+        if description["error"]:
+            self._fail(name, ("loads", "", ""), description["error"])
         if speed:
-            self._time(told["kernels"], told["chip"], dtypes)
+            self._time(description["kernels"], description["chip"], dtypes)
 
     def _load(self) -> Event:
         """Start the process and load all plugins; a plugin that kills it is left out on the next try."""
@@ -146,10 +146,10 @@ class _PluginCheck:
 
     def _kernel(self, index: int, name: str) -> None:
         """All checks of one kernel. A step that kills the process only loses its own result."""
-        after: list[str] | None = None
+        last_step: list[str] | None = None
         deaths = hangs = 0
         while True:
-            events = self._request(name, kernel=index, after=after)
+            events = self._request(name, kernel=index, after=last_step)
             last, steps = events[-1], [[e["dtype"], e["case"]] for e in events if e["event"] == "step"]
             if last["event"] == "done":
                 return
@@ -160,10 +160,10 @@ class _PluginCheck:
             else:
                 self._fail(name, place, last["reason"])
             if not steps or place[0] == "supports" or deaths >= DEATHS or hangs >= HANGS:
-                where = " ".join(filter(None, place))
-                self._fail(name, ("not run", place[1], ""), f"the checks after {where}, where it was given up")
+                last_place = " ".join(filter(None, place))
+                self._fail(name, ("not run", place[1], ""), f"the checks after {last_place}, where it was given up")
                 return
-            after = steps[-1]
+            last_step = steps[-1]
 
     def _blame(self, index: int, name: str, step: list[str], reason: str) -> None:
         """Attribute a crash after several steps: to the last one, or to memory damage by an earlier one."""
@@ -172,8 +172,8 @@ class _PluginCheck:
         if last["event"] == "died":
             self._fail(name, self.worker.place, last["reason"])
         else:
-            here = "here, though this case ends well in a process of its own: an earlier case has damaged the process"
-            self._fail(name, ("memory", *place[1:]), f"{reason} {here}")
+            note = "here, though this case ends well in a process of its own: an earlier case has damaged the process"
+            self._fail(name, ("memory", *place[1:]), f"{reason} {note}")
 
     def _keep(self, finding: dict[str, str]) -> None:
         self.report.findings.append(finding)
@@ -182,34 +182,34 @@ class _PluginCheck:
 
     def _fail(self, kernel: str, place: Sequence[str], detail: str) -> None:
         check, dtype, case = place
-        found = {"kernel": kernel, "check": check, "dtype": dtype, "case": case, "status": FAIL, "detail": detail}
-        self._keep(found)
+        finding = {"kernel": kernel, "check": check, "dtype": dtype, "case": case, "status": FAIL, "detail": detail}
+        self._keep(finding)
 
     def _time(self, kernels: Sequence[Event], chip: str, dtypes: Sequence[str]) -> None:
         """Speeds of the kernels without failures, and their profile for the planner."""
         failed = {f["kernel"] for f in self.report.findings if f["status"] == FAIL}
-        able = [(i, k) for i, k in enumerate(kernels) if k["name"] not in failed and not k["interpreted"]]
+        timed_kernels = [(i, k) for i, k in enumerate(kernels) if k["name"] not in failed and not k["interpreted"]]
         rows: dict[str, Any] = {}
-        for dtype in dtypes if able else ():
+        for dtype in dtypes if timed_kernels else ():
             *_, value, last = [None, *self._request("device", rates=DTYPES[dtype])]
             if last["event"] == "died":
                 self._fail("device", self.worker.place, last["reason"])
                 continue
             row: dict[str, Any] = {"bytes_per_second": round(value["rates"][0])}
             served = False
-            for index, kernel in able:
+            for index, kernel in timed_kernels:
                 events = self._request(kernel["name"], speed=index, dtype=DTYPES[dtype], rates=value["rates"])
                 if events[-1]["event"] == "died":
                     self._fail(kernel["name"], self.worker.place, events[-1]["reason"])
                 for event in events:
-                    what = event.pop("event")
-                    served = served or what == "serves"
-                    if what == "speed":
+                    kind = event.pop("event")
+                    served = served or kind == "serves"
+                    if kind == "speed":
                         self.report.speeds.append(event)
-                    elif what == "rows" and event["op"].startswith("gemm_fp8_"):
+                    elif kind == "rows" and event["op"].startswith("gemm_fp8_"):
                         # Of a section of its own, whatever the dtype that is quantised (predictor/cost/rates.py).
                         rows[event["op"].removeprefix("gemm_")] = {"gemm": event["rows"]}
-                    elif what == "rows":
+                    elif kind == "rows":
                         row[event["op"]] = event["rows"]
             if served:
                 rows[dtype] = row

@@ -151,8 +151,8 @@ class _Call:
             self._died("it ended the process that started its own" if child else self._exit_reason(status), lost=True)
             return
         self._text += chunk or b""
-        *lines, rest = bytes(self._text).split(b"\n")
-        self._text = bytearray(rest)
+        *lines, unfinished = bytes(self._text).split(b"\n")
+        self._text = bytearray(unfinished)
         for line in lines:
             try:
                 event = json.loads(line)
@@ -197,17 +197,17 @@ class _Call:
 
     def _end(self, reason: str, hung: bool = False) -> None:
         """SIGABRT, on which it writes its stack; then SIGKILL."""
-        inside = self._pid == self._process.pid  # no child: the process serves requests itself
+        serving = self._pid == self._process.pid  # no child: the process serves requests itself
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGABRT)
         end = time.monotonic() + LAST_WORDS
         while time.monotonic() < end and _alive(self._pid):
             time.sleep(0.02)
         _kill_group(self._pid)
-        self._died(reason, lost=inside, hung=hung, crashed=False)
-        rest = b""
-        while not inside and b'"ended"' not in rest and self._process.poll() is None:  # until its parent has noticed
-            rest += _read(self._worker._events) or b""
+        self._died(reason, lost=serving, hung=hung, crashed=False)
+        text = b""
+        while not serving and b'"ended"' not in text and self._process.poll() is None:  # until its parent has noticed
+            text += _read(self._worker._events) or b""
             time.sleep(0.01)
 
     def _end_of_process(self) -> int:
@@ -229,28 +229,28 @@ class _Call:
             return f"it ended its process with exit code {status}"
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
         lines = self._stderr.decode("utf-8", "backslashreplace").strip().splitlines()
-        said = lines[-1][:200] if lines and name == "SIGABRT" else ""
+        abort_line = lines[-1][:200] if lines and name == "SIGABRT" else ""
         guess = "the system was out of memory, or it did so itself" if name == "SIGKILL" else ""
-        return f"it ended its process by {name}" + (f": {said or guess}" if said or guess else "")
+        return f"it ended its process by {name}" + (f": {abort_line or guess}" if abort_line or guess else "")
 
     def _where(self) -> str:
         """The innermost frame of the plugin in the stack written at the fatal signal, else of any code."""
         self._worker._trace.seek(0)
         text = self._worker._trace.read(1 << 20).decode("utf-8", "replace")
         frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text)
-        own = [f for f in frames if not re.search(r"/(site-packages|python3[^/]*|hetero_megatron)/|<", f[0])]
+        plugin_frames = [f for f in frames if not re.search(r"/(site-packages|python3[^/]*|hetero_megatron)/|<", f[0])]
         if not frames:
             return ""
-        file, line, function = (own or frames)[0]
+        file, line, function = (plugin_frames or frames)[0]
         return f" ({function}, {file.rpartition('/')[2]}:{line})"
 
     def _read_errors(self, ready: set[int]) -> None:
         """What the process prints goes to stderr, up to a bound."""
         while self._worker._errors in ready and (chunk := _read(self._worker._errors)):
             self._stderr = (self._stderr + chunk)[-4096:]
-            shown = chunk[: max(STDERR_BYTES - self._passed_on, 0)]
-            self._passed_on += len(shown)
-            sys.stderr.write(shown.decode("utf-8", "backslashreplace"))
+            passed_text = chunk[: max(STDERR_BYTES - self._passed_on, 0)]
+            self._passed_on += len(passed_text)
+            sys.stderr.write(passed_text.decode("utf-8", "backslashreplace"))
             if len(chunk) == 1 << 16:
                 return  # a process that prints without end must not keep the check from looking at the clock
         sys.stderr.flush()

@@ -58,9 +58,9 @@ class Table:
         if not report.findings:
             print("nothing was registered, so nothing was checked")
             return
-        left = f", {len(report.findings) - total} skipped" if total < len(report.findings) else ""
+        skipped_text = f", {len(report.findings) - total} skipped" if total < len(report.findings) else ""
         checks = plural(total, "check")
-        print(f"{checks}, " + ("all passed" if not failures else f"{failures} FAILED") + left)
+        print(f"{checks}, " + ("all passed" if not failures else f"{failures} FAILED") + skipped_text)
 
 
 def print_report(report: Report) -> None:
@@ -93,5 +93,5 @@ def _print_speeds(speeds: Sequence[Mapping[str, Any]]) -> None:
     if speeds:
         print(f"  {'speed':<52}{'case':<26}{'ms':>10}{'of the floor':>14}")
     for s in speeds:
-        what = f"{s['kernel']} {s['direction']} {s['dtype']}"
-        print(f"  {_on_one_line(what):<52}{s['case']:<26}{s['seconds'] * 1e3:>10.3f}{s['share']:>13.0%}")
+        measured_case = f"{s['kernel']} {s['direction']} {s['dtype']}"
+        print(f"  {_on_one_line(measured_case):<52}{s['case']:<26}{s['seconds'] * 1e3:>10.3f}{s['share']:>13.0%}")

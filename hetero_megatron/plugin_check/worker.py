@@ -79,16 +79,16 @@ class CheckJob:
 
     def describe(self) -> Event:
         """What the supervising process needs to know."""
-        plugin, here = self.plugin, self.accelerator
+        plugin, accelerator = self.plugin, self.accelerator
         problems = list(self.problems)
-        if self.asked["platform"] is None and plugin.platforms and here not in plugin.platforms:
+        if self.asked["platform"] is None and plugin.platforms and accelerator not in plugin.platforms:
             why = "; ".join(f"{a.name}: {a.absence()}" for a in plugin.platforms)
             lacks = f"none of its devices is here ({why})"
             problems.insert(0, Finding(f"plugin {plugin.source.name}", "device", "", "", FAIL, lacks))
         return {
             "plugin": plugin.source.name, "platforms": [a.name for a in plugin.platforms],
-            "platform": here.name, "chip": here.chip(0),
-            "forks": here.device_type == "cpu" and not torch.accelerator.is_available(),
+            "platform": accelerator.name, "chip": accelerator.chip(0),
+            "forks": accelerator.device_type == "cpu" and not torch.accelerator.is_available(),
             "kernels": [{"name": str(k), "interpreted": k.interpreted} for k in self.kernels],
             "findings": [p.to_dict() for p in problems], "notes": _notes(self),
             "error": "" if self.problems else plugin.error,
@@ -104,8 +104,8 @@ class CheckJob:
             self._speed(self.kernels[request["speed"]], request)
         else:
             self._begin("speed", request["rates"], "rates of the device")
-            dtype, here = getattr(torch, request["rates"]), self.accelerator
-            self.channel.send(event="value", rates=device_rates(here.device(0), dtype, here.synchronize))
+            dtype, accelerator = getattr(torch, request["rates"]), self.accelerator
+            self.channel.send(event="value", rates=device_rates(accelerator.device(0), dtype, accelerator.synchronize))
         gc.collect()  # memory that is damaged shows when it is freed
 
     def _platform(self, accelerator: Accelerator) -> None:
@@ -115,24 +115,24 @@ class CheckJob:
             self.channel.send(event="finding", **finding.to_dict())
 
     def _kernel(self, kernel: Kernel, request: Event) -> None:
-        wanted = [d for d in self.dtypes if d in self.accelerator.dtypes]
+        dtypes = [d for d in self.dtypes if d in self.accelerator.dtypes]
         device = self.accelerator.device(0)
         steps = kernel_steps(
             self.found.registry.spec(kernel.op), kernel, device, lambda d: _signature(kernel.op, self.accelerator, d),
-            wanted, self.asked["quick"], CheckHooks(self._begin, self.accelerator.synchronize),
+            dtypes, self.asked["quick"], CheckHooks(self._begin, self.accelerator.synchronize),
         )  # fmt: skip
-        after, only = request.get("after"), request.get("only")
+        last_step, only_step = request.get("after"), request.get("only")
         for step in steps:
             place = [step.dtype, step.case]
-            if after is not None or (only is not None and place != only):
-                after = None if place == after else after
+            if last_step is not None or (only_step is not None and place != only_step):
+                last_step = None if place == last_step else last_step
                 continue
             self.channel.send(event="step", dtype=step.dtype, case=step.case)
             for finding in step.run():
                 self.channel.send(event="finding", **finding.to_dict())
                 if finding.status == FAIL:
                     self._require_device()
-            if only is not None:
+            if only_step is not None:
                 return
 
     def _begin(self, check: str, dtype: str, case: str) -> None:
@@ -146,12 +146,12 @@ class CheckJob:
             os._exit(BROKEN_DEVICE)
 
     def _speed(self, kernel: Kernel, request: Event) -> None:
-        dtype, here = getattr(torch, request["dtype"]), self.accelerator
+        dtype, accelerator = getattr(torch, request["dtype"]), self.accelerator
         self._begin("speed", request["dtype"], "")
-        if kernel.reasons(_signature(kernel.op, here, dtype)):
+        if kernel.reasons(_signature(kernel.op, accelerator, dtype)):
             return
         self.channel.send(event="serves")
-        spec, device, sync = self.found.registry.spec(kernel.op), here.device(0), here.synchronize
+        spec, device, sync = self.found.registry.spec(kernel.op), accelerator.device(0), accelerator.synchronize
         for measured in measure(spec, kernel, device, dtype, tuple(request["rates"]), sync):
             self.channel.send(event="speed", **asdict(measured), share=measured.share)
         if kernel.op.startswith("gemm"):  # in fp8 too
@@ -175,11 +175,11 @@ def _accelerator(found: Plugins, plugin: Plugin, platform: str | None) -> Accele
         if not found.platforms[platform].available():
             raise UserError(found.platforms[platform].absence(), field="--platform", value=platform)
         return found.platforms[platform]
-    own = [a for a in plugin.platforms if a.available()]
-    if own or plugin.platforms:
-        return own[0] if own else CPU()
-    here = platform_here(found.platforms.values())
-    return found.platforms[here] if here is not None else CPU()
+    available = [a for a in plugin.platforms if a.available()]
+    if available or plugin.platforms:
+        return available[0] if available else CPU()
+    name_here = platform_here(found.platforms.values())
+    return found.platforms[name_here] if name_here is not None else CPU()
 
 
 def _registrations(plugin: Plugin) -> tuple[list[Kernel], list[Finding]]:
@@ -248,8 +248,8 @@ def _is_single_threaded() -> bool:
 def _import_all() -> None:
     """Import what torch loads lazily for our kernels' checks: two seconds that every child would spend."""
     kernel, device = torch_registry().kernel("rope", "reference"), torch.device("cpu")
-    asked = lambda dtype: Signature("rope", "cpu", dtype, "cpu")  # noqa: E731
-    first, *_, last = kernel_steps(SPECS["rope"], kernel, device, asked, (torch.float32,), quick=True)
+    signature = lambda dtype: Signature("rope", "cpu", dtype, "cpu")  # noqa: E731
+    first, *_, last = kernel_steps(SPECS["rope"], kernel, device, signature, (torch.float32,), quick=True)
     for step in (first, last):
         assert all(finding.status != FAIL for finding in step.run()), "the reference fails its own checks"
 
@@ -279,8 +279,8 @@ def main() -> None:
     channel, trace = Channel(int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(int(sys.argv[3]))
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    null_handle = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_handle, 0)
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(file=trace, all_threads=False)
@@ -297,18 +297,18 @@ def main() -> None:
         if job is None:
             try:
                 job = CheckJob(request, channel)
-                told = job.describe()
+                description = job.describe()
             except UserError as error:
                 channel.send(event="refused", problem=str(error))
                 return
             except BaseException as error:
                 channel.send(event="raised", detail=describe(error))
                 return
-            if told["forks"]:
+            if description["forks"]:
                 _import_all()
                 gc.freeze()  # so that children do not copy all memory when they collect garbage
-            forks = told["forks"] and _is_single_threaded()
-            channel.send(event="ready", **told)
+            forks = description["forks"] and _is_single_threaded()
+            channel.send(event="ready", **description)
             continue
 
         def serve(request: Event = request, job: CheckJob = job) -> None:

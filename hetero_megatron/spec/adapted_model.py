@@ -43,15 +43,15 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     with_adapters = replace(spec, lora=lora)
     if lora.base_dtype == "nf4":
         _fits_nf4(with_adapters)
-    has = {(t.layer, t.name.split(".")[-3]) for t in logical_tensors(with_adapters) if t.trained}
-    if lacking := [name for name in lora.targets if name not in {target for _, target in has}]:
-        every = {t.name.split(".")[-2] for t in logical_tensors(spec.base) if may_be_adapted(t, spec)}
+    model_places = {(t.layer, t.name.split(".")[-3]) for t in logical_tensors(with_adapters) if t.trained}
+    if missing_targets := [name for name in lora.targets if name not in {target for _, target in model_places}]:
+        adaptable = {t.name.split(".")[-2] for t in logical_tensors(spec.base) if may_be_adapted(t, spec)}
         raise UserError(
-            f"{spec.name} has no such projection", field="targets", value=lacking[0],
-            accepted=", ".join(name for name in EVERY_TARGET if name in every),
+            f"{spec.name} has no such projection", field="targets", value=missing_targets[0],
+            accepted=", ".join(name for name in EVERY_TARGET if name in adaptable),
         )  # fmt: skip
     for layer, target in ((n, name) for site in lora.sites for n in site.layers for name in site.targets):
-        if (layer, target) not in has:
+        if (layer, target) not in model_places:
             raise UserError(
                 f"layer {layer} of {spec.name} has no {target} that may have an adapter of its own", field="sites",
                 value=f"{layer}:{target}", accepted=f"layers 0 to {spec.num_layers - 1}, none of experts",

@@ -29,7 +29,7 @@ SECONDS = 1.0  # in which a pattern must have matched a name or not
 def modules(spec: ModelSpec) -> dict[Place, str]:
     """Of each projection outside of experts that has a matrix of its own in the family's files, its module's name
     there."""
-    names, found = FAMILIES[spec.hf_model_type].names, {}
+    names, modules_found = FAMILIES[spec.hf_model_type].names, {}
     for tensor in logical_tensors(spec.base):
         module, _, kind = tensor.name.rpartition(".")
         target = module.rpartition(".")[2]
@@ -38,18 +38,18 @@ def modules(spec: ModelSpec) -> dict[Place, str]:
             continue
         source = names.source(spec.base, tensor.name)
         if source == HFSource(source.name):
-            found[tensor.layer, target] = source.name.removesuffix(".weight")
-    return found
+            modules_found[tensor.layer, target] = source.name.removesuffix(".weight")
+    return modules_found
 
 
 def other_modules(spec: ModelSpec) -> list[str]:
     """Of the family's modules with a matrix, those of which no adapter may be: embeddings, heads, routers."""
-    names, mine = FAMILIES[spec.hf_model_type].names, set(modules(spec).values())
-    found = [
+    names, adaptable = FAMILIES[spec.hf_model_type].names, set(modules(spec).values())
+    matrices = [
         names.source(spec.base, t.name).name.removesuffix(".weight")
         for t in logical_tensors(spec.base) if len(t.shape) == 2 and t.name.endswith(".weight")
     ]  # fmt: skip
-    return [name for name in dict.fromkeys(found) if name not in mine]
+    return [name for name in dict.fromkeys(matrices) if name not in adaptable]
 
 
 def matches(pattern: str, name: str, field: str, where: str = "") -> bool:
@@ -104,12 +104,13 @@ class ModuleChoice:
     def _layer(self, name: str) -> int | None:
         """The number in a name, if it follows a container."""
         parts = name.split(".")
-        at = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
-        before = ".".join(parts[:at])
-        inside = not self.containers or any(
-            matches(rf"(?:.*?\.)?(?:{pattern})", before, "layers_pattern", self.where) for pattern in self.containers
+        number_index = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+        name_before = ".".join(parts[:number_index])
+        in_container = not self.containers or any(
+            matches(rf"(?:.*?\.)?(?:{pattern})", name_before, "layers_pattern", self.where)
+            for pattern in self.containers
         )
-        return int(parts[at]) if at and inside else None
+        return int(parts[number_index]) if number_index and in_container else None
 
 
 def pattern_value(patterns: Mapping[str, Any], name: str, field: str, where: str) -> Any:
@@ -127,16 +128,16 @@ def with_places(spec: ModelSpec, lora: Lora, places: Mapping[Place, tuple[int, f
     targets = {target for _, target in places}
     experts = tuple(t for t in lora.targets if spec.moe is not None and t in MLP_TARGETS)
     even = set(places.values()) == {(lora.rank, lora.alpha)}
-    every = {place for place in _all_places(spec) if place[1] in targets}
-    if even and every == set(places):
+    all_places = {place for place in _all_places(spec) if place[1] in targets}
+    if even and all_places == set(places):
         return replace(lora, targets=(*targets, *experts), sites=())
     return replace(lora, targets=(*targets, *experts), sites=grouped(places))
 
 
 def _all_places(spec: ModelSpec) -> list[Place]:
-    found = ((t.layer, *t.name.split(".")[-2:]) for t in logical_tensors(spec.base) if not t.per_expert)
+    projections = ((t.layer, *t.name.split(".")[-2:]) for t in logical_tensors(spec.base) if not t.per_expert)
     return [
-        (layer, name) for layer, name, kind in found
+        (layer, name) for layer, name, kind in projections
         if isinstance(layer, int) and kind == "weight" and name in EVERY_TARGET
         and not (spec.moe is not None and name in MLP_TARGETS)
     ]  # fmt: skip
@@ -182,9 +183,9 @@ def chosen(
         among = layer_numbers(" ".join(layers).split(), "layers")
         _check_layers(among, "layers", spec)
         places = [place for place in _all_places(spec) if place[0] in among and place[1] in names]
-        if lacking := [name for name in names if name not in {target for _, target in places}]:
+        if missing_targets := [name for name in names if name not in {target for _, target in places}]:
             raise UserError(
-                f"{spec.name} has no such projection in these layers", field="targets", value=lacking[0],
+                f"{spec.name} has no such projection in these layers", field="targets", value=missing_targets[0],
                 accepted=", ".join(dict.fromkeys(target for layer, target in _all_places(spec) if layer in among)),
             )  # fmt: skip
     return with_places(spec, replace(lora, targets=(places[0][1],)), dict.fromkeys(places, (lora.rank, lora.alpha)))
@@ -210,27 +211,29 @@ def _by_pattern(spec: ModelSpec, pattern: str) -> list[Place]:
 def _by_words(
     spec: ModelSpec, lora: Lora, targets: Sequence[str] | None, words: Sequence[str], alpha: float | None
 ) -> Lora:
-    found = sites_of(words, lora.rank, alpha)
-    _check_layers((n for site in found for n in site.layers), "sites", spec)
+    sites = sites_of(words, lora.rank, alpha)
+    _check_layers((n for site in sites for n in site.layers), "sites", spec)
     try:
-        said = Lora(lora.rank, lora.alpha, tuple(targets or ()), sites=found)
+        template = Lora(lora.rank, lora.alpha, tuple(targets or ()), sites=sites)
     except UserError as error:
         value = error.value if error.field in ("sites", "targets") else f"{error.field} {error.value}"
         raise UserError(error.problem, field="sites", value=value, accepted=error.accepted or SITE_WORD) from None
     places = {
-        (layer, name): (site.rank, site.alpha) for site in found for layer in site.layers for name in site.targets
+        (layer, name): (site.rank, site.alpha) for site in sites for layer in site.layers for name in site.targets
     }
-    lacking = [t for t in said.targets if t not in {name for _, name in places}]
-    if lacking and (spec.moe is None or lacking[0] not in MLP_TARGETS):
-        raise UserError("sites say nothing of it", field="targets", value=lacking[0], accepted="only what sites name")
-    has = set(_all_places(spec))
-    if missing := [place for place in places if place not in has]:
+    missing_targets = [t for t in template.targets if t not in {name for _, name in places}]
+    if missing_targets and (spec.moe is None or missing_targets[0] not in MLP_TARGETS):
+        raise UserError(
+            "sites say nothing of it", field="targets", value=missing_targets[0], accepted="only what sites name"
+        )
+    model_places = set(_all_places(spec))
+    if missing := [place for place in places if place not in model_places]:
         layer, name = missing[0]
         raise UserError(
             f"layer {layer} of {spec.name} has no {name} that may have an adapter of its own", field="sites",
-            value=f"{layer}:{name}", accepted=", ".join(dict.fromkeys(t for n, t in has if n == layer)),
+            value=f"{layer}:{name}", accepted=", ".join(dict.fromkeys(t for n, t in model_places if n == layer)),
         )  # fmt: skip
-    return with_places(spec, replace(lora, targets=said.targets), places)
+    return with_places(spec, replace(lora, targets=template.targets), places)
 
 
 def _check_layers(numbers: Iterable[int], field: str, spec: ModelSpec) -> None:

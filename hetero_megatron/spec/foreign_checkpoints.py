@@ -35,14 +35,14 @@ def refuse_foreign(path: str | Path, field: str) -> None:
             "is one checkpoint, not a directory of them", field=field, value=str(path),
             accepted="the directory that it is in, with --ckpt-step for its step",
         )  # fmt: skip
-    found = foreign_format(root)
-    if found is not None:
-        raise UserError(f"is {found[0]}", field=field, value=str(path), accepted=found[1])
+    foreign = foreign_format(root)
+    if foreign is not None:
+        raise UserError(f"is {foreign[0]}", field=field, value=str(path), accepted=foreign[1])
 
 
 def foreign_format(root: Path) -> tuple[str, str] | None:
     """(what it is, what can be done with it) of a directory with another program's checkpoints."""
-    return next(((what, accepted) for what, accepted, found in _FORMATS if found(root)), None)
+    return next(((description, accepted) for description, accepted, is_format in _FORMATS if is_format(root)), None)
 
 
 def _is_ours(latest: Path) -> bool:

@@ -35,27 +35,27 @@ def from_hf_config(config: Config, where: str = "config.json", name: str | None 
         )  # fmt: skip
     config, notices = without_quantisation(config, where)
     check_keys(config, family.model_type, family.keys, where)
-    read = ConfigReader(config, where)
-    _check_architectures(read, family)
-    spec = family.read(read, name or family.model_type)
-    return replace(spec, dropouts=_dropouts(read, family), notices=(*notices, *spec.notices))
+    reader = ConfigReader(config, where)
+    _check_architectures(reader, family)
+    spec = family.read(reader, name or family.model_type)
+    return replace(spec, dropouts=_dropouts(reader, family), notices=(*notices, *spec.notices))
 
 
 def _from_wrapper(config: Config, family: Family, where: str, name: str | None) -> ModelSpec:
     """The language model of a configuration with a ``text_config``."""
-    whole = family.inside
-    assert whole is not None
-    check_keys(config, whole.model_type, whole.keys | {"text_config", "architectures", "tie_word_embeddings"}, where)
-    read = ConfigReader(config, where)
-    read.must_be("architectures", [whole.architecture], None)
-    read.must_be("tie_word_embeddings", False)  # that of text_config counts
-    inner = read.value("text_config", None)
+    outer = family.inside
+    assert outer is not None
+    check_keys(config, outer.model_type, outer.keys | {"text_config", "architectures", "tie_word_embeddings"}, where)
+    reader = ConfigReader(config, where)
+    reader.must_be("architectures", [outer.architecture], None)
+    reader.must_be("tie_word_embeddings", False)  # that of text_config counts
+    inner = reader.value("text_config", None)
     if not isinstance(inner, Mapping) or inner.get("model_type", family.model_type) != family.model_type:
-        raise read.refuse("is no configuration of a language model", "text_config", f"one of {family.model_type}")
+        raise reader.refuse("is no configuration of a language model", "text_config", f"one of {family.model_type}")
     spec = from_hf_config(
         {**inner, "model_type": family.model_type}, f"{where} (text_config)", name or family.model_type
     )
-    left_out = f"{where}: of this {whole.model_type} model the language model is read, and no other part of it"
+    left_out = f"{where}: of this {outer.model_type} model the language model is read, and no other part of it"
     return replace(spec, notices=(left_out, *spec.notices))
 
 
@@ -71,7 +71,7 @@ def language_config(config: Config) -> dict[str, Any]:
 
 def _dropouts(read: ConfigReader, family: Family) -> tuple[tuple[str, float], ...]:
     """Keys and values of the dropout rates that are not 0."""
-    found = []
+    rates = []
     for key in (key for keys in DROPOUT_KEYS.values() for key in keys if key in family.keys):
         rate = read.value(key, family.absent_dropout, family.null_dropout)
         try:
@@ -79,15 +79,17 @@ def _dropouts(read: ConfigReader, family: Family) -> tuple[tuple[str, float], ..
         except UserError as error:
             raise read.refuse(error.problem, key, error.accepted) from None
         if rate:
-            found.append((key, float(rate)))
-    return tuple(found)
+            rates.append((key, float(rate)))
+    return tuple(rates)
 
 
 def _check_architectures(read: ConfigReader, family: Family) -> None:
     """Weights of a classifier, or of another family, are not those of a causal language model of this family."""
-    found = read.value("architectures", [], nullable=True)
-    known = {name.lower() for name in family.architectures}  # the first Llama's said LLaMAForCausalLM
-    if not isinstance(found, list) or any(not isinstance(a, str) or a.lower() not in known for a in found):
+    architectures = read.value("architectures", [], nullable=True)
+    family_names = {name.lower() for name in family.architectures}  # the first Llama's said LLaMAForCausalLM
+    if not isinstance(architectures, list) or any(
+        not isinstance(a, str) or a.lower() not in family_names for a in architectures
+    ):
         raise read.refuse(
             f"is not the causal language model that model_type {family.model_type} names", "architectures",
             " or ".join(f'["{name}"]' for name in family.architectures),

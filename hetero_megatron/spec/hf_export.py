@@ -71,9 +71,9 @@ def export_config(spec: ModelSpec, source: Mapping[str, Any] | None, dtype: str 
     config = _changed(spec, language_config(source)) if source is not None else to_hf_config(spec)
     if method_of(config) is not None:
         del config[KEY]  # the files hold what was dequantised
-    own = [FAMILIES[config["model_type"]].causal_lm]
-    if own[0].lower() not in [name.lower() for name in config.get("architectures") or ()]:
-        config["architectures"] = own
+    class_names = [FAMILIES[config["model_type"]].causal_lm]
+    if class_names[0].lower() not in [name.lower() for name in config.get("architectures") or ()]:
+        config["architectures"] = class_names
     if dtype is not None:
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype
@@ -92,8 +92,8 @@ def exported_model(spec: ModelSpec) -> ModelSpec:
 
 def _with_all(config: Mapping[str, Any], name: str, where: str = "config.json") -> ModelSpec:
     """What ``config`` says, with its layers that predict further tokens."""
-    found = from_hf_config(config, where=where, name=name)
-    return replace(found, mtp_layers=found.mtp_said) if found.mtp_said else found
+    spec = from_hf_config(config, where=where, name=name)
+    return replace(spec, mtp_layers=spec.mtp_said) if spec.mtp_said else spec
 
 
 def _changed(spec: ModelSpec, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,18 +101,20 @@ def _changed(spec: ModelSpec, source: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(source)
     with suppress(UserError):  # a source that this version does not read, or a family that cannot say it
         for _ in range(2):  # a key may stand for another that is absent: twice is enough
-            found = _with_all(config, spec.name)
-            wanted = replace(spec, hf_model_type=found.hf_model_type)
-            differ = [f.name for f in fields(ModelSpec) if getattr(found, f.name) != getattr(wanted, f.name)]
-            fresh = to_hf_config(wanted)
-            for key in {key for name in differ for key in _KEYS_OF.get(name, ())}:
+            source_spec = _with_all(config, spec.name)
+            wanted_spec = replace(spec, hf_model_type=source_spec.hf_model_type)
+            changed = [
+                f.name for f in fields(ModelSpec) if getattr(source_spec, f.name) != getattr(wanted_spec, f.name)
+            ]
+            new_config = to_hf_config(wanted_spec)
+            for key in {key for name in changed for key in _KEYS_OF.get(name, ())}:
                 config.pop(key, None)
-                if key in fresh:
-                    config[key] = fresh[key]
-        if _with_all(config, spec.name) == wanted:
+                if key in new_config:
+                    config[key] = new_config[key]
+        if _with_all(config, spec.name) == wanted_spec:
             return config
-    kept = {k: v for k, v in source.items() if k in HARMLESS and k not in ("model_type", "torch_dtype", "dtype")}
-    return kept | to_hf_config(spec)
+    harmless = {k: v for k, v in source.items() if k in HARMLESS and k not in ("model_type", "torch_dtype", "dtype")}
+    return harmless | to_hf_config(spec)
 
 
 def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
@@ -129,12 +131,12 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
             field="moe", value=None, accepted="a model with experts",
         )  # fmt: skip
     config = {"model_type": family.model_type, "architectures": [family.causal_lm]} | family.write(spec)
-    back = _with_all(config, spec.name, "the exported configuration")
+    spec_back = _with_all(config, spec.name, "the exported configuration")
     for f in fields(ModelSpec):
-        want, got = getattr(spec, f.name), getattr(back, f.name)
-        if f.compare and want != got:
+        want, value_back = getattr(spec, f.name), getattr(spec_back, f.name)
+        if f.compare and want != value_back:
             raise UserError(
                 f"no Hugging Face {spec.hf_model_type} model has this; it cannot be exported",
-                field=f.name, value=want, accepted=repr(got),
+                field=f.name, value=want, accepted=repr(value_back),
             )  # fmt: skip
     return config

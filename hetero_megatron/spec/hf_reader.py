@@ -91,8 +91,8 @@ def check_keys(config: Mapping[str, Any], family: str, honoured: frozenset[str],
     """
     for key in config.keys() & FIXED.keys() - honoured:
         require_one_of(config[key], FIXED[key], key, where)
-    known = honoured | FIXED.keys() | HARMLESS.keys()
-    unknown = sorted(key for key, value in config.items() if key not in known and value is not None)
+    known_keys = honoured | FIXED.keys() | HARMLESS.keys()
+    unknown = sorted(key for key, value in config.items() if key not in known_keys and value is not None)
     if unknown:
         raise UserError(
             f"not known to be without effect on a {family} model" + also(unknown[1:]), field=unknown[0],
@@ -103,8 +103,8 @@ def check_keys(config: Mapping[str, Any], family: str, honoured: frozenset[str],
 
 def also(names: list[str], limit: int = 8) -> str:
     """`` (nor are x, y)`` for the refusal of several keys at once."""
-    shown = [*names[:limit], *(["..."] if len(names) > limit else [])]
-    return f" (nor {'is' if len(shown) == 1 else 'are'} {', '.join(shown)})" if shown else ""
+    keys_shown = [*names[:limit], *(["..."] if len(names) > limit else [])]
+    return f" (nor {'is' if len(keys_shown) == 1 else 'are'} {', '.join(keys_shown)})" if keys_shown else ""
 
 
 def require_one_of(value: Any, accepted: tuple[Any, ...], key: str, where: str) -> None:
@@ -113,9 +113,9 @@ def require_one_of(value: Any, accepted: tuple[Any, ...], key: str, where: str) 
         words = ", ".join(dict.fromkeys(map(as_json, accepted)))
         if key == "quantization_config":
             method = value.get("quant_method") if isinstance(value, dict) else None
-            how = f" ({method})" if isinstance(method, str) else ""
+            method_text = f" ({method})" if isinstance(method, str) else ""
             raise UserError(
-                f"the weights are quantised{how}, and nothing is trained in such a format",
+                f"the weights are quantised{method_text}, and nothing is trained in such a format",
                 field=key, value=value, where=where,
                 accepted=f"{words}: the model's directory from before the quantisation (of bitsandbytes' also what "
                 "model.dequantize() and save_pretrained write)",
@@ -183,10 +183,10 @@ class ConfigReader:
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of positive numbers."""
-        found = self.value(key, None)
-        ok = isinstance(found, list) and all(
-            isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < MAX_NUMBER for x in found
+        items = self.value(key, None)
+        ok = isinstance(items, list) and all(
+            isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < MAX_NUMBER for x in items
         )
         if not ok:
             raise self.refuse("must be a list of positive numbers", key, "numbers above 0")
-        return tuple(float(x) for x in found)
+        return tuple(float(x) for x in items)

@@ -81,10 +81,10 @@ def one_rope(
     else:
         share = read.positive("partial_rotary_factor", partial)
         share = inner.positive("partial_rotary_factor") if "partial_rotary_factor" in rope else share
-    known = _EVERY | _KNOWN[kind]
-    for unknown in sorted(rope.keys() - known):
+    known_keys = _EVERY | _KNOWN[kind]
+    for unknown in sorted(rope.keys() - known_keys):
         if rope[unknown] is not None:
-            raise inner.refuse(f"unknown with rope_type {kind}", unknown, ", ".join(sorted(known)))
+            raise inner.refuse(f"unknown with rope_type {kind}", unknown, ", ".join(sorted(known_keys)))
     if share > 1 or int(head_dim * share) < 2:
         raise inner.refuse("turns no pair of features, or more than there are", "partial_rotary_factor", "up to 1")
     dims = 2 * int(share * head_dim // 2) if kind == "proportional" else int(head_dim * share)
@@ -130,10 +130,10 @@ def _scaling(
 
 def _unread(read: ConfigReader, rope: Config, theta: float) -> tuple[str, ...]:
     """What the user may take to count, and does not count for transformers either."""
-    beside = read.config.get("rope_parameters") or {}
-    if rope is beside or beside.get("rope_theta", theta) == theta:
+    stored_rope = read.config.get("rope_parameters") or {}
+    if rope is stored_rope or stored_rope.get("rope_theta", theta) == theta:
         return ()
-    unread = f"rope_parameters.rope_theta = {beside['rope_theta']}"
+    unread = f"rope_parameters.rope_theta = {stored_rope['rope_theta']}"
     return (f"{read.where}: rope_theta is {theta:g}: {unread} is not read beside rope_scaling, by transformers either",)
 
 
@@ -143,12 +143,12 @@ def write_rope(spec: ModelSpec) -> dict[str, Any]:
     if not spec.ropes:
         return {}
     rope = spec.ropes[0]
-    found: dict[str, Any] = {"rope_theta": rope.theta}
+    config: dict[str, Any] = {"rope_theta": rope.theta}
     if rope.scaling is not None:
-        found["rope_scaling"] = {"rope_type": rope.scaling.kind} | parameters(rope.scaling)
+        config["rope_scaling"] = {"rope_type": rope.scaling.kind} | parameters(rope.scaling)
     if rope.dims is not None:
-        found["partial_rotary_factor"] = _share(rope.dims, spec.head_dim)
-    return found
+        config["partial_rotary_factor"] = _share(rope.dims, spec.head_dim)
+    return config
 
 
 def _share(dims: int, head_dim: int) -> float:
@@ -174,30 +174,30 @@ def ropes_by_kind(
     """
     read.must_be("partial_rotary_factor", 1, None)
     read.must_be("original_max_position_embeddings", None)
-    whole = read.value("rope_parameters", {}, nullable=True)
-    more = read.value("rope_scaling", {}, nullable=True)
+    by_kind = read.value("rope_parameters", {}, nullable=True)
+    scaling = read.value("rope_scaling", {}, nullable=True)
     accepted = "null, or objects for " + " and ".join(theta)
-    if not isinstance(whole, dict) or whole.keys() - theta.keys():
+    if not isinstance(by_kind, dict) or by_kind.keys() - theta.keys():
         raise read.refuse("has other keys than the kinds of layers", "rope_parameters", accepted)
     scaled = None not in (read.config.get("rope_scaling"), read.config.get("rope_parameters"))
-    if not isinstance(more, dict) or (scaled and not whole.get("full_attention")):
+    if not isinstance(scaling, dict) or (scaled and not by_kind.get("full_attention")):
         example = 'null, or e.g. {"rope_type": "linear", "factor": 8}'
         raise read.refuse("must be an object, and beside rope_parameters one that it adds to", "rope_scaling", example)
-    found = {}
+    ropes = {}
     for kind, base in theta.items():
-        given = whole.get(kind) or {}
-        if not isinstance(given, dict):
+        entry_of_kind = by_kind.get(kind) or {}
+        if not isinstance(entry_of_kind, dict):
             raise read.refuse("must hold an object per kind of layer", "rope_parameters", accepted)
-        entry = given | more if kind == "full_attention" else given
-        prefix = "rope_scaling." if entry is not given and more else f"rope_parameters.{kind}."
+        entry = entry_of_kind | scaling if kind == "full_attention" else entry_of_kind
+        prefix = "rope_scaling." if entry is not entry_of_kind and scaling else f"rope_parameters.{kind}."
         inner = ConfigReader(entry, read.where, prefix)
-        found[kind] = one_rope(ConfigReader({}, read.where), inner, head_dim, positions, base)
-    return found
+        ropes[kind] = one_rope(ConfigReader({}, read.where), inner, head_dim, positions, base)
+    return ropes
 
 
 def write_ropes_by_kind(spec: ModelSpec, theta: Mapping[str, float]) -> dict[str, Any]:
     """``rope_parameters`` with an entry for layers with and without windows; ``theta``: of kinds that no layer is."""
-    found = {kind: Rope(theta[kind]) for kind in theta}
+    ropes = {kind: Rope(theta[kind]) for kind in theta}
     for kind in spec.layer_kinds:
-        found["full_attention" if kind.window is None else "sliding_attention"] = kind.rope or Rope()
-    return {"rope_parameters": {kind: rope_object(rope) for kind, rope in found.items()}}
+        ropes["full_attention" if kind.window is None else "sliding_attention"] = kind.rope or Rope()
+    return {"rope_parameters": {kind: rope_object(rope) for kind, rope in ropes.items()}}

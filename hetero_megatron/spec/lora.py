@@ -60,33 +60,33 @@ SITE_WORD = "LAYERS:NAMES[:RANK[:ALPHA]], such as 0-3,7:q_proj,v_proj:16"
 def sites_of(words: Iterable[str], rank: int, alpha: float | None = None) -> tuple[Sites, ...]:
     """From what ``SITE_WORD`` says; ``rank``: of those that say none; alpha: likewise, None: their rank. UserError: of
     ``sites``."""
-    found = []
+    sites = []
     for word in words:
-        layers, *rest = word.split(":")
+        layers, *site_values = word.split(":")
         try:
-            names, own = rest[0].split(","), int(rest[1]) if len(rest) > 1 else rank
-            counts = float(rest[2]) if len(rest) > 2 else float(own) if alpha is None else alpha
+            names, site_rank = site_values[0].split(","), int(site_values[1]) if len(site_values) > 1 else rank
+            counts = float(site_values[2]) if len(site_values) > 2 else float(site_rank) if alpha is None else alpha
         except (IndexError, ValueError):
             raise UserError("says no place", field="sites", value=word, accepted=SITE_WORD) from None
-        if len(rest) > 3:
+        if len(site_values) > 3:
             raise UserError("says too much", field="sites", value=word, accepted=SITE_WORD)
         if unknown := [name for name in names if name not in EVERY_TARGET]:
             problem = f"no projection {unknown[0][:40]}"
             raise UserError(problem, field="sites", value=word, accepted=", ".join(EVERY_TARGET))
-        found.append(Sites(tuple(sorted(layer_numbers(layers.split(","), "sites"))), tuple(names), own, counts))
-    return tuple(found)
+        sites.append(Sites(tuple(sorted(layer_numbers(layers.split(","), "sites"))), tuple(names), site_rank, counts))
+    return tuple(sites)
 
 
 def layer_numbers(words: Iterable[str], field: str) -> set[int]:
     """Of ``0-3`` and ``7``. UserError: of ``field``."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for word in words:
         first, dash, end = word.partition("-")
         good = first.isascii() and first.isdecimal() and (not dash or end.isascii() and end.isdecimal())
         if not good or len(word) > 11 or int(end or first) < int(first) or int(end or first) > MOST_LAYERS:
             raise UserError("is no layer, or run of layers", field=field, value=word, accepted="such as 0-3 7")
-        found |= set(range(int(first), int(end or first) + 1))
-    return found
+        numbers |= set(range(int(first), int(end or first) + 1))
+    return numbers
 
 
 Place = tuple[int, str]  # layer, projection
@@ -103,10 +103,10 @@ def grouped(places: Mapping[Place, tuple[int, float]]) -> tuple[Sites, ...]:
     of_layer: dict[int, dict[tuple[int, float], list[str]]] = {}
     for layer, target in sorted(places, key=lambda place: (place[0], EVERY_TARGET.index(place[1]))):
         of_layer.setdefault(layer, {}).setdefault(places[layer, target], []).append(target)
-    alike: dict[tuple[tuple[tuple[str, ...], int, float], ...], list[int]] = {}
+    layers_of_kinds: dict[tuple[tuple[tuple[str, ...], int, float], ...], list[int]] = {}
     for layer, kinds in of_layer.items():
-        alike.setdefault(tuple((tuple(names), *both) for both, names in kinds.items()), []).append(layer)
-    return tuple(Sites(tuple(layers), *kind) for kinds, layers in alike.items() for kind in kinds)
+        layers_of_kinds.setdefault(tuple((tuple(names), *pair) for pair, names in kinds.items()), []).append(layer)
+    return tuple(Sites(tuple(layers), *kind) for kinds, layers in layers_of_kinds.items() for kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,13 @@ class Lora:
 
     def __post_init__(self) -> None:
         _check_size(self.rank, self.alpha)
-        seen: set[Place] = set()
+        seen_places: set[Place] = set()
         for site in self.sites:
             _check_size(site.rank, site.alpha)
             for place in ((layer, target) for layer in site.layers for target in site.targets):
-                if place in seen:
+                if place in seen_places:
                     raise UserError("is named twice", field="sites", value=f"layer {place[0]} {place[1]}")
-                seen.add(place)
+                seen_places.add(place)
         names = (*self.targets, *(target for site in self.sites for target in site.targets))
         object.__setattr__(self, "targets", tuple(dict.fromkeys(names)))
         unknown = [name for name in self.targets if name not in EVERY_TARGET]
@@ -162,15 +162,15 @@ class Lora:
 
     def shape(self) -> dict[str, Any]:
         """What counts for memory and time, as JSON."""
-        found: dict[str, Any] = {"rank": self.rank, "targets": self.targets}
-        found |= {name: True for name in ("dropout", "dora") if getattr(self, name)}
-        found |= {"sites": self.site_words()} if self.sites else {}
-        return found | ({"base_dtype": self.base_dtype} if self.base_dtype else {})
+        content: dict[str, Any] = {"rank": self.rank, "targets": self.targets}
+        content |= {name: True for name in ("dropout", "dora") if getattr(self, name)}
+        content |= {"sites": self.site_words()} if self.sites else {}
+        return content | ({"base_dtype": self.base_dtype} if self.base_dtype else {})
 
     def site_words(self) -> tuple[str, ...]:
         """The sites without what they count, as ``--lora-sites`` has them."""
-        plain = grouped({place: (site.rank, 1.0) for place, site in _places(self.sites).items()})
-        return tuple(site.word() for site in plain)
+        rank_only = grouped({place: (site.rank, 1.0) for place, site in _places(self.sites).items()})
+        return tuple(site.word() for site in rank_only)
 
     def site(self, layer: int | str, target: str, of_experts: bool = False) -> Sites | None:
         """The adapter of a projection in a layer; None: it has none."""
@@ -180,15 +180,15 @@ class Lora:
 
     def site_of(self, module: str) -> Sites:
         """Of an adapted module, by its logical name (``model.layers.3.self_attn.q_proj``)."""
-        _, _, layer, *inside = module.split(".")
-        found = self.site(int(layer), inside[-1], "experts" in inside)
-        assert found is not None, module
-        return found
+        _, _, layer, *path = module.split(".")
+        site = self.site(int(layer), path[-1], "experts" in path)
+        assert site is not None, module
+        return site
 
     def scale(self, module: str) -> float:
         """What B A of an adapted module counts."""
-        found = self.site_of(module)
-        return found.alpha / (math.sqrt(found.rank) if self.rslora else found.rank)
+        site = self.site_of(module)
+        return site.alpha / (math.sqrt(site.rank) if self.rslora else site.rank)
 
 
 def _check_size(rank: Any, alpha: Any) -> None:

@@ -24,9 +24,9 @@ def refuse_mistaken(name: str, field: str) -> None:
     Raises:
         UserError: what it is, and what to give instead.
     """
-    found = _file(Path(name)) if os.path.isfile(name) else _folder(Path(name)) if os.path.isdir(name) else None
-    if found is not None:
-        raise UserError(found[0], field=field, value=name, accepted=found[1])
+    mistaken = _file(Path(name)) if os.path.isfile(name) else _folder(Path(name)) if os.path.isdir(name) else None
+    if mistaken is not None:
+        raise UserError(mistaken[0], field=field, value=name, accepted=mistaken[1])
 
 
 def _file(path: Path) -> tuple[str, str] | None:
@@ -55,14 +55,14 @@ def _folder(path: Path) -> tuple[str, str] | None:
         return f"holds weights in their authors' own format (params.json, consolidated.…{pickled})", (
             "the model in Hugging Face form, as the hub has it or as transformers' convert_…_weights_to_hf.py writes it"
         )
-    inside = [name for name in names if os.path.isfile(path / name / "config.json")]
-    if inside:
-        more = f" and {len(inside) - 4} more" if len(inside) > 4 else ""
+    model_folders = [name for name in names if os.path.isfile(path / name / "config.json")]
+    if model_folders:
+        rest_text = f" and {len(model_folders) - 4} more" if len(model_folders) > 4 else ""
         return "is a directory of Hugging Face checkpoints", (
-            f"--load-hf, or convert, with one of the folders in it: {', '.join(inside[:4])}{more}"
+            f"--load-hf, or convert, with one of the folders in it: {', '.join(model_folders[:4])}{rest_text}"
         )
-    found = foreign_format(path)
-    return None if found is None else (f"is {found[0]}", found[1])
+    foreign = foreign_format(path)
+    return None if foreign is None else (f"is {foreign[0]}", foreign[1])
 
 
 def _base(path: Path) -> str:

@@ -103,13 +103,13 @@ class Balancing:
         """What training minimises besides the loss that is printed, and what else balances."""
         parts = [f"{self.sequence_loss:g} x the sequence loss of each layer"] if self.sequence_loss else []
         parts += [f"{self.z_loss:g} x the z-loss of each layer"] if self.z_loss else []
-        told = f"experts: the gradient also has {' and '.join(parts)}; " if parts else "experts: "
-        told += "the loss that is printed is that of the next token alone"
+        text = f"experts: the gradient also has {' and '.join(parts)}; " if parts else "experts: "
+        text += "the loss that is printed is that of the next token alone"
         if self.bias_rate:
-            return f"{told}; the router's bias moves by {self.bias_rate:g} per step"
+            return f"{text}; the router's bias moves by {self.bias_rate:g} per step"
         if moe.score_bias:
-            return f"{told}; the router's bias stays as it is (--moe-router-enable-expert-bias moves it)"
-        return told if parts else f"{told}; nothing balances their load"
+            return f"{text}; the router's bias stays as it is (--moe-router-enable-expert-bias moves it)"
+        return text if parts else f"{text}; nothing balances their load"
 
 
 UNBALANCED = Balancing()

@@ -43,5 +43,5 @@ class MuonRates:
 
     def each_step(self) -> list[tuple[float, float, float]]:
         """The coefficients of every Newton-Schulz step."""
-        known = COEFFICIENTS[self.coefficients]
-        return [known[step % len(known)] for step in range(self.steps)]
+        coefficients = COEFFICIENTS[self.coefficients]
+        return [coefficients[step % len(coefficients)] for step in range(self.steps)]

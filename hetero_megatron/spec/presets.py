@@ -141,8 +141,8 @@ def load_model(name: str, field: str = "--model") -> ModelSpec:
         )  # fmt: skip
     config = read_json_object(path, field)
     # A name that is not UTF-8 could neither be printed nor written into a checkpoint.
-    own = _model_name(path.parent.resolve()).encode("utf-8", "backslashreplace").decode()
-    return from_hf_config(config, where=str(path), name=own)
+    model_name = _model_name(path.parent.resolve()).encode("utf-8", "backslashreplace").decode()
+    return from_hf_config(config, where=str(path), name=model_name)
 
 
 def _model_name(directory: Path) -> str:

@@ -21,20 +21,20 @@ _SAID = {FP8: "block FP8", MXFP4: "MXFP4"}
 
 def method_of(config: Config) -> str | None:
     """The format of the weights, where it is one that is dequantised; gpt-oss alone has MXFP4."""
-    said = config.get(KEY)
-    method = said.get("quant_method") if isinstance(said, dict) else None
-    known = method == FP8 or (method == MXFP4 and config.get("model_type") == "gpt_oss")
-    return method if known else None
+    settings = config.get(KEY)
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    is_read = method == FP8 or (method == MXFP4 and config.get("model_type") == "gpt_oss")
+    return method if is_read else None
 
 
 def fp8_block(config: Config, where: str) -> tuple[int, int]:
     """(rows, columns) of a weight that have one scale. UserError: weights have another form."""
-    read = ConfigReader(config[KEY], where, f"{KEY}.")
-    found = read.value("weight_block_size", [128, 128])
-    ok = isinstance(found, list) and len(found) == 2 and all(type(size) is int and 0 < size < 1 << 20 for size in found)
+    reader = ConfigReader(config[KEY], where, f"{KEY}.")
+    block = reader.value("weight_block_size", [128, 128])
+    ok = isinstance(block, list) and len(block) == 2 and all(type(size) is int and 0 < size < 1 << 20 for size in block)
     if not ok:
-        raise read.refuse("weights with one scale for blocks are read", "weight_block_size", "two sizes: [128, 128]")
-    return found[0], found[1]
+        raise reader.refuse("weights with one scale for blocks are read", "weight_block_size", "two sizes: [128, 128]")
+    return block[0], block[1]
 
 
 def without_quantisation(config: Config, where: str) -> tuple[Config, tuple[str, ...]]:
@@ -46,13 +46,13 @@ def without_quantisation(config: Config, where: str) -> tuple[Config, tuple[str,
     method = method_of(config)
     if method is None:
         return config, ()
-    read = ConfigReader(config[KEY], where, f"{KEY}.")
-    known = _FORMATS[method].keys() | _ANY | {"quant_method"} | ({"weight_block_size"} if method == FP8 else set())
-    for key in sorted(config[KEY].keys() - known):
-        raise read.refuse(f"unknown with quant_method {method}", key, ", ".join(sorted(known)))
+    reader = ConfigReader(config[KEY], where, f"{KEY}.")
+    known_keys = _FORMATS[method].keys() | _ANY | {"quant_method"} | ({"weight_block_size"} if method == FP8 else set())
+    for key in sorted(config[KEY].keys() - known_keys):
+        raise reader.refuse(f"unknown with quant_method {method}", key, ", ".join(sorted(known_keys)))
     for key, values in _FORMATS[method].items():
-        read.must_be(key, *values)
+        reader.must_be(key, *values)
     if method == FP8:
         fp8_block(config, where)
-    said = f"{where}: the weights are in {_SAID[method]}: they are dequantised to bf16 as they are read"
-    return {key: value for key, value in config.items() if key != KEY}, (said,)
+    notice = f"{where}: the weights are in {_SAID[method]}: they are dequantised to bf16 as they are read"
+    return {key: value for key, value in config.items() if key != KEY}, (notice,)

@@ -96,10 +96,10 @@ class Rope:
                 value=self.turned(head_dim), accepted=f"an even number up to {head_dim}",
             )  # fmt: skip
         for name in ("short_factor", "long_factor"):
-            given = getattr(self.scaling, name) if self.scaling and self.scaling.kind == "longrope" else ()
-            if given and len(given) != self.turned(head_dim) // 2:
+            factors = getattr(self.scaling, name) if self.scaling and self.scaling.kind == "longrope" else ()
+            if factors and len(factors) != self.turned(head_dim) // 2:
                 raise UserError(
-                    "has another number of factors than pairs of features turn", field=name, value=len(given),
+                    "has another number of factors than pairs of features turn", field=name, value=len(factors),
                     accepted=f"{self.turned(head_dim) // 2} numbers",
                 )  # fmt: skip
 

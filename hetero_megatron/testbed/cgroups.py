@@ -40,15 +40,15 @@ def memory_hierarchy() -> Hierarchy | None:
         lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
     except OSError:
         return None
-    own = {name: path for _, names, path in lines for name in names.split(",")}  # "" is v2
+    path_of_controller = {name: path for _, names, path in lines for name in names.split(",")}  # "" is v2
     second: Hierarchy | None = None
     for words in mounts:
-        after = words[words.index("-") + 1 :]
-        kind, root, options = after[0], Path(words[4]), after[2].split(",")
+        fields_after = words[words.index("-") + 1 :]
+        kind, root, options = fields_after[0], Path(words[4]), fields_after[2].split(",")
         if kind == "cgroup" and CONTROLLER in options:
-            return Hierarchy(1, root, _visible(root, own.get(CONTROLLER, "/")))
+            return Hierarchy(1, root, _visible(root, path_of_controller.get(CONTROLLER, "/")))
         if kind == "cgroup2" and CONTROLLER in _read(root / "cgroup.controllers").split():
-            second = second or Hierarchy(2, root, _visible(root, own.get("", "/")))
+            second = second or Hierarchy(2, root, _visible(root, path_of_controller.get("", "/")))
     return second
 
 
@@ -117,13 +117,13 @@ def set_memory(group: Path, limit: int) -> None:
     Raises:
         UserError: the kernel refuses.
     """
-    memory, swap, most = group / "memory.max", group / "memory.swap.max", 0
+    memory, swap, most_swap = group / "memory.max", group / "memory.swap.max", 0
     if not memory.exists():  # v1, where the limit of swap is one of memory and swap together
-        memory, swap, most = group / "memory.limit_in_bytes", group / "memory.memsw.limit_in_bytes", limit
+        memory, swap, most_swap = group / "memory.limit_in_bytes", group / "memory.memsw.limit_in_bytes", limit
     with _writing(group):
         memory.write_text(str(limit))
         if swap.exists():
-            swap.write_text(str(most))
+            swap.write_text(str(most_swap))
 
 
 def make_group(hierarchy: Hierarchy, testbed: str, rank: int) -> Path:
@@ -156,20 +156,20 @@ def testbeds_with_groups() -> set[str]:
 def _all_tops() -> list[Path]:
     """Top groups of all testbeds: below our own group, its ancestors, or any child of the root (a launcher may have
     been in another group)."""
-    found: list[Path] = []
+    tops: list[Path] = []
     hierarchy = memory_hierarchy()
     for directory, names, _ in os.walk(hierarchy.root) if hierarchy is not None else ():
-        found += [Path(directory) / name for name in names if name.startswith(PREFIX)]
+        tops += [Path(directory) / name for name in names if name.startswith(PREFIX)]
         names[:] = [name for name in names if not name.startswith(PREFIX)]
-    return found
+    return tops
 
 
 def remove_groups(groups: Iterable[Path], patience: float = 5.0) -> list[Path]:
     """Kill the processes of the groups and remove them; returns those that could not be removed."""
-    left = list(groups)
+    groups_left = list(groups)
     end = time.monotonic() + patience
-    while left:
-        for path in list(left):
+    while groups_left:
+        for path in list(groups_left):
             for pid in _read(path / "cgroup.procs").split():
                 if int(pid) > 0:  # 0: a process of another pid namespace
                     signal_all([int(pid)], signal.SIGKILL)
@@ -179,8 +179,8 @@ def remove_groups(groups: Iterable[Path], patience: float = 5.0) -> list[Path]:
                 pass
             except OSError:
                 continue
-            left.remove(path)
-        if not left or time.monotonic() > end:
+            groups_left.remove(path)
+        if not groups_left or time.monotonic() > end:
             break
         time.sleep(0.05)
-    return left
+    return groups_left

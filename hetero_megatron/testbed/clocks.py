@@ -35,15 +35,15 @@ class Kept:
 
     def facts(self) -> dict[str, Any]:
         """As JSON data."""
-        known = {name: value for name, value in asdict(self).items() if value is not None}
-        return {**known, "invalid": self.invalid}
+        known_facts = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**known_facts, "invalid": self.invalid}
 
     def complaint(self) -> str:
         """Why it is invalid and what to do; empty if valid."""
         if not self.invalid:
             return ""
-        took = f"rank {self.worst_rank} took {self.overrun:.1%} more CPU time than its emulated chip"
-        return f"INVALID: {took}: lower its emulate.speed"
+        overrun_text = f"rank {self.worst_rank} took {self.overrun:.1%} more CPU time than its emulated chip"
+        return f"INVALID: {overrun_text}: lower its emulate.speed"
 
     def __str__(self) -> str:
         text = f"testbed: ranks were behind their emulated clock by up to {self.late:.2%} of their compute"

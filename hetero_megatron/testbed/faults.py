@@ -102,8 +102,8 @@ def _pace(testbed: Testbed, record: dict[str, Any], ends: list[Node], rate: floa
     ranks = [_ranks_of(record, end) for end in ends]
     pairs = [(x, y) for x in ranks[0] for y in ranks[1]] + [(y, x) for x in ranks[0] for y in ranks[1]]
     with testbed.control() as control:
-        others = [entry for entry in control["rate"] if (entry[0], entry[1]) not in pairs]
-        control["rate"] = others + ([] if rate is None else [[x, y, rate] for x, y in pairs])
+        other_pairs = [entry for entry in control["rate"] if (entry[0], entry[1]) not in pairs]
+        control["rate"] = other_pairs + ([] if rate is None else [[x, y, rate] for x, y in pairs])
 
 
 def _rank(record: dict[str, Any], rank: int) -> dict[str, Any]:

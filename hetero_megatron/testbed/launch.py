@@ -187,11 +187,11 @@ class Launcher:
         ranks = []
         for rank, place in enumerate(settings.cluster.ranks):
             child = self._ranks.get(rank)
-            found = status(child.pid) if child else None
+            child_status = status(child.pid) if child else None
             ranks.append({
                 "rank": rank, "node": place.node, "chip": place.chip, "speed": settings.speeds[rank],
-                "core": settings.cores[rank], "pid": found.pid if found else None,
-                "start": found.start if found else None,
+                "core": settings.cores[rank], "pid": child_status.pid if child_status else None,
+                "start": child_status.start if child_status else None,
             })  # fmt: skip
         nodes = []
         for index, name in enumerate(settings.node_names):
@@ -300,10 +300,10 @@ class Launcher:
 
     def _describe_exit(self, rank: int) -> str:
         code, place = self._ranks[rank].returncode, self.settings.cluster.ranks[rank]
-        how = f"ended with {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        how_ended = f"ended with {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         if rank in self._groups and cgroups.oom_kills(self._groups[rank]):
-            how += f" at its memory limit of {format_bytes(self.settings.memory[rank])}"
-        return f"rank {rank} ({place.node}, {place.chip}) {how}"
+            how_ended += f" at its memory limit of {format_bytes(self.settings.memory[rank])}"
+        return f"rank {rank} ({place.node}, {place.chip}) {how_ended}"
 
     def _note_ready(self) -> None:
         """Record the ranks that have finished starting up."""
@@ -334,8 +334,8 @@ class Launcher:
         if alive:
             signal_all(alive, signal.SIGTERM, group=True)
             signal_all(alive, signal.SIGCONT, group=True)  # a frozen one could not hear it
-            end, asked = time.monotonic() + TERM_SECONDS, len(self._signals)
-            while time.monotonic() < end and len(self._signals) < asked + 1:
+            end, signals_before = time.monotonic() + TERM_SECONDS, len(self._signals)
+            while time.monotonic() < end and len(self._signals) < signals_before + 1:
                 self._output.pump(0.05)
                 if all(child.poll() is not None for child in self._ranks.values()):
                     break

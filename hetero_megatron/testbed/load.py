@@ -40,14 +40,14 @@ def _sample(sessions: Collection[int], extra: Collection[int]) -> _Sample | None
     except OSError:
         return None
     user, nice, system, _, _, irq, softirq, stolen = ticks[:8]
-    own = kernel = 0
+    own_ticks = kernel = 0
     for entry in all_status():
         if entry.kernel:
             kernel += entry.ticks
         elif entry.session in sessions or entry.pid in extra:
-            own += entry.ticks
-    busy = user + nice + system + irq + softirq
-    return _Sample(time.monotonic(), busy / _HZ, stolen / _HZ, own / _HZ, kernel / _HZ)
+            own_ticks += entry.ticks
+    busy_ticks = user + nice + system + irq + softirq
+    return _Sample(time.monotonic(), busy_ticks / _HZ, stolen / _HZ, own_ticks / _HZ, kernel / _HZ)
 
 
 @dataclass
@@ -71,17 +71,17 @@ class LoadMonitor:
     _last: _Sample | None = None
 
     def sample(self) -> None:
-        now = _sample(self.sessions, self.processes)
-        if now is None:
+        sample = _sample(self.sessions, self.processes)
+        if sample is None:
             self.known = False
             return
         if self._first is None or self._last is None:
-            self._first = self._last = now
+            self._first = self._last = sample
             return
-        self.foreign = _foreign(self._first, now)
-        if now.at - self._last.at >= 1.0:
-            self.peak = max(self.peak, _foreign(self._last, now))
-            self._last = now
+        self.foreign = _foreign(self._first, sample)
+        if sample.at - self._last.at >= 1.0:
+            self.peak = max(self.peak, _foreign(self._last, sample))
+            self._last = sample
 
     @property
     def disturbed(self) -> bool:
@@ -99,16 +99,16 @@ class LoadMonitor:
 
 
 def _foreign(a: _Sample, b: _Sample) -> float:
-    others = (b.busy - a.busy) - (b.own - a.own) - (b.kernel - a.kernel)
-    return max(0.0, others + (b.stolen - a.stolen)) / max(b.at - a.at, 1e-9)
+    foreign_busy = (b.busy - a.busy) - (b.own - a.own) - (b.kernel - a.kernel)
+    return max(0.0, foreign_busy + (b.stolen - a.stolen)) / max(b.at - a.at, 1e-9)
 
 
 @contextmanager
 def watch_load(sessions: Collection[int] | None = None) -> Iterator[LoadMonitor]:
     """Measure foreign load during a block; without ``sessions``, this process' session counts as own."""
     if sessions is None:
-        mine = status(os.getpid())
-        sessions = () if mine is None else (mine.session,)
+        own_status = status(os.getpid())
+        sessions = () if own_status is None else (own_status.session,)
     monitor = LoadMonitor(sessions)
     monitor.sample()
     try:

@@ -61,9 +61,9 @@ def examine() -> Machine:
     tools = tuple(name for name in ("ip", "tc") if shutil.which(name) is None)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     lacks = _probe() if root and not tools else None
-    found = cgroups.memory_hierarchy()
-    usable = root and found is not None and os.access(found.own, os.W_OK) and not _read_only(found.own)
-    return Machine(root, tools, lacks, found.version if found is not None and usable else 0, tuple(sorted(cores)))
+    memory = cgroups.memory_hierarchy()
+    usable = root and memory is not None and os.access(memory.own, os.W_OK) and not _read_only(memory.own)
+    return Machine(root, tools, lacks, memory.version if memory is not None and usable else 0, tuple(sorted(cores)))
 
 
 def _read_only(path: os.PathLike[str]) -> bool:
@@ -78,7 +78,7 @@ def _probe() -> tuple[str, ...] | None:
         return None
     try:
         with inside(namespace):
-            done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=30, check=False)
+            completed = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=30, check=False)
     finally:
         os.close(namespace)
-    return tuple(done.stdout.split())
+    return tuple(completed.stdout.split())

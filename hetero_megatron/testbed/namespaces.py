@@ -42,9 +42,9 @@ def tool(name: str, lines: Sequence[str], namespace: int) -> None:
         return
     text = "\n".join(lines) + "\n"
     with inside(namespace):  # a child begins in the namespace of the thread that starts it
-        done = subprocess.run([name, "-batch", "-"], input=text, capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr.strip()} (commands: {'; '.join(lines)})")
+        completed = subprocess.run([name, "-batch", "-"], input=text, capture_output=True, text=True, timeout=60)
+    if completed.returncode:
+        raise RuntimeError(f"{name}: {completed.stderr.strip()} (commands: {'; '.join(lines)})")
 
 
 @dataclass
@@ -85,10 +85,10 @@ class VirtualNetwork:
     def _connect(self, node: int) -> None:
         mtu, device = shaping.MTU, shaping.DEVICE
         fastest = max((rate for (source, _), rate in self.rates.items() if source == node), default=float("inf"))
-        here = self.path(self.switch)
+        switch_path = self.path(self.switch)
         lines = [
             "link set lo up",
-            f"link add {device} mtu {mtu} type veth peer name {port(node)} mtu {mtu} netns {here}",
+            f"link add {device} mtu {mtu} type veth peer name {port(node)} mtu {mtu} netns {switch_path}",
             f"link set {device} gso_max_size {shaping.packet_bytes(fastest)}",
             f"link set {device} addrgenmode none",  # no IPv6 address that gloo might take for the node's
             f"addr add {address(node)}/{PREFIX_BITS} dev {device}",

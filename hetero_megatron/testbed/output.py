@@ -44,9 +44,9 @@ class Output:
     def add(self, rank: int, name: str, pipe: BinaryIO) -> None:
         os.set_blocking(pipe.fileno(), False)
         file = None if self._directory is None else (self._directory / f"rank-{rank}.{name}").open("wb")
-        shown = self._which == "all" or name == "err" or rank == 0
+        is_shown = self._which == "all" or name == "err" or rank == 0
         bare = self._which == "rank0" and name == "out"
-        stream = _RankStream(rank, name, file, shown, b"" if bare else f"[{rank}] ".encode())
+        stream = _RankStream(rank, name, file, is_shown, b"" if bare else f"[{rank}] ".encode())
         self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def pump(self, seconds: float) -> bool:

@@ -104,18 +104,18 @@ def all_status() -> list[ProcessStatus]:
         names = os.listdir("/proc")
     except OSError:
         return []
-    return [found for name in names if name.isdigit() and (found := status(name)) is not None]
+    return [process_status for name in names if name.isdigit() and (process_status := status(name)) is not None]
 
 
 def alive(pid: int, start: int) -> bool:
     """Whether it is still the process that began at ``start`` (clock ticks since boot); zombies are not alive."""
-    found = status(pid)
-    return found is not None and found.start == start and found.state not in "ZX"
+    process_status = status(pid)
+    return process_status is not None and process_status.start == start and process_status.state not in "ZX"
 
 
 def marked() -> dict[int, str]:
     """Processes of all testbeds: pid -> directory of the testbed, from their environment."""
-    result = {}
+    directory_by_pid = {}
     for entry in all_status():
         if entry.kernel or entry.state in "ZX":
             continue
@@ -126,18 +126,18 @@ def marked() -> dict[int, str]:
             continue
         for word in words:
             if word.startswith(MARK.encode() + b"="):
-                result[entry.pid] = os.fsdecode(word.partition(b"=")[2])
-    return result
+                directory_by_pid[entry.pid] = os.fsdecode(word.partition(b"=")[2])
+    return directory_by_pid
 
 
 def kill_marked(directory: str, patience: float = 10.0) -> list[int]:
     """Kill every process of the testbed in ``directory``; returns those still alive after ``patience`` seconds."""
     end = time.monotonic() + patience
     while True:
-        left = [pid for pid, where in marked().items() if where == directory and pid != os.getpid()]
-        signal_all(left, signal.SIGKILL)
-        if not left or time.monotonic() > end:
-            return left
+        pids_left = [pid for pid, mark in marked().items() if mark == directory and pid != os.getpid()]
+        signal_all(pids_left, signal.SIGKILL)
+        if not pids_left or time.monotonic() > end:
+            return pids_left
         time.sleep(0.05)
 
 

@@ -61,9 +61,9 @@ def say(text: str) -> None:
 def report(settings: Settings, outcome: RunOutcome, log_dir: Path | None) -> None:
     """Print the closing lines, and write ``testbed.json`` to the logs."""
     if outcome.unheard:
-        what = f"chips {settings.chips}" + (", links paced" if settings.links == "paced" else "")
+        settings_text = f"chips {settings.chips}" + (", links paced" if settings.links == "paced" else "")
         ranks = ", ".join(map(str, outcome.unheard))
-        say(f"ranks {ranks} never said that their start-up was over: nothing was emulated in them ({what})")
+        say(f"ranks {ranks} never said that their start-up was over: nothing was emulated in them ({settings_text})")
     load, code, clock = outcome.load, outcome.code, outcome.clock
     if clock is not None and clock.invalid:
         say(clock.complaint())
@@ -71,10 +71,10 @@ def report(settings: Settings, outcome: RunOutcome, log_dir: Path | None) -> Non
     say(f"{load.summary()}; {chips}, links {settings.links}; exit code {code}")
     if log_dir is None:
         return
-    result = {
+    summary = {
         "chips": settings.chips, "links": settings.links, "reasons": settings.reasons, "notes": list(settings.notes),
         "speeds": list(settings.speeds), "cores": list(settings.cores),
         "latency_seconds": dict(outcome.latencies), "exit_codes": dict(outcome.codes), "exit_code": code,
         **load.facts(), "not_emulated": list(outcome.unheard), **(clock.facts() if clock is not None else {}),
     }  # fmt: skip
-    write_json(log_dir / "testbed.json", result)
+    write_json(log_dir / "testbed.json", summary)

@@ -155,9 +155,9 @@ def _choose_links(cluster: Cluster, machine: Machine, asked: str | None, reasons
 
 def _all_links(cluster: Cluster) -> dict[str, Link]:
     """The links of the file by their path in it."""
-    found = {"links.intra_node": cluster.intra_node, "links.inter_node": cluster.inter_node}
-    found |= {f"links.pairs[{i}]": link for i, link in enumerate(cluster.pairs.values())}
-    return {path: link for path, link in found.items() if link is not None}
+    links = {"links.intra_node": cluster.intra_node, "links.inter_node": cluster.inter_node}
+    links |= {f"links.pairs[{i}]": link for i, link in enumerate(cluster.pairs.values())}
+    return {path: link for path, link in links.items() if link is not None}
 
 
 def _emulated_latency(cluster: Cluster) -> str:
@@ -181,10 +181,10 @@ def _check_total(cluster: Cluster, machine: Machine, speeds: Sequence[float | No
 
 def _check_cores(settings: Settings, machine: Machine) -> None:
     for core in machine.cores:
-        here = _on_core(settings, core)
-        total = sum(speed for _, speed in here)
+        ranks_on_core = _on_core(settings, core)
+        total = sum(speed for _, speed in ranks_on_core)
         if total > 1 + 1e-9:
-            ranks = ", ".join(f"rank {rank} at {speed}" for rank, speed in here)
+            ranks = ", ".join(f"rank {rank} at {speed}" for rank, speed in ranks_on_core)
             raise UserError(
                 f"the ranks cannot be spread over the cores: {ranks} would share one", field="emulate.speed",
                 value=total, accepted="speeds of which every core gets at most 1.0", where=settings.cluster.file,
@@ -199,12 +199,12 @@ def _on_core(settings: Settings, core: int) -> list[tuple[int, float]]:
 def pin(speeds: Sequence[float], cores: Sequence[int]) -> tuple[int, ...]:
     """A core for every rank: fastest ranks first, each to the least loaded core."""
     load = dict.fromkeys(cores, 0.0)
-    result = [0] * len(speeds)
+    core_of_rank = [0] * len(speeds)
     for rank in sorted(range(len(speeds)), key=lambda r: (-speeds[r], r)):
         core = min(load, key=lambda c: (round(load[c], 9), c))
         load[core] += speeds[rank]
-        result[rank] = core
-    return tuple(result)
+        core_of_rank[rank] = core
+    return tuple(core_of_rank)
 
 
 def _notes(settings: Settings) -> list[str]:
@@ -237,9 +237,9 @@ def describe_links(settings: Settings) -> list[tuple[str, int, int, float | None
         if node not in nodes:
             nodes.append(node)
     rates = settings.node_rates
-    result = []
+    links = []
     for first, second in combinations_with_replacement(groups, 2):
         a, b = groups[first][0], groups[second][-1]
         if a != b:
-            result.append((f"{first}-{second}", a, b, rates.get((a, b))))
-    return result
+            links.append((f"{first}-{second}", a, b, rates.get((a, b))))
+    return links

@@ -71,13 +71,13 @@ class Testbed:
 
     @property
     def launcher(self) -> int:
-        found = _ID.fullmatch(self.id)
-        return int(found[1]) if found else 0
+        match = _ID.fullmatch(self.id)
+        return int(match[1]) if match else 0
 
     @property
     def alive(self) -> bool:
-        found = _ID.fullmatch(self.id)
-        return found is not None and process.alive(int(found[1]), int(found[2]))
+        match = _ID.fullmatch(self.id)
+        return match is not None and process.alive(int(match[1]), int(match[2]))
 
     def record(self) -> dict[str, Any]:
         """What the launcher recorded; {} if it ended before."""
@@ -106,8 +106,8 @@ def new_testbed() -> Testbed:
     Raises:
         UserError: it cannot be made.
     """
-    mine = process.status(os.getpid())
-    name = f"p{os.getpid()}s{mine.start if mine else int(time.time())}"
+    own_status = process.status(os.getpid())
+    name = f"p{os.getpid()}s{own_status.start if own_status else int(time.time())}"
     directory = home() / name
     if directory.exists():
         raise UserError("this process already runs a testbed", field="testbed", value=name)
@@ -124,20 +124,20 @@ def new_testbed() -> Testbed:
 def all_testbeds() -> list[Testbed]:
     """Alive and dead testbeds of this user."""
     try:
-        found = [entry for entry in home().iterdir() if _ID.fullmatch(entry.name)]
+        entries = [entry for entry in home().iterdir() if _ID.fullmatch(entry.name)]
     except FileNotFoundError:
         return []
-    return [Testbed(path) for path in sorted(found)]
+    return [Testbed(path) for path in sorted(entries)]
 
 
 def live_testbed(name: str | None) -> Testbed:
     """The live testbed ``name``, or the only one; UserError if there is none or more than one."""
-    live = [testbed for testbed in all_testbeds() if testbed.alive]
-    names = ", ".join(t.id for t in live)
+    live_testbeds = [testbed for testbed in all_testbeds() if testbed.alive]
+    names = ", ".join(t.id for t in live_testbeds)
     if name is not None:
-        live = [testbed for testbed in live if testbed.id == name]
-    if len(live) == 1:
-        return live[0]
+        live_testbeds = [testbed for testbed in live_testbeds if testbed.id == name]
+    if len(live_testbeds) == 1:
+        return live_testbeds[0]
     if not names:
         raise UserError("no testbed is running", field="testbed", accepted="hetero-megatron testbed run ...")
     problem = "several testbeds are running" if name is None else "no such testbed is running"
@@ -151,23 +151,25 @@ def clean(testbed: Testbed) -> dict[str, Any]:
         RuntimeError: something cannot be removed; the directory stays, so that a later clean finds it.
     """
     directory = str(testbed.directory)
-    before = sorted(pid for pid, where in process.marked().items() if where == directory)
+    pids_before = sorted(pid for pid, mark in process.marked().items() if mark == directory)
     stubborn = process.kill_marked(directory)
     groups = cgroups.find_groups(testbed.id)
-    left = cgroups.remove_groups(groups)
-    if stubborn or left:
-        raise RuntimeError(f"testbed {testbed.id}: left behind: processes {stubborn}, cgroups {[str(p) for p in left]}")
+    groups_left = cgroups.remove_groups(groups)
+    if stubborn or groups_left:
+        raise RuntimeError(
+            f"testbed {testbed.id}: left behind: processes {stubborn}, cgroups {[str(p) for p in groups_left]}"
+        )
     shutil.rmtree(testbed.directory, ignore_errors=True)
     with suppress(OSError):  # others are there
         testbed.directory.parent.rmdir()
-    return {"testbed": testbed.id, "processes": before, "cgroups": [str(path) for path in groups]}
+    return {"testbed": testbed.id, "processes": pids_before, "cgroups": [str(path) for path in groups]}
 
 
 def clean_dead() -> list[dict[str, Any]]:
     """Remove the remains of this user's dead testbeds."""
     directories = {testbed.directory for testbed in all_testbeds()}
     base = home()
-    directories |= {Path(where) for where in process.marked().values() if Path(where).parent == base}
+    directories |= {Path(mark) for mark in process.marked().values() if Path(mark).parent == base}
     directories |= {base / name for name in cgroups.testbeds_with_groups() if _ID.fullmatch(name)}
     return [clean(t) for t in map(Testbed, sorted(directories)) if not t.alive and not _cleaning(t)]
 

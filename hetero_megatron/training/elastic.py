@@ -57,8 +57,8 @@ class Restored:
     def load(self, checkpoints: Checkpointing, runtime: Runtime) -> tuple[RunConfig, ConsumedSamples, LossScale]:
         checkpoints.go_on()
         self.comm.activity = "moving the state"
-        everyone = self.comm.group(range(self.comm.launcher.world_size))
-        self.moved = restore(self.source, self.held, runtime.optimizer, self.config.compiled, everyone)
+        all_ranks = self.comm.group(range(self.comm.launcher.world_size))
+        self.moved = restore(self.source, self.held, runtime.optimizer, self.config.compiled, all_ranks)
         moment = self.source.moment
         return self.config, ConsumedSamples(moment.step, moment.consumed), scale_at(self.config, moment)
 
@@ -113,11 +113,11 @@ class ElasticRank:
 
     def _await(self, number: int) -> None:
         """Enter epoch ``number``, once it is there."""
-        found = await_epoch(self.store, number, PATIENCE)
-        if found is None or self.member not in found.members:
-            said = "the launcher says nothing" if found is None else f"the job goes on without it: {found.event}"
-            raise CommError(f"rank {self.launcher.rank} ends: {said}", self.launcher.rank)
-        self._enter(found)
+        epoch = await_epoch(self.store, number, PATIENCE)
+        if epoch is None or self.member not in epoch.members:
+            reason = "the launcher says nothing" if epoch is None else f"the job goes on without it: {epoch.event}"
+            raise CommError(f"rank {self.launcher.rank} ends: {reason}", self.launcher.rank)
+        self._enter(epoch)
 
     def _enter(self, epoch: Epoch) -> None:
         self.epoch, self.number = epoch, epoch.number
@@ -187,24 +187,24 @@ class ElasticRank:
                 accepted="ranks that communicate by gloo; or --on-failure replan alone",
             )  # fmt: skip
         config = self._same_schedule(comm)
-        known = self.epoch is not None and not self.epoch.joined
-        config = agree(config, comm, self.platform, self.plugins, emulation, known)
+        started_before = self.epoch is not None and not self.epoch.joined
+        config = agree(config, comm, self.platform, self.plugins, emulation, started_before)
         replicas = self._replicas(comm, config)
-        seconds, at = {"groups": time.perf_counter() - self._began}, time.perf_counter()
-        everyone = comm.group(range(self.launcher.world_size))
+        seconds, since = {"groups": time.perf_counter() - self._began}, time.perf_counter()
+        all_ranks = comm.group(range(self.launcher.world_size))
         comm.activity = "agreeing on a step"
-        said = everyone.gather_objects([held.said() for held in self.held], list[Holding])
-        furthest = max(everyone.gather_objects(self.furthest, int))
-        source = newest(said, config.spec)
+        holdings = all_ranks.gather_objects([held_state.said() for held_state in self.held], list[Holding])
+        furthest = max(all_ranks.gather_objects(self.furthest, int))
+        source = newest(holdings, config.spec)
         if source is None and self.epoch is not None and not config.checkpoint.goes_on:
             raise UserError(
                 f"lost the state of every step: {self.epoch.event}, and with that the only copies", field="--elastic",
                 accepted="--save DIR and --load DIR, the same, to go on from the last checkpoint then",
             )  # fmt: skip
-        seconds["agree"], at = time.perf_counter() - at, time.perf_counter()
+        seconds["agree"], since = time.perf_counter() - since, time.perf_counter()
         if comm.rank not in config.plan.ranks:
             if source is not None:
-                restore(source, self.held, None, config.compiled, everyone)
+                restore(source, self.held, None, config.compiled, all_ranks)
             return None
         exit, peak = (self.before.exit, self.before.peak) if self.before is not None else (None, None)
         resume = Restored(config, exit, peak, source, self.held, comm) if source is not None else None
@@ -225,20 +225,20 @@ class ElasticRank:
         elastic.first_copies()
         self.held = []
         if phases is not None:
-            phases.seconds |= seconds | {"move": time.perf_counter() - at}
+            phases.seconds |= seconds | {"move": time.perf_counter() - since}
         elastic.begin = time.perf_counter()
         return training
 
     def _same_schedule(self, comm: Comm) -> RunConfig:
         """The configuration of this epoch. Those that join take over the length and the curves of the run, which may be
         a checkpoint's, and in which dtypes the checkpoint's tensors came."""
-        everyone = tuple(range(self.launcher.world_size))
+        all_ranks = tuple(range(self.launcher.world_size))
         if self.epoch is None or not self.epoch.joined:
             return self.config
-        comm.create_groups([everyone])
-        mine = (self.before.schedule, self.before.source_names) if self.before is not None else None
-        said = comm.group(everyone).gather_objects(mine, _Told)
-        first = next((told for told in said if told is not None), None)
+        comm.create_groups([all_ranks])
+        schedule_here = (self.before.schedule, self.before.source_names) if self.before is not None else None
+        schedules = comm.group(all_ranks).gather_objects(schedule_here, _Told)
+        first = next((schedule_of_rank for schedule_of_rank in schedules if schedule_of_rank is not None), None)
         if first is None:
             return self.config
         schedule, names = first
@@ -261,10 +261,10 @@ class ElasticRank:
         epoch, step = self.epoch, training.step
         if epoch is None:
             return None
-        where = "from memory" if source is not None else "from a checkpoint, as no step is complete in memory"
-        again = f", {plural(furthest - step, 'step')} again" if furthest > step else ""
+        origin = "from memory" if source is not None else "from a checkpoint, as no step is complete in memory"
+        again_text = f", {plural(furthest - step, 'step')} again" if furthest > step else ""
         count = plural(len(training.config.plan.ranks), "rank")
-        text = f"epoch {epoch.number}: {epoch.event}; {count} went on after step {step} {where}{again}"
+        text = f"epoch {epoch.number}: {epoch.event}; {count} went on after step {step} {origin}{again_text}"
         return Phases(text, {"notice": epoch.notice, "plan": epoch.plan_seconds}, moved)
 
     def _on_step(self, step: int, stats: StepStats) -> None:
@@ -305,8 +305,8 @@ class _Kept:
     @property
     def source_names(self) -> dict[str, str] | None:
         """``source_dtypes`` as ranks tell each other."""
-        found = self.source_dtypes
-        return None if found is None else {name: str(d).removeprefix("torch.") for name, d in found.items()}
+        dtypes = self.source_dtypes
+        return None if dtypes is None else {name: str(d).removeprefix("torch.") for name, d in dtypes.items()}
 
 
 _Told = tuple[ScheduleConfig, dict[str, str] | None] | None

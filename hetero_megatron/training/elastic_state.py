@@ -114,18 +114,18 @@ class ElasticState:
         """Whether some leave or join, or all stop."""
         runtime = training.runtime
         runtime.comm.activity = "handing over"
-        said = runtime.world.gather_objects((self.node, self._wish(training)), tuple[str, str])
-        wishes = {wish for _, wish in said}
-        away = {node for node, wish in said if wish == LEAVE}  # the next plan is without the whole node
-        self.all_leave = STOP not in wishes and away == {node for node, _ in said}
+        wishes_of_ranks = runtime.world.gather_objects((self.node, self._wish(training)), tuple[str, str])
+        wishes = {wish for _, wish in wishes_of_ranks}
+        leaving = {node for node, wish in wishes_of_ranks if wish == LEAVE}  # the next plan is without the whole node
+        self.all_leave = STOP not in wishes and leaving == {node for node, _ in wishes_of_ranks}
         if STOP in wishes or not wishes & {LEAVE, PAUSE} or self.all_leave:
             return
         training.checkpoints.wait()
-        leaves = self.node in away
-        if not away:
+        leaves = self.node in leaving
+        if not leaving:
             raise HandOver(leaves, ())
-        live = self._live(training.step, training.consumed, training.loss_scale)
-        raise HandOver(leaves, hand_over(runtime.world, self.node, live.moment, live.tensors, leaves))
+        live_state = self._live(training.step, training.consumed, training.loss_scale)
+        raise HandOver(leaves, hand_over(runtime.world, self.node, live_state.moment, live_state.tensors, leaves))
 
     def _wish(self, training: Training) -> str:
         exit = training.exit
@@ -137,16 +137,16 @@ class ElasticState:
         training, replicas = self.training, self.replicas
         assert replicas is not None
         training.runtime.comm.activity = "copying the optimizer's state to a peer"
-        live = self._live(training.step, training.consumed, training.loss_scale)
-        replicas.start(live.moment, live.tensors, self._had_states or self.optimizer.updates > 0)
+        live_state = self._live(training.step, training.consumed, training.loss_scale)
+        replicas.start(live_state.moment, live_state.tensors, self._had_states or self.optimizer.updates > 0)
 
     def _tell(self) -> None:
         phases, self.phases = self.phases, None
         if phases is None:
             return
         phases.seconds["first step"] = time.perf_counter() - self.begin
-        took = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.seconds.items())
-        text = f"{phases.text}: {took}; {phases.moved / 1e6:.1f} MB moved"
+        times_text = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.seconds.items())
+        text = f"{phases.text}: {times_text}; {phases.moved / 1e6:.1f} MB moved"
         reporter = self.training.reporter
         reporter.say(f"elastic: {text}")
         reporter.event("elastic", text, step=self.training.step, seconds=phases.seconds, bytes=phases.moved)

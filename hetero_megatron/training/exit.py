@@ -31,13 +31,13 @@ def at_once(first: bool = True) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # not where it is ignored, as in a background job of a shell
+    old_handler = signal.getsignal(signal.SIGINT)
+    if old_handler is signal.default_int_handler:  # not where it is ignored, as in a background job of a shell
         signal.signal(signal.SIGINT, lambda number, frame: _end(first))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, old_handler)
 
 
 def import_torch() -> None:

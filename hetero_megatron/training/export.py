@@ -31,9 +31,9 @@ def export(
     Raises:
         UserError: a directory cannot be written.
     """
-    wanted = {"--save-hf": config.save_hf, "--save-adapter": config.adapter.save}
+    directories = {"--save-hf": config.save_hf, "--save-adapter": config.adapter.save}
     if checkpoints.active and step < config.steps:  # stopped: the directories must be free then
-        for flag, directory in wanted.items():
+        for flag, directory in directories.items():
             if directory is not None:
                 reporter.say(notice_line(f"{flag} {directory} is written at the end of training, step {config.steps}"))
         return

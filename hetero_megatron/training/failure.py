@@ -82,9 +82,9 @@ class StepGuard:
         rates = (lr, weight_decay, clip_grad, loss_scale, stop)
         stats = runtime.train_step(fetch, first, size, *rates, veto=self._suspicious, step=number)
         if self._verdict(stats.loss, stats.grad_norm):
-            again, place = watched_run(runtime, fetch, first, size, loss_scale, number)
+            rows_again, place = watched_run(runtime, fetch, first, size, loss_scale, number)
             assert self.rows is not None
-            self._explain(runtime, number, stats, self.rows, again, place)
+            self._explain(runtime, number, stats, self.rows, rows_again, place)
             stats = runtime.train_step(fetch, first, size, *rates, step=number)
         if math.isfinite(stats.loss):
             self.history.append(stats.loss)
@@ -107,22 +107,22 @@ class StepGuard:
         self, runtime: Runtime, number: int, stats: StepStats, rows: torch.Tensor, again: torch.Tensor, found: str
     ) -> None:
         """Say what the second run showed; UserError where the step must not be taken."""
-        what = self._verdict(stats.loss, stats.grad_norm)
+        quantity = self._verdict(stats.loss, stats.grad_norm)
         ranks = runtime.world.ranks
-        differ = [r for r, a, b in zip(ranks, rows, again, strict=True) if not _same(a, b)]
+        differing_ranks = [r for r, a, b in zip(ranks, rows, again, strict=True) if not _same(a, b)]
         finite = math.isfinite(stats.loss) and (math.isfinite(stats.grad_norm) or not self.check_grad)
-        good = bool(torch.isfinite(again if self.check_grad else again[:, :2]).all())
-        if differ:
-            blame = f"run again, rank {', '.join(map(str, differ))} gives other numbers: suspect its hardware"
+        is_finite_again = bool(torch.isfinite(again if self.check_grad else again[:, :2]).all())
+        if differing_ranks:
+            blame = f"run again, rank {', '.join(map(str, differing_ranks))} gives other numbers: suspect its hardware"
         else:
             blame = "run again, every rank gives the same numbers: it is the batch or the weights, not the hardware"
-        if finite or (self.rerun and good and differ):
-            self.log(notice_line(f"step {number}: {what}; {blame}; the step counts as it came out the second time"))
+        if finite or (self.rerun and is_finite_again and differing_ranks):
+            self.log(notice_line(f"step {number}: {quantity}; {blame}; the step counts as it came out the second time"))
             return
         place = f"; first {found}" if found else ""
         raise UserError(
-            f"{what} at step {number}{place}; {blame}; the step was not taken, and nothing is saved or exported after "
-            "it", accepted=_remedy(found, bool(differ)),
+            f"{quantity} at step {number}{place}; {blame}; the step was not taken, and nothing is saved or exported "
+            "after it", accepted=_remedy(found, bool(differing_ranks)),
         )  # fmt: skip
 
 
@@ -160,37 +160,39 @@ def watched_run(
     Returns:
         ([ranks, 3] as in ``StepGuard.rows``, where the first value that is not finite arose, or "").
     """
-    found: list[NonFinite] = []
+    findings: list[NonFinite] = []
     with runtime.whole_weights():
         for name, param in runtime.sync.params.items():
             if not torch.isfinite(param.detach()).all():
-                found.append(NonFinite(0, 0.0, f"{_WEIGHT} {name}"))
-    with _watch(runtime, found):
-        result, grads = runtime.forward_backward(fetch, first, size, scale, step)
+                findings.append(NonFinite(0, 0.0, f"{_WEIGHT} {name}"))
+    with _watch(runtime, findings):
+        step_result, grads = runtime.forward_backward(fetch, first, size, scale, step)
     for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):
         names = exchange.bucket.names  # in backward order, as are the buckets
         for piece, grad in zip(exchange.pieces, tensors, strict=True):
             if not torch.isfinite(grad).all():
                 position = exchange.bucket.index + names.index(piece.name) / len(names)
-                found.append(NonFinite(2, position, f"gradient of {piece.name}"))
-    rows = runtime.numbers.gather(result, owned_norm(grads, runtime.stage_model.kernels.l2norm))[:, :3]
-    return rows, first_place(runtime, found)
+                findings.append(NonFinite(2, position, f"gradient of {piece.name}"))
+    rows = runtime.numbers.gather(step_result, owned_norm(grads, runtime.stage_model.kernels.l2norm))[:, :3]
+    return rows, first_place(runtime, findings)
 
 
 def first_place(runtime: Runtime, mine: Sequence[NonFinite]) -> str:
     """Of all ranks' findings the earliest, with the ranks that saw it."""
     place = runtime.here.place
-    where = f"pipeline {place.pipeline} stage {place.stage}"
-    everyone = runtime.world.gather_objects((where, min(mine) if mine else None), tuple[str, NonFinite | None])
-    seen: list[tuple[NonFinite, int, str]] = []
-    for rank, (there, theirs) in zip(runtime.world.ranks, everyone, strict=True):
-        if theirs is not None:
-            seen.append((theirs, rank, there))
-    if not seen:
+    stage_name = f"pipeline {place.pipeline} stage {place.stage}"
+    findings_of_ranks = runtime.world.gather_objects(
+        (stage_name, min(mine) if mine else None), tuple[str, NonFinite | None]
+    )
+    sightings: list[tuple[NonFinite, int, str]] = []
+    for rank, (stage_of_rank, earliest) in zip(runtime.world.ranks, findings_of_ranks, strict=True):
+        if earliest is not None:
+            sightings.append((earliest, rank, stage_of_rank))
+    if not sightings:
         return ""
-    finding, rank, where = min(seen)
-    more = len({r for f, r, _ in seen if f == finding}) - 1
-    return f"not finite: {finding.what} on rank {rank} ({where})" + (f" and {more} more" if more else "")
+    finding, rank, stage_name = min(sightings)
+    others = len({r for f, r, _ in sightings if f == finding}) - 1
+    return f"not finite: {finding.what} on rank {rank} ({stage_name})" + (f" and {others} more" if others else "")
 
 
 @contextmanager
@@ -247,17 +249,17 @@ class ReplicaCheck:
         self.runtime.comm.activity = "comparing copies of weights"
         if self._parts is None:
             self._parts = list(self._held_by_several())
-        mine = {f"{name}@{box.lo}": self._hash(name, box) for name, box, _ in self._parts}
+        digests = {f"{name}@{box.lo}": self._hash(name, box) for name, box, _ in self._parts}
         # What the same ranks hold is compared as a whole, and only told apart where it differs.
-        whole: dict[str, str] = {}
+        digest_of_tensor: dict[str, str] = {}
         for name, box, holders in self._parts:
             key = ",".join(map(str, holders))
-            whole[key] = _digest((whole.get(key, "") + mine[f"{name}@{box.lo}"]).encode())
+            digest_of_tensor[key] = _digest((digest_of_tensor.get(key, "") + digests[f"{name}@{box.lo}"]).encode())
         world = self.runtime.world
-        if not differing(world.ranks, world.gather_objects(whole, dict[str, str])):
+        if not differing(world.ranks, world.gather_objects(digest_of_tensor, dict[str, str])):
             return
-        found = differing(world.ranks, world.gather_objects(mine, dict[str, str]))
-        raise refusal(found, step, self.interval)
+        differences = differing(world.ranks, world.gather_objects(digests, dict[str, str]))
+        raise refusal(differences, step, self.interval)
 
     def _held_by_several(self) -> Iterator[Part]:
         rank = self.runtime.comm.rank
@@ -265,12 +267,12 @@ class ReplicaCheck:
         if (outer := self.runtime.here.plan.outer) is not None:  # weights of other islands are others
             island = outer.islands[outer.island(rank)]
             layouts = {name: layout.only(island) for name, layout in layouts.items()}
-        known: dict[int, list[tuple[Box, tuple[int, ...]]]] = {}  # layers share layouts
+        shared_boxes: dict[int, list[tuple[Box, tuple[int, ...]]]] = {}  # layers share layouts
         for name in sorted(params.keys() & layouts.keys()):
             layout = layouts[name]
-            if id(layout) not in known:
-                known[id(layout)] = list(_shared(layout, rank))
-            yield from ((name, box, holders) for box, holders in known[id(layout)])
+            if id(layout) not in shared_boxes:
+                shared_boxes[id(layout)] = list(_shared(layout, rank))
+            yield from ((name, box, holders) for box, holders in shared_boxes[id(layout)])
 
     def _params(self) -> Mapping[str, torch.Tensor]:
         boxes = self.runtime.stage_model.boxes
@@ -281,9 +283,11 @@ class ReplicaCheck:
         return {n: p for n, p in params.items() if n in boxes and tuple(p.shape) == tuple(boxes[n].shape)}
 
     def _hash(self, name: str, box: Box) -> str:
-        held = self.runtime.stage_model.boxes[name]
-        inside = tuple(slice(lo - at, hi - at) for lo, hi, at in zip(box.lo, box.hi, held.lo, strict=True))
-        values = self._params()[name].detach()[inside].contiguous().cpu()
+        held_box = self.runtime.stage_model.boxes[name]
+        index = tuple(
+            slice(lo - offset, hi - offset) for lo, hi, offset in zip(box.lo, box.hi, held_box.lo, strict=True)
+        )
+        values = self._params()[name].detach()[index].contiguous().cpu()
         return _digest(memoryview(values.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
@@ -300,25 +304,27 @@ def _digest(content: bytes | memoryview) -> str:
 def differing(ranks: Sequence[int], everyone: Sequence[Mapping[str, str]]) -> dict[str, tuple[list[int], list[int]]]:
     """By what differs: the ranks that are wrong, and those they differ from; where no value is held by most, all that
     hold it, and nobody."""
-    found = {}
-    for key in dict.fromkeys(key for theirs in everyone for key in theirs):
-        held = {rank: theirs[key] for rank, theirs in zip(ranks, everyone, strict=True) if key in theirs}
-        (value, most), *rest = Counter(held.values()).most_common()
-        if rest:
-            right = [r for r, v in held.items() if v == value] if most > rest[0][1] else []
-            found[key] = ([r for r in held if r not in right], right)
-    return found
+    differences = {}
+    for key in dict.fromkeys(key for digests in everyone for key in digests):
+        digest_by_rank = {rank: digests[key] for rank, digests in zip(ranks, everyone, strict=True) if key in digests}
+        (value, votes), *other_votes = Counter(digest_by_rank.values()).most_common()
+        if other_votes:
+            right_ranks = [r for r, v in digest_by_rank.items() if v == value] if votes > other_votes[0][1] else []
+            differences[key] = ([r for r in digest_by_rank if r not in right_ranks], right_ranks)
+    return differences
 
 
 def refusal(found: Mapping[str, tuple[list[int], list[int]]], step: int, interval: int) -> UserError:
     """``found``: by :func:`differing`, of tensors and where in them."""
-    wrong, right = next(iter(found.values()), ([], []))
-    wrong = sorted({rank for ranks, others in found.values() if bool(others) == bool(right) for rank in ranks})
+    odd_ranks, right_ranks = next(iter(found.values()), ([], []))
+    odd_ranks = sorted(
+        {rank for ranks, compared_with in found.values() if bool(compared_with) == bool(right_ranks) for rank in ranks}
+    )
     names = listed(key.partition("@")[0] for key in found)
-    if right:
-        who = f"on {'rank' if len(wrong) == 1 else 'ranks'} {rank_ranges(wrong)}, unlike on most that hold them"
+    if right_ranks:
+        who = f"on {'rank' if len(odd_ranks) == 1 else 'ranks'} {rank_ranges(odd_ranks)}, unlike on most that hold them"
     else:
-        who = f"between ranks {rank_ranges(wrong)}"
+        who = f"between ranks {rank_ranges(odd_ranks)}"
     return UserError(
         f"copies of weights differ after step {step} {who}: {names}", field=FLAG, value=interval,
         accepted="equal bits on every rank that holds them: other hardware or kernels for the rank that differs, then "

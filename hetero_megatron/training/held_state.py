@@ -76,13 +76,13 @@ def owned_state(optimizer: ShardedOptimizer, spec: ModelSpec) -> tuple[Boxed, di
 
 def newest(said: Sequence[Sequence[Holding]], spec: ModelSpec) -> HeldMoment | None:
     """Of what each rank says it holds, the newest moment that is complete; None: no moment is."""
-    holders = [(rank, holding) for rank, theirs in enumerate(said) for holding in theirs]
+    holders = [(rank, holding) for rank, holdings in enumerate(said) for holding in holdings]
     for step in sorted({holding.moment.step for _, holding in holders}, reverse=True):
         of_step = [(rank, holding) for rank, holding in holders if holding.moment.step == step]
         boxes: dict[str, dict[int, tuple[Box, ...]]] = defaultdict(dict)
         for i, (_, holding) in enumerate(of_step):
-            for name, theirs in holding.boxes.items():
-                boxes[name][i] = tuple(theirs)
+            for name, parts in holding.boxes.items():
+                boxes[name][i] = tuple(parts)
         kinds = tuple(sorted({name.split(".")[1] for name in boxes if name.startswith(OPTIMIZER + ".")}))
         layouts = {}
         for name, shape in _wanted(spec, kinds):
@@ -109,8 +109,8 @@ def _wanted(spec: ModelSpec, kinds: Sequence[str]) -> Iterator[tuple[str, tuple[
 
 
 def _covers(layout: Layout) -> bool:
-    whole, boxes = Box.whole(layout.shape), {box for _, box in layout.items()}
-    return tiles(whole, boxes) or sum(cell.box.size for cell in refine(layout)) == whole.size
+    whole_box, boxes = Box.whole(layout.shape), {box for _, box in layout.items()}
+    return tiles(whole_box, boxes) or sum(cell.box.size for cell in refine(layout)) == whole_box.size
 
 
 def restore(
@@ -126,9 +126,11 @@ def restore(
     Returns:
         bytes that this rank sent.
     """
-    mine = [h for h in held if h.moment.step == source.moment.step]
+    same_moment = [h for h in held if h.moment.step == source.moment.step]
     holders = [i for i, rank in enumerate(source.ranks) if rank == group.comm.rank]
-    given = {i: {name: dict(parts) for name, parts in h.tensors.items()} for i, h in zip(holders, mine, strict=True)}
+    tensors_by_holder = {
+        i: {name: dict(parts) for name, parts in h.tensors.items()} for i, h in zip(holders, same_moment, strict=True)
+    }
     taken: Boxed = {}
     if optimizer is not None:
         make_states(optimizer, source.kinds, source.moment.numbers)
@@ -137,7 +139,7 @@ def restore(
     sent = 0
     for names in _batches(source.layouts):
         pieces = [(name, *_piece(piece, source)) for name in names for piece in _moves(name, source, owners)]
-        sent += _move(pieces, given, taken, group)
+        sent += _move(pieces, tensors_by_holder, taken, group)
     if optimizer is not None:
         optimizer.all_gather()
     return sent
@@ -145,19 +147,19 @@ def restore(
 
 def _batches(layouts: Mapping[str, Layout]) -> Iterator[list[str]]:
     """Names in order, so many at once that little memory is needed beside them."""
-    total, at = 0, {}
+    total, batch_of = 0, {}
     for name, layout in layouts.items():
-        at[name] = total // MOST_ELEMENTS
+        batch_of[name] = total // MOST_ELEMENTS
         total += Box.whole(layout.shape).size
-    for _, names in groupby(layouts, at.__getitem__):
+    for _, names in groupby(layouts, batch_of.__getitem__):
         yield list(names)
 
 
 def _moves(name: str, source: HeldMoment, owners: Mapping[str, Layout]) -> tuple[Piece, ...]:
     """From holders to owners, of which rank r has the number -1 - r; where it can, nothing leaves its rank."""
     logical = name.split(".", 1 if name.startswith(MODEL + ".") else 2)[-1]
-    wanted = owners[logical]
-    numbered = Layout(wanted.shape, {-1 - rank: boxes for rank, boxes in wanted.boxes.items()})
+    layout = owners[logical]
+    numbered = Layout(layout.shape, {-1 - rank: boxes for rank, boxes in layout.boxes.items()})
     return transfer(source.layouts[name], numbered, lambda holder, to: float(source.ranks[holder] != -1 - to)).pieces
 
 
@@ -174,27 +176,27 @@ def _move(
     pieces: Sequence[Move], given: Mapping[int, Mapping[str, Mapping[Box, torch.Tensor]]], taken: Boxed, group: Group
 ) -> int:
     """Both sides list what passes between two ranks in one order, so no index travels with the data."""
-    me = group.comm.rank
-    gives: dict[int, list[torch.Tensor]] = defaultdict(list)
-    takes: dict[int, list[torch.Tensor]] = defaultdict(list)
+    own_rank = group.comm.rank
+    outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
+    incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
     for name, holder, src, dst, box in pieces:
-        if src == me:
-            gives[dst].append(_part(given[holder][name].items(), box))
-        if dst == me:
-            takes[src].append(_part(taken[name], box))
-    for target, values in zip(takes.pop(me, []), gives.pop(me, []), strict=True):
+        if src == own_rank:
+            outgoing[dst].append(_part(given[holder][name].items(), box))
+        if dst == own_rank:
+            incoming[src].append(_part(taken[name], box))
+    for target, values in zip(incoming.pop(own_rank, []), outgoing.pop(own_rank, []), strict=True):
         target.copy_(values)
-    gave = [sum(part.nbytes for part in gives[rank]) for rank in group.ranks]
-    takes_bytes = [sum(part.nbytes for part in takes[rank]) for rank in group.ranks]
-    flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(as_bytes(p) for r in group.ranks for p in gives[r])])
-    came = group.all_to_all(flat, gave, takes_bytes).wait()
-    assert came is not None
-    at = 0
-    for part in (part for rank in group.ranks for part in takes[rank]):
-        values = came[at : at + part.nbytes].clone().view(part.dtype)  # a view would have to be aligned
+    sent_bytes = [sum(part.nbytes for part in outgoing[rank]) for rank in group.ranks]
+    takes_bytes = [sum(part.nbytes for part in incoming[rank]) for rank in group.ranks]
+    flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(as_bytes(p) for r in group.ranks for p in outgoing[r])])
+    received = group.all_to_all(flat, sent_bytes, takes_bytes).wait()
+    assert received is not None
+    offset = 0
+    for part in (part for rank in group.ranks for part in incoming[rank]):
+        values = received[offset : offset + part.nbytes].clone().view(part.dtype)  # a view would have to be aligned
         part.copy_(values.view(part.shape))
-        at += part.nbytes
-    return sum(gave)
+        offset += part.nbytes
+    return sum(sent_bytes)
 
 
 def as_bytes(part: torch.Tensor) -> torch.Tensor:

@@ -77,17 +77,18 @@ class Adapters:
         assert self.config.save_hf is not None
         base = self.spec.base
         rank, built = runtime.comm.rank, runtime.stage_model
-        held = BaseWeights(dict(built.module.named_parameters()), built.scales, built.dtype)
+        base_weights = BaseWeights(dict(built.module.named_parameters()), built.scales, built.dtype)
         buckets = CompiledPlan(runtime.here.plan, base).buckets
         owners = {
             name: layout.of(rank) for b in buckets for name, layout in b.owners.items() if rank in layout.ranks
         }
         gains = built.row_norms.gains() if built.row_norms is not None else {}
         pieces = runtime.divided.owned() if runtime.divided is not None else ()
-        apart = runtime.divided.names if runtime.divided is not None else ()
-        whole = {name: boxes for name, boxes in owners.items() if name not in apart}
+        divided_names = runtime.divided.names if runtime.divided is not None else ()
+        whole_owners = {name: boxes for name, boxes in owners.items() if name not in divided_names}
         owned = chain(
-            merged(self.spec, held, built.boxes, whole, gains), merged_pieces(self.spec, held, pieces)
+            merged(self.spec, base_weights, built.boxes, whole_owners, gains),
+            merged_pieces(self.spec, base_weights, pieces),
         )
         return save_hf(self.config.save_hf, base, owned, dtypes, runtime.world, along)
 
@@ -96,9 +97,9 @@ def adapters_of(config: RunConfig, world: Group) -> Adapters | None:
     """None for a model without adapters. Called on all ranks; UserError on all of them."""
     if config.spec.lora is None:
         return None
-    made: list[Adapters] = []
-    together(world, lambda: made.append(Adapters(config)))
-    return made[0]
+    adapters: list[Adapters] = []
+    together(world, lambda: adapters.append(Adapters(config)))
+    return adapters[0]
 
 
 def finite(tensor: LogicalTensor, values: torch.Tensor) -> torch.Tensor:
@@ -148,8 +149,8 @@ class InitialWeights:
         if self.adapters is not None and tensor.trained:
             return self.adapters.initialize(tensor, box, self.values)
         if self.source is not None:
-            found = self.source.read(tensor, box)
-            return finite(tensor, found) if tensor.int8 or tensor.nf4 else found
+            values_read = self.source.read(tensor, box)
+            return finite(tensor, values_read) if tensor.int8 or tensor.nf4 else values_read
         return initial_values(tensor, box, self.config.spec, self.config.seed)
 
     def blank(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
@@ -170,12 +171,16 @@ class InitialWeights:
             self.source.read_masters(runtime.optimizer.owned(), runtime.stage_model.dtype)
         ranks: list[list[str]] = runtime.world.gather_objects(list(self.source.nonfinite))
         nonfinite = [name for names in ranks for name in names]
-        told = f"NaN or Inf in {listed(nonfinite)}, with which nothing is saved or exported"
-        found = [told] if nonfinite else []
+        nonfinite_notice = f"NaN or Inf in {listed(nonfinite)}, with which nothing is saved or exported"
+        notices = [nonfinite_notice] if nonfinite else []
         masters = torch.promote_types(runtime.stage_model.dtype, torch.float32)
-        wide = [name for name, dtype in self.source.dtypes().items() if torch.promote_types(dtype, masters) != masters]
-        if wide:
-            found.append(f"float64 is rounded to the float32 of this run (--fp64 keeps it) in {listed(wide)}")
+        float64_names = [
+            name for name, dtype in self.source.dtypes().items() if torch.promote_types(dtype, masters) != masters
+        ]
+        if float64_names:
+            notices.append(
+                f"float64 is rounded to the float32 of this run (--fp64 keeps it) in {listed(float64_names)}"
+            )
         if runtime.world.index == 0:
-            for notice in [*self.source.notices, *found]:
+            for notice in [*self.source.notices, *notices]:
                 print(notice_line(f"--load-hf {self.config.load_hf}: {notice}"), flush=True)

@@ -47,18 +47,27 @@ def rank_kernels(
     Raises:
         UserError: the stage asks for a provider that is not there or cannot serve it.
     """
-    here = RankStage(plan, spec, rank)
+    rank_stage = RankStage(plan, spec, rank)
     compiled = options.compile_backend is not None
     base = replace(_signature(platform, dtype), compiled=compiled, deterministic=deterministic)
-    requests = dict(here.stage.kernels)
-    chunked = here.loss_chunk(dtype, options.logits_bytes) is not None
-    fp8 = here.fp8(options.fp8)
+    requests = dict(rank_stage.stage.kernels)
+    chunked = rank_stage.loss_chunk(dtype, options.logits_bytes) is not None
+    fp8 = rank_stage.fp8(options.fp8)
     if fp8 is not None:
-        _require_fp8(registry, replace(base, op=fp8.operator), fp8, requests, here.path, rank)
+        _require_fp8(registry, replace(base, op=fp8.operator), fp8, requests, rank_stage.path, rank)
     signatures = stage_signatures(
-        base, spec, here.share, here.stage.head, here.unit.tp, requests, chunked, here.tiled, fp8, options.dropout
+        base,
+        spec,
+        rank_stage.share,
+        rank_stage.stage.head,
+        rank_stage.unit.tp,
+        requests,
+        chunked,
+        rank_stage.tiled,
+        fp8,
+        options.dropout,
     )
-    return resolve(registry, signatures, requests, f"{here.path}.kernels")
+    return resolve(registry, signatures, requests, f"{rank_stage.path}.kernels")
 
 
 def _require_fp8(
@@ -81,12 +90,12 @@ def _require_fp8(
 def fp8_kernels(registry: Registry, platform: Platform, dtype: torch.dtype) -> dict[str, Kernel]:
     """By recipe, the product in fp8 that a run on this platform would have unasked; recipes that it lacks are left
     out."""
-    found = {}
+    kernels = {}
     for recipe in RECIPES:
         signature = replace(_signature(platform, dtype), op=Fp8("e4m3", recipe).operator)
         if _has_fp8(registry, signature):
-            found[recipe] = resolve(registry, [signature]).choices[signature.op].kernel
-    return found
+            kernels[recipe] = resolve(registry, [signature]).choices[signature.op].kernel
+    return kernels
 
 
 def _has_fp8(registry: Registry, signature: Signature) -> bool:
@@ -104,11 +113,11 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     from hetero_megatron.dry_run.expert_layers import with_expected_rows
     from hetero_megatron.dry_run.products import with_chip_chunks, with_chip_products
 
-    here = RankStage(config.plan, config.spec, rank)
+    rank_stage = RankStage(config.plan, config.spec, rank)
     kernels = default_kernels(
-        config.spec, here.share, here.stage.head, dtype, tp=here.unit.tp,
-        chunked=here.loss_chunk(dtype, config.logits_bytes) is not None, tiled=here.tiled,
-        fp8=here.fp8(config.fp8),
+        config.spec, rank_stage.share, rank_stage.stage.head, dtype, tp=rank_stage.unit.tp,
+        chunked=rank_stage.loss_chunk(dtype, config.logits_bytes) is not None, tiled=rank_stage.tiled,
+        fp8=rank_stage.fp8(config.fp8),
     )  # fmt: skip
     kernels = with_chip_chunks(with_chip_products(kernels))
     if "dropout" in kernels.choices:  # making masks of nothing would take most of the time
@@ -119,8 +128,8 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
 def _interchangeable(plan: KernelPlan) -> dict[str, frozenset[str]]:
     """Providers that unlike chips of one stage may have by themselves, by operator: a vendor's attention, whose saved
     state has one form, so that what one made another may use."""
-    known = [k for k in plan.registry.kernels("attention") if k.kind == VENDOR and not k.private]
-    return {"attention": frozenset(k.provider for k in known)}
+    shared_kernels = [k for k in plan.registry.kernels("attention") if k.kind == VENDOR and not k.private]
+    return {"attention": frozenset(k.provider for k in shared_kernels)}
 
 
 def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
@@ -132,33 +141,35 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
     """
     place, plan = runtime.here.place, runtime.stage_model.kernels
     text = "\n".join([plan.summary(), *([plan.format()] if reasons else plan.why())])
-    mine = (place.pipeline, place.stage, plan.providers(), plan.digest(), text)
-    everyone = runtime.world.gather_objects(mine, tuple[int, int, dict[str, str], str, str])
+    summary_here = (place.pipeline, place.stage, plan.providers(), plan.digest(), text)
+    summaries = runtime.world.gather_objects(summary_here, tuple[int, int, dict[str, str], str, str])
     first: dict[tuple[int, int], tuple[str, str]] = {}
     # TP groups of one rank and of several call different operators for the loss, so each has a first rank of its own.
     by_stage: dict[tuple[int, int], dict[str, tuple[int, str]]] = {}
-    alike, notices = _interchangeable(plan), dict[tuple[int, int, str], str]()
-    for rank, (p, s, providers, digest, summary) in zip(runtime.world.ranks, everyone, strict=True):
+    interchangeable, notices = _interchangeable(plan), dict[tuple[int, int, str], str]()
+    for rank, (p, s, providers, digest, summary) in zip(runtime.world.ranks, summaries, strict=True):
         first.setdefault((p, s), (digest, summary))
-        known = by_stage.setdefault((p, s), {})
+        provider_of_op = by_stage.setdefault((p, s), {})
         for op, provider in sorted(providers.items()):
-            other, same = known.setdefault(op, (rank, provider))
-            if provider != same and {provider, same} <= alike.get(op, frozenset()):
-                notices.setdefault((p, s, op), f"rank {other} uses {same}, rank {rank} {provider}")
-            elif provider != same:
+            other, other_provider = provider_of_op.setdefault(op, (rank, provider))
+            if provider != other_provider and {provider, other_provider} <= interchangeable.get(op, frozenset()):
+                notices.setdefault((p, s, op), f"rank {other} uses {other_provider}, rank {rank} {provider}")
+            elif provider != other_provider:
                 raise UserError(
                     f"ranks {other} and {rank} of one stage resolved {op} to different providers",
                     field=f"pipelines[{p}].stages[{s}].kernels", accepted="one provider per operator, by name",
                 )  # fmt: skip
     if runtime.comm.rank == runtime.world.ranks[0]:
-        called = {op for known in by_stage.values() for op in known} | {EVERY}
+        called = {op for provider_of_op in by_stage.values() for op in provider_of_op} | {EVERY}
         stages = (stage for pipeline in runtime.here.plan.pipelines for stage in pipeline.stages)
         for op in sorted({op for stage in stages for op, _ in stage.kernels} - called):
             print(notice_line(f"kernels.{op} has no effect: this model never calls it"), flush=True)
-        for (p, s, op), said in notices.items():
-            where = f"pipeline {p} stage {s}"
-            print(notice_line(f"unlike chips of {where} have unlike kernels for {op}: {said}"), flush=True)
-        some_in_fp8 = any(op in FP8_PRODUCTS for known in by_stage.values() for op in known)
+        for (p, s, op), unlike_kernels in notices.items():
+            stage_name = f"pipeline {p} stage {s}"
+            print(
+                notice_line(f"unlike chips of {stage_name} have unlike kernels for {op}: {unlike_kernels}"), flush=True
+            )
+        some_in_fp8 = any(op in FP8_PRODUCTS for provider_of_op in by_stage.values() for op in provider_of_op)
         for (p, s), (digest, summary) in sorted(first.items()):
             if some_in_fp8 and not any(op in FP8_PRODUCTS for op in by_stage[p, s]):
                 summary = f"all in {str(runtime.stage_model.dtype).removeprefix('torch.')}; {summary}"
@@ -173,20 +184,22 @@ def check_kernels(kernels: KernelPlan, world: Group, platform: Platform) -> None
         UserError: on all ranks, naming the first kernel that computes something else, and where.
     """
     begin = time.perf_counter()
-    wrong = wrong_kernels(used_kernels(kernels.registry, kernels.choices), platform.device, platform.synchronize)
-    everyone = world.gather_objects(wrong, dict[str, str])
-    where: dict[str, list[int]] = {}
-    for rank, found in zip(world.ranks, everyone, strict=True):
-        for kernel in found:
-            where.setdefault(kernel, []).append(rank)
-    for kernel, ranks in where.items():
-        op, told = kernel.partition(":")[0], everyone[world.ranks.index(ranks[0])][kernel]
+    failures_here = wrong_kernels(
+        used_kernels(kernels.registry, kernels.choices), platform.device, platform.synchronize
+    )
+    failures_of_ranks = world.gather_objects(failures_here, dict[str, str])
+    ranks_by_kernel: dict[str, list[int]] = {}
+    for rank, failures in zip(world.ranks, failures_of_ranks, strict=True):
+        for kernel in failures:
+            ranks_by_kernel.setdefault(kernel, []).append(rank)
+    for kernel, ranks in ranks_by_kernel.items():
+        op, failure = kernel.partition(":")[0], failures_of_ranks[world.ranks.index(ranks[0])][kernel]
         raise UserError(
             f"computes otherwise than its operator's definition on {plural(len(ranks), 'rank')} of {world.size} "
-            f"({rank_ranges(ranks)}): {told}", field="kernel", value=kernel,
+            f"({rank_ranges(ranks)}): {failure}", field="kernel", value=kernel,
             accepted=f"a kernel that passes `hetero-megatron plugins check`; --kernels {op}=PROVIDER for another one; "
             "other hardware for that rank; or --no-kernel-check",
         )  # fmt: skip
     if world.index == 0:
-        took = format_seconds(time.perf_counter() - begin)
-        print(f"kernels checked against their definitions in {took} (--no-kernel-check leaves it out)", flush=True)
+        duration = format_seconds(time.perf_counter() - begin)
+        print(f"kernels checked against their definitions in {duration} (--no-kernel-check leaves it out)", flush=True)

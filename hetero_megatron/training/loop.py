@@ -151,8 +151,8 @@ class Training:
                 last = self.elastic.after_step(self, stats.stop, step == config.steps)
 
     def _wants_to_stop(self, step: int) -> bool:
-        asked = self.elastic is not None and self.elastic.asks
-        return self.exit.check(step) or self.checkpoints.failed or asked
+        elastic_asks = self.elastic is not None and self.elastic.asks
+        return self.exit.check(step) or self.checkpoints.failed or elastic_asks
 
     def _report(self, stats: StepStats, size: int, lr: float, begin: float, last: bool) -> None:
         """Log a step of ``size`` sequences, and adapt the loss scale to how it went.
@@ -164,8 +164,8 @@ class Training:
         self.stragglers.step(self.step, stats.busy, size)
         seconds = time.perf_counter() - begin
         self.reporter.step(self.step, self.consumed, size, lr, scale, stats, seconds)
-        if told := self.profiler.after(self.step, stats.actions, seconds, last):
-            self.reporter.say(told)
+        if summary := self.profiler.after(self.step, stats.actions, seconds, last):
+            self.reporter.say(summary)
         self.trained |= not stats.skipped
         if self.config.dtype == "fp16":
             self.loss_scale.check(self.step, last and not self.trained)

@@ -184,22 +184,22 @@ class BatchSize:
         while self.start and consumed <= self.ramp_samples and consumed + self.at(consumed) <= samples:
             size = self.at(consumed)
             # At once: all steps of this size, up to the first that begins where the size is another one.
-            same = min(self._last_of_size(consumed) - consumed, samples - consumed - size) // size + 1
-            consumed += same * size
-            steps += same
+            same_size_steps = min(self._last_of_size(consumed) - consumed, samples - consumed - size) // size + 1
+            consumed += same_size_steps * size
+            steps += same_size_steps
         if self.start and consumed <= self.ramp_samples:
             return steps, consumed
-        more = max(0, samples - consumed) // self.final
-        return steps + more, consumed + more * self.final
+        final_steps = max(0, samples - consumed) // self.final
+        return steps + final_steps, consumed + final_steps * self.final
 
     def samples_after(self, steps: int) -> int:
         """Samples that so many steps consume from the beginning."""
         consumed = 0
         while self.start and steps and consumed <= self.ramp_samples:
             size = self.at(consumed)
-            same = min(steps, (self._last_of_size(consumed) - consumed) // size + 1)
-            consumed += same * size
-            steps -= same
+            same_size_steps = min(steps, (self._last_of_size(consumed) - consumed) // size + 1)
+            consumed += same_size_steps * size
+            steps -= same_size_steps
         return consumed + steps * self.final
 
     def _last_of_size(self, consumed: int) -> int:
@@ -283,12 +283,12 @@ class LossScale:
         most = self.hysteresis if self.dynamic else MOST_SKIPPED
         if not self.stuck or (self.stuck < most and not finished):
             return
-        held = "at its minimum" if self.dynamic else "constant"
+        scale_limit = "at its minimum" if self.dynamic else "constant"
         field, value = ("--min-loss-scale", self.minimum) if self.dynamic else ("--loss-scale", self.scale)
         steps = f"the last {self.stuck} steps were" if self.stuck > 1 else "the last step was"
         raise UserError(
-            f"{steps} skipped because gradients overflow with the loss scale, which is {held}: step {step} and those "
-            "after it would train nothing", field=field, value=value,
+            f"{steps} skipped because gradients overflow with the loss scale, which is {scale_limit}: step {step} "
+            "and those after it would train nothing", field=field, value=value,
             accepted="a smaller one, a smaller --lr, other data, or --bf16; from an earlier checkpoint if there is one",
         )  # fmt: skip
 

@@ -45,8 +45,8 @@ def recorded_memory(path: str, platform: Platform, rank: int) -> Iterator[None]:
 def _write(recorder: Any, path: Path, rank: int) -> None:
     """Aside first: what was there before stays until the new one is whole."""
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".memory-") as aside:
-            written = Path(aside) / path.name
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".memory-") as folder:
+            written = Path(folder) / path.name
             recorder._dump_snapshot(str(written))
             written.replace(path)
     except (OSError, RuntimeError) as error:

@@ -46,22 +46,22 @@ def entries_of(tensors: Boxed) -> list[PackedBox]:
 
 
 def pack(tensors: Boxed, entries: Sequence[PackedBox], into: torch.Tensor) -> None:
-    at = 0
+    offset = 0
     values = (values for parts in tensors.values() for _, values in parts)
     for entry, value in zip(entries, values, strict=True):
-        into[at : at + entry.bytes].copy_(as_bytes(value))
-        at += entry.padded
+        into[offset : offset + entry.bytes].copy_(as_bytes(value))
+        offset += entry.padded
 
 
 def unpack(entries: Sequence[PackedBox], flat: torch.Tensor) -> Boxed:
     """Views of a packed copy."""
-    found: Boxed = {}
-    at = 0
+    tensors: Boxed = {}
+    offset = 0
     for entry in entries:
-        values = flat[at : at + entry.bytes].view(getattr(torch, entry.dtype)).view(entry.box.shape)
-        found.setdefault(entry.name, []).append((entry.box, values))
-        at += entry.padded
-    return found
+        values = flat[offset : offset + entry.bytes].view(getattr(torch, entry.dtype)).view(entry.box.shape)
+        tensors.setdefault(entry.name, []).append((entry.box, values))
+        offset += entry.padded
+    return tensors
 
 
 @dataclass
@@ -89,10 +89,10 @@ class PackedState:
         """What can be gone on from."""
         if self.moment is None:
             return []
-        found = [Held(self.moment, unpack(self.entries[self.index], self.own))] if own else []
+        held_states = [Held(self.moment, unpack(self.entries[self.index], self.own))] if own else []
         if self.complete:
-            found += [Held(self.moment, unpack(self.entries[i], flat)) for i, flat in self.others.items()]
-        return found
+            held_states += [Held(self.moment, unpack(self.entries[i], flat)) for i, flat in self.others.items()]
+        return held_states
 
 
 @dataclass
@@ -114,12 +114,14 @@ class CopyExchange:
     holders: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        said = self.group.gather_objects(
+        packed_of_ranks = self.group.gather_objects(
             (self.node, self.leaving, entries_of(self.tensors)), tuple[str, bool, list[PackedBox]]
         )
-        self.entries = [entries for _, _, entries in said]
-        sizes = [self.size(i) for i in range(len(said))]
-        self.holders = choose_holders([node for node, _, _ in said], sizes, [not leaves for _, leaves, _ in said])
+        self.entries = [entries for _, _, entries in packed_of_ranks]
+        sizes = [self.size(i) for i in range(len(packed_of_ranks))]
+        self.holders = choose_holders(
+            [node for node, _, _ in packed_of_ranks], sizes, [not leaves for _, leaves, _ in packed_of_ranks]
+        )
 
     def size(self, index: int) -> int:
         return sum(entry.padded for entry in self.entries[index])
@@ -130,17 +132,17 @@ class CopyExchange:
         return [i for i, holder in enumerate(self.holders) if holder == self.group.index]
 
     def memory(self) -> PackedState:
-        me = self.group.index
-        others = {i: torch.empty(self.size(i), dtype=torch.uint8) for i in self.held}
-        return PackedState(self.entries, me, torch.empty(self.size(me), dtype=torch.uint8), others)
+        own_index = self.group.index
+        copies = {i: torch.empty(self.size(i), dtype=torch.uint8) for i in self.held}
+        return PackedState(self.entries, own_index, torch.empty(self.size(own_index), dtype=torch.uint8), copies)
 
     def start(self, copies: PackedState, moment: Moment, tensors: Boxed) -> Work:
         """Pack ``tensors``, with boxes as in ``entries``, and send them."""
-        me, nothing = self.group.index, torch.empty(0, dtype=torch.uint8)
+        own_index, empty = self.group.index, torch.empty(0, dtype=torch.uint8)
         copies.moment, copies.complete = moment, False
-        pack(tensors, self.entries[me], copies.own)
-        send = [copies.own if i == self.holders[me] else nothing for i in range(self.group.size)]
-        receive = [copies.others.get(i, nothing) for i in range(self.group.size)]
+        pack(tensors, self.entries[own_index], copies.own)
+        send = [copies.own if i == self.holders[own_index] else empty for i in range(self.group.size)]
+        receive = [copies.others.get(i, empty) for i in range(self.group.size)]
         return self.group.exchange(send, receive)
 
 
@@ -191,8 +193,8 @@ class PeerReplicas:
         if self._exchange is None or stepped != self._stepped:
             self._exchange, self._stepped = CopyExchange(self.group, self.node, tensors), stepped
         older = self._slots[0] if len(self._slots) == 2 else None
-        again = older is not None and older.entries is self._exchange.entries
-        self._slots = [*self._slots[-1:], older if older is not None and again else self._exchange.memory()]
+        same_layout = older is not None and older.entries is self._exchange.entries
+        self._slots = [*self._slots[-1:], older if older is not None and same_layout else self._exchange.memory()]
         self._under_way = self._exchange.start(self._slots[-1], moment, tensors)
 
     def wait(self) -> None:
@@ -203,4 +205,4 @@ class PeerReplicas:
 
     def held(self) -> list[Held]:
         """What is in this rank's memory."""
-        return [held for slot in self._slots for held in slot.held()]
+        return [state for slot in self._slots for state in slot.held()]

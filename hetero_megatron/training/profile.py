@@ -45,9 +45,9 @@ def read_clocks(group: Group, rounds: int = ROUNDS) -> torch.Tensor:
     """[rounds, 2] seconds of this rank's clock: before and after a gathering of all ranks. Called on all ranks."""
     rows = []
     for _ in range(rounds):
-        before = time.perf_counter()
+        start = time.perf_counter()
         group.gather_vectors(torch.zeros(1, dtype=torch.float64))
-        rows.append((before, time.perf_counter()))
+        rows.append((start, time.perf_counter()))
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -58,12 +58,12 @@ def offsets(readings: Sequence[torch.Tensor]) -> list[ClockOffset]:
         readings: [rounds, 2] of each rank.
     """
     first = readings[0]
-    found = []
-    for mine in readings:
-        low = float((mine[:, 0] - first[:, 1]).max())  # it began here before it ended there
-        high = float((mine[:, 1] - first[:, 0]).min())
-        found.append(ClockOffset((low + high) / 2, max(0.0, (high - low) / 2)))
-    return [ClockOffset(0.0, 0.0), *found[1:]]
+    clock_offsets = []
+    for rank_readings in readings:
+        low = float((rank_readings[:, 0] - first[:, 1]).max())  # it began here before it ended there
+        high = float((rank_readings[:, 1] - first[:, 0]).min())
+        clock_offsets.append(ClockOffset((low + high) / 2, max(0.0, (high - low) / 2)))
+    return [ClockOffset(0.0, 0.0), *clock_offsets[1:]]
 
 
 def profiler_of(config: RunConfig, runtime: Runtime, platform: Platform) -> Profiler:
@@ -129,36 +129,36 @@ class Profiler:
         if self._torch is not None:
             self._torch.stop()
         self._clocks.append(read_clocks(self.group))
-        mine = (torch.cat(self._clocks).tolist(), self._rows)
-        every = self.group.gather_objects(mine, tuple[list[list[float]], list[ROW]])
+        profile = (torch.cat(self._clocks).tolist(), self._rows)
+        profiles = self.group.gather_objects(profile, tuple[list[list[float]], list[ROW]])
         self._rows = []
-        apart = self._write(every)
-        if apart is None or self.group.ranks[0] != self.rank:
+        clock_error_us = self._write(profiles)
+        if clock_error_us is None or self.group.ranks[0] != self.rank:
             return ""
-        return f"profile: {self.folder / TRACE}; clocks of ranks agree within {apart:.0f} us{self._overhead()}"
+        return f"profile: {self.folder / TRACE}; clocks of ranks agree within {clock_error_us:.0f} us{self._overhead()}"
 
     def _write(self, every: Sequence[tuple[list[list[float]], list[ROW]]]) -> float | None:
         """This rank's files; by how many us the clocks of ranks may differ. None, and a notice, where they cannot be
         written: the training is worth more."""
-        known = offsets([torch.tensor(rows, dtype=torch.float64) for rows, _ in every])
+        clock_offsets = offsets([torch.tensor(rows, dtype=torch.float64) for rows, _ in every])
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._torch is not None:
                 self._write_torch(self.folder / f"torch-rank-{self.rank}.json")
             if self.group.ranks[0] == self.rank:
-                rows = {rank: found for rank, (_, found) in zip(self.group.ranks, every, strict=True)}
-                clocks = dict(zip(self.group.ranks, known, strict=True))
+                rows = {rank: rank_rows for rank, (_, rank_rows) in zip(self.group.ranks, every, strict=True)}
+                clocks = dict(zip(self.group.ranks, clock_offsets, strict=True))
                 write_text(self.folder / TRACE, "--profile", json.dumps(trace(rows, clocks)))
         except (OSError, RuntimeError, UserError) as error:  # RuntimeError: of torch's profiler
             reason = error.problem if isinstance(error, UserError) else f"{getattr(error, 'strerror', None) or error}"
             tell(f"{self.folder} on rank {self.rank}: {reason}: a profile is missing in it, and training goes on")
             return None
-        return 1e6 * max(offset.error for offset in known)
+        return 1e6 * max(offset.error for offset in clock_offsets)
 
     def _write_torch(self, path: Path) -> None:
         """In a folder aside first: torch does not say that a disk is full. OSError: it is."""
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".torch-") as aside:
-            written = Path(aside) / path.name
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".torch-") as folder:
+            written = Path(folder) / path.name
             self._torch.export_chrome_trace(str(written))
             if not _is_whole(written):
                 raise OSError(errno.ENOSPC, "is not written to its end (a full disk?)")
@@ -166,12 +166,12 @@ class Profiler:
 
     def _overhead(self) -> str:
         """What profiled steps took beyond the others, of which the first two count for neither."""
-        others = sorted(self._seconds[False][2:])
-        mine = sorted(self._seconds[True])
-        if not others:
+        unprofiled = sorted(self._seconds[False][2:])
+        profiled = sorted(self._seconds[True])
+        if not unprofiled:
             return ""
-        plain = others[len(others) // 2]
-        return f"; profiled steps took {mine[len(mine) // 2] / plain - 1:+.1%} of the others' time"
+        typical = unprofiled[len(unprofiled) // 2]
+        return f"; profiled steps took {profiled[len(profiled) // 2] / typical - 1:+.1%} of the others' time"
 
 
 def _is_whole(path: Path) -> bool:
@@ -189,14 +189,14 @@ def trace(rows: dict[int, list[ROW]], clocks: dict[int, ClockOffset]) -> dict[st
     Times are microseconds of the first rank's clock from the first event on. ``args.error_us`` of a process's name is
     by how much its events may be off
     """
-    origin = min((row[4] - clocks[rank].seconds for rank, mine in rows.items() for row in mine), default=0.0)
+    origin = min((row[4] - clocks[rank].seconds for rank, rank_rows in rows.items() for row in rank_rows), default=0.0)
     events: list[dict[str, Any]] = []
-    for rank, mine in rows.items():
+    for rank, rank_rows in rows.items():
         offset = clocks[rank]
         events.append(_named("process_name", rank, 0, f"rank {rank}", error_us=1e6 * offset.error))
         for thread, name in enumerate(("steps", "compute", "transfers")):
             events.append(_named("thread_name", rank, thread, name))
-        for step, kind, micro_batch, chunk, start, end, computed in mine:
+        for step, kind, micro_batch, chunk, start, end, computed in rank_rows:
             thread = 0 if kind == "STEP" else 1 if kind in ("F", "B", "B_INPUT", "W") else 2
             name = f"step {step}" if kind == "STEP" else f"{kind}{micro_batch}" + (f".{chunk}" if chunk else "")
             events.append({

@@ -33,8 +33,8 @@ def describe_islands(islands: Islands | None) -> list[str]:
     for rank, endpoint in enumerate(islands.endpoints):
         versions.setdefault(endpoint.torch.partition("+")[0], []).append(rank)  # after it: the vendor of the build
     if len(versions) > 1:
-        said = ", ".join(f"{version} on ranks {rank_ranges(ranks)}" for version, ranks in versions.items())
-        lines.append(notice_line(f"ranks have unlike versions of torch: {said}"))
+        versions_of_ranks = ", ".join(f"{version} on ranks {rank_ranges(ranks)}" for version, ranks in versions.items())
+        lines.append(notice_line(f"ranks have unlike versions of torch: {versions_of_ranks}"))
     return lines
 
 
@@ -69,12 +69,12 @@ def check_chips(plan: Plan, cluster: Cluster | None, islands: Islands | None) ->
         expected = {r: s.chip for p in plan.pipelines for s in p.stages if s.chip is not None for r in s.ranks}
     for rank, chip in expected.items() if islands is not None else ():
         assert islands is not None
-        said = islands.endpoints[rank].chip if rank < len(islands.endpoints) else ""
-        if chip in CHIPS and (known := _known_chips(said)) and chip not in known:
+        driver_chip = islands.endpoints[rank].chip if rank < len(islands.endpoints) else ""
+        if chip in CHIPS and (chips_of_driver := _known_chips(driver_chip)) and chip not in chips_of_driver:
             raise UserError(
-                f"rank {rank} is to be a {chip}, and its driver says {said}",
+                f"rank {rank} is to be a {chip}, and its driver says {driver_chip}",
                 field="--cluster" if cluster else "--plan", value=chip,
-                accepted=f"{', '.join(known)} there, or the ranks in another order",
+                accepted=f"{', '.join(chips_of_driver)} there, or the ranks in another order",
             )  # fmt: skip
 
 
@@ -157,8 +157,8 @@ def platform_at(
         UserError: there is no such platform, see :func:`~hetero_megatron.platform.choose_platform`.
     """
     vendor = cluster.emulated_vendor(place) if cluster is not None else ""
-    known, index = plugins.platforms.values(), launcher.device_index
-    return choose_platform(known, name, backend, index, vendor, deterministic, eager)
+    platforms, index = plugins.platforms.values(), launcher.device_index
+    return choose_platform(platforms, name, backend, index, vendor, deterministic, eager)
 
 
 def sizes_follow_data(plan: Plan, spec: ModelSpec, documents_apart: bool) -> bool:

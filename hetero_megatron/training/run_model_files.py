@@ -35,24 +35,24 @@ def run_model_files(
     Args:
         found: the checkpoint that the weights are from.
     """
-    along = ModelFiles()
+    files = ModelFiles()
     for directory in dict.fromkeys((config.model_directory, config.load_hf)):
         if directory is not None:
-            along = from_directory(directory).over(along)
+            files = from_directory(directory).over(files)
     carried = found.model_files() if found is not None else ModelFiles()
-    along = carried.over(along)
-    before = along.tokenizer().files
+    files = carried.over(files)
+    tokenizer_files = files.tokenizer().files
     if _trains_on_bytes(config, data):
-        along = along.without_tokenizer("this run trains on bytes")
+        files = files.without_tokenizer("this run trains on bytes")
     else:
-        along = _tokenizer(config, data).over(along)
+        files = _tokenizer(config, data).over(files)
     if config.load_hf is None and CONFIG not in carried.files:
-        replaced = along.tokenizer().files != before
-        own = bool(before) and not replaced  # the source's config.json says what its tokens mean
-        along = _from_scratch(along, config.spec, {} if own else special_ids(config, data), replaced)
-    for notice in dict.fromkeys(along.notices):
+        replaced = files.tokenizer().files != tokenizer_files
+        keeps_config = bool(tokenizer_files) and not replaced  # the source's config.json says what its tokens mean
+        files = _from_scratch(files, config.spec, {} if keeps_config else special_ids(config, data), replaced)
+    for notice in dict.fromkeys(files.notices):
         log(notice_line(notice))
-    return along
+    return files
 
 
 def special_ids(config: RunConfig, data: Datasets) -> dict[str, int | None]:
@@ -95,13 +95,13 @@ def _tokenizer(config: RunConfig, data: Datasets) -> ModelFiles:
         tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END)
         described = json.dumps({"tokenizer_class": "GPT2Tokenizer", **tokens}, indent=2) + "\n"
         contents = {name: read_bytes(path) for name, path in files.items() if path is not None}
-        whole = data.tokenizer.to_json().encode()  # for families whose tokenizer class reads no pair of files
-        return ModelFiles({**contents, "tokenizer.json": whole, "tokenizer_config.json": described.encode()})
+        tokenizer_json = data.tokenizer.to_json().encode()  # for families whose tokenizer class reads no pair of files
+        return ModelFiles({**contents, "tokenizer.json": tokenizer_json, "tokenizer_config.json": described.encode()})
     if not isinstance(data.tokenizer, HuggingFaceTokenizer) or flags.tokenizer_model is None:
         return ModelFiles()
     directory = Path(flags.tokenizer_model).expanduser()
-    if directory.is_dir() and (found := from_directory(directory).tokenizer()).files:
-        return found
+    if directory.is_dir() and (tokenizer := from_directory(directory).tokenizer()).files:
+        return tokenizer
     with tempfile.TemporaryDirectory() as folder:  # by its name on the hub, or of other files: as transformers has it
         data.tokenizer.save(folder)
         return from_directory(folder).tokenizer()

@@ -39,8 +39,8 @@ def claim_directory(config: RunConfig, group: Group) -> DirectoryLock | None:
     check_writable(options.save, group)
     lock = lock_directory(options.save, group)
     # Only now: while another run held the lock it may have saved.
-    held = CheckpointDirectory(options.save).held() if group.index == 0 else []
-    newest = group.gather_objects(held[-1] if held else None, int | None)[0]
+    steps = CheckpointDirectory(options.save).held() if group.index == 0 else []
+    newest = group.gather_objects(steps[-1] if steps else None, int | None)[0]
     if newest is not None and not options.goes_on:
         _refuse_or_say(options, newest, group)
     return lock
@@ -69,12 +69,12 @@ def make_folders(config: RunConfig, group: Group) -> None:
     folders = {"--dump-layers": config.alignment.dump, "--capture-operators": config.alignment.capture}
     if group.index == 0:
         folders |= {"--save": config.logging.save, "--tensorboard-dir": config.logging.tensorboard_dir}
-    found = [(flag, path, _unwritable(Path(path))) for flag, path in folders.items() if path is not None]
-    mine = next((problem for problem in found if problem[2]), None)
-    every = group.gather_objects(mine, tuple[str, str, str] | None)
-    for rank, theirs in zip(group.ranks, every, strict=True):
-        if theirs is not None:
-            flag, path, reason = theirs
+    folder_problems = [(flag, path, _unwritable(Path(path))) for flag, path in folders.items() if path is not None]
+    problem_here = next((problem for problem in folder_problems if problem[2]), None)
+    problems = group.gather_objects(problem_here, tuple[str, str, str] | None)
+    for rank, problem_of_rank in zip(group.ranks, problems, strict=True):
+        if problem_of_rank is not None:
+            flag, path, reason = problem_of_rank
             problem = f"cannot be written on rank {rank}: {reason}"
             raise UserError(problem, field=flag, value=path, accepted="a folder with write permission")
 

@@ -166,11 +166,11 @@ def check_state(found: Checkpoint) -> None:
     """
     state, path = found.state, found.path / METADATA
     try:
-        known = {f.name: state[f.name] for f in dataclasses.fields(_State) if f.name in state}
-        plan = typed(known.get("plan"), dict[str, Any] | None, "state.plan")
+        known_fields = {f.name: state[f.name] for f in dataclasses.fields(_State) if f.name in state}
+        plan = typed(known_fields.get("plan"), dict[str, Any] | None, "state.plan")
         if plan is not None:
-            known["plan"] = {"seq_length": plan.get("seq_length")}
-        typed(known, _State, "state")
+            known_fields["plan"] = {"seq_length": plan.get("seq_length")}
+        typed(known_fields, _State, "state")
     except UserError as error:
         raise damaged_error(unusable(path, error), found.field) from None
 
@@ -215,14 +215,14 @@ def differences(rate: LearningRate, decay: WeightDecay, schedule: ScheduleConfig
 def _differ(
     old: LearningRate | WeightDecay, new: LearningRate | WeightDecay, flags: dict[str, str], unit: str
 ) -> list[str]:
-    found = []
+    lines = []
     for field in fields(old):
-        was, here = getattr(old, field.name), getattr(new, field.name)
-        if was != here and field.name in flags:
+        saved_value, new_value = getattr(old, field.name), getattr(new, field.name)
+        if saved_value != new_value and field.name in flags:
             counted = " samples" if field.name in _COUNTS else ""
             flag = flags[field.name].format(unit=unit)
-            found.append(f"{flag}: {_number(was)}{counted} there, {_number(here)}{counted} here")
-    return found
+            lines.append(f"{flag}: {_number(saved_value)}{counted} there, {_number(new_value)}{counted} here")
+    return lines
 
 
 def _number(value: object) -> str:
@@ -231,13 +231,13 @@ def _number(value: object) -> str:
 
 def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:
     """The checkpoint is of this model; with ``finetune`` only shapes must fit, which loading checks."""
-    saved, mine = stored_spec(found.state["model"]), config.spec
-    if saved.lora is not None and mine.lora is not None:  # a setting of the run
-        saved = replace(saved, lora=replace(saved.lora, dropout=mine.lora.dropout))
+    saved, spec = stored_spec(found.state["model"]), config.spec
+    if saved.lora is not None and spec.lora is not None:  # a setting of the run
+        saved = replace(saved, lora=replace(saved.lora, dropout=spec.lora.dropout))
     differ = [
-        f"{f.name} {getattr(saved, f.name)!r} (here {getattr(mine, f.name)!r})"
-        for f in fields(mine)
-        if f.name not in _NO_IDENTITY and getattr(saved, f.name) != getattr(mine, f.name)
+        f"{f.name} {getattr(saved, f.name)!r} (here {getattr(spec, f.name)!r})"
+        for f in fields(spec)
+        if f.name not in _NO_IDENTITY and getattr(saved, f.name) != getattr(spec, f.name)
     ]
     if differ and not finetune:
         raise UserError(
@@ -252,13 +252,13 @@ def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
     if state["learning_rate"] is None or config.skip_train:  # converted: nothing was trained yet
         return config
     rate, decay = LearningRate(**state["learning_rate"]), WeightDecay(**state["weight_decay"])
-    differ = differences(rate, decay, schedule)
-    if source == "flags" or not differ:
+    changes = differences(rate, decay, schedule)
+    if source == "flags" or not changes:
         return config
     if source == "checkpoint":
         return replace(config, schedule=replace(schedule, learning_rate=rate, weight_decay=decay))
     raise UserError(
-        f"the learning rate or weight decay is not the checkpoint's: {'; '.join(differ)}",
+        f"the learning rate or weight decay is not the checkpoint's: {'; '.join(changes)}",
         field=LOAD, value=config.checkpoint.load,
         accepted="--override-opt_param-scheduler (the flags count) or --use-checkpoint-opt_param-scheduler (it counts)",
     )  # fmt: skip

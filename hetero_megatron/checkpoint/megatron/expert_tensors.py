@@ -33,24 +33,24 @@ def stacked(found: Mapping[str, Sequence[Part]], experts: int, origin: object) -
     Raises:
         UserError: an expert is missing, or experts differ in shape.
     """
-    whole: dict[str, list[Part]] = {}
-    each: dict[str, dict[int, Sequence[Part]]] = {}
+    tensors: dict[str, list[Part]] = {}
+    by_number: dict[str, dict[int, Sequence[Part]]] = {}
     for name, parts in found.items():
         one = next((match for form in _EACH if (match := form.fullmatch(name))), None)
         if one is not None:
-            each.setdefault(f"{one['mlp']}.experts.experts.{one['rest']}", {})[int(one["expert"])] = parts
+            by_number.setdefault(f"{one['mlp']}.experts.experts.{one['rest']}", {})[int(one["expert"])] = parts
         elif (joint := _TRANSPOSED.fullmatch(name)) is not None:
-            into = f"{joint['mlp']}.experts.experts.linear_fc{joint['which']}.weight"
-            whole[into] = [_turned(name, part, experts, joint["which"] == "1", origin) for part in parts]
+            stacked_name = f"{joint['mlp']}.experts.experts.linear_fc{joint['which']}.weight"
+            tensors[stacked_name] = [_turned(name, part, experts, joint["which"] == "1", origin) for part in parts]
         else:
-            whole[name] = list(parts)
-    for name, numbered in each.items():
+            tensors[name] = list(parts)
+    for name, numbered in by_number.items():
         if set(numbered) != set(range(len(numbered))):
             missing = next(i for i in range(len(numbered)) if i not in numbered)
             raise damaged(f"expert {missing} of {name} is missing", origin)
         ranks = zip(*(numbered[i] for i in sorted(numbered)))
-        whole[name] = [_along(name, experts_of, torch.stack, origin) for experts_of in ranks]
-    return whole
+        tensors[name] = [_along(name, experts_of, torch.stack, origin) for experts_of in ranks]
+    return tensors
 
 
 def joined(ranks: Sequence[Mapping[str, list[Part]]], origin: object) -> dict[str, list[Part]]:
@@ -61,16 +61,16 @@ def joined(ranks: Sequence[Mapping[str, list[Part]]], origin: object) -> dict[st
     """
     if any(rank.keys() != ranks[0].keys() for rank in ranks):
         raise damaged("expert-parallel ranks hold different tensors", origin)
-    whole: dict[str, list[Part]] = {}
+    tensors: dict[str, list[Part]] = {}
     for name, parts in ranks[0].items():
         if STACKED in name:
-            each = zip(*(rank[name] for rank in ranks), strict=True)
-            whole[name] = [_along(name, mine, torch.cat, origin) for mine in each]
+            parts_of_ranks = zip(*(rank[name] for rank in ranks), strict=True)
+            tensors[name] = [_along(name, parts, torch.cat, origin) for parts in parts_of_ranks]
             continue
         if not all(same_values(parts, other[name]) for other in ranks[1:]):
             raise damaged(f"expert-parallel ranks have different values of {name}", origin)
-        whole[name] = parts
-    return whole
+        tensors[name] = parts
+    return tensors
 
 
 def _along(
@@ -91,8 +91,8 @@ def _turned(name: str, part: Part, experts: int, first: bool, origin: object) ->
     rows, columns = part.shape if len(part.shape) == 2 else (0, 0)
     if experts < 1 or not rows or (columns if first else rows) % experts:
         raise damaged(f"{name} is {list(part.shape)}, which is not of {experts} experts", origin)
-    seen = (experts, rows, columns // experts) if first else (experts, rows // experts, columns)
-    return Part((seen[0], seen[2], seen[1]), part.dtype, partial(_view, part, seen))
+    stacked_shape = (experts, rows, columns // experts) if first else (experts, rows // experts, columns)
+    return Part((stacked_shape[0], stacked_shape[2], stacked_shape[1]), part.dtype, partial(_view, part, stacked_shape))
 
 
 def _view(part: Part, shape: tuple[int, int, int]) -> torch.Tensor:

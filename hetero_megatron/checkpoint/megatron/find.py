@@ -37,19 +37,19 @@ def _iteration(root: Path, step: int | None) -> Path:
         if step is not None:
             raise UserError("SOURCE is one iteration", field="--ckpt-step", value=step, accepted="leave the flag out")
         return root
-    steps = {int(found[1]): p for p in sorted(root.iterdir()) if p.is_dir() and (found := _STEP.fullmatch(p.name))}
+    steps = {int(match[1]): p for p in sorted(root.iterdir()) if p.is_dir() and (match := _STEP.fullmatch(p.name))}
     if step is not None:
         if step not in steps:
-            have = ", ".join(map(str, sorted(steps)[-8:])) or "no iterations"
-            raise UserError(f"{root} has no such step", field="--ckpt-step", value=step, accepted=have)
+            steps_text = ", ".join(map(str, sorted(steps)[-8:])) or "no iterations"
+            raise UserError(f"{root} has no such step", field="--ckpt-step", value=step, accepted=steps_text)
         return steps[step]
     if is_regular(root / TRACKER):
-        named = read_text(root / TRACKER, "SOURCE", limit=64).strip()
-        if named == "release" and (root / "release").is_dir():
+        tracked = read_text(root / TRACKER, "SOURCE", limit=64).strip()
+        if tracked == "release" and (root / "release").is_dir():
             return root / "release"
-        if named.isascii() and named.isdigit() and int(named) in steps:
-            return steps[int(named)]
-        raise damaged(f"{TRACKER} names iteration {named[:20]!r}, which is not there", root)
+        if tracked.isascii() and tracked.isdigit() and int(tracked) in steps:
+            return steps[int(tracked)]
+        raise damaged(f"{TRACKER} names iteration {tracked[:20]!r}, which is not there", root)
     for name in ("release", "weights"):  # the second one is NeMo's
         if (root / name).is_dir():
             return root / name

@@ -66,34 +66,34 @@ def read_legacy(step: Path) -> MegatronTensors:
     version = first.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version < 2:
         raise damaged(f"has checkpoint_version {version!s:.20}; from 2.0 on they are read", step)
-    said = arguments(first.get("args"))
-    ranks = _places(loaded, said, step)
+    args = arguments(first.get("args"))
+    ranks = _places(loaded, args, step)
     tensor_ranks, _, expert_ranks = (1 + max(numbers) for numbers in zip(*ranks, strict=True))
-    experts = said.get("num_experts") or 0
-    found: dict[str, list[Part]] = {}
+    experts = args.get("num_experts") or 0
+    tensors: dict[str, list[Part]] = {}
     layers = 0
     for chunk, pipeline in _chunks(ranks, step):
-        each = []
+        tensors_of_ranks = []
         for e in range(expert_ranks):
             models = [_weights(ranks[t, pipeline, e][chunk], step) for t in range(tensor_ranks)]
             if any(model.keys() != models[0].keys() for model in models):
                 raise damaged(f"the ranks of mp_rank_*_{pipeline:03d} hold different tensors", step)
             parts = {name: [_part(model[name]) for model in models] for name in models[0]}
-            each.append(stacked(parts, experts // expert_ranks, step))
-        here = 0
-        for name, parts_of in joined(each, step).items():
-            inside = _LAYER.fullmatch(name)
-            if inside is not None:
-                here = max(here, int(inside[1]) + 1)
-            full = name if inside is None else f"decoder.layers.{layers + int(inside[1])}.{inside[2]}"
-            _add(found, full, parts_of, step)
-        layers += here
-    return MegatronTensors(found, said, str(step), "torch")
+            tensors_of_ranks.append(stacked(parts, experts // expert_ranks, step))
+        layers_here = 0
+        for name, parts_of in joined(tensors_of_ranks, step).items():
+            in_layer = _LAYER.fullmatch(name)
+            if in_layer is not None:
+                layers_here = max(layers_here, int(in_layer[1]) + 1)
+            full = name if in_layer is None else f"decoder.layers.{layers + int(in_layer[1])}.{in_layer[2]}"
+            _add(tensors, full, parts_of, step)
+        layers += layers_here
+    return MegatronTensors(tensors, args, str(step), "torch")
 
 
 def _files(step: Path) -> dict[tuple[int, ...], Path]:
     """The numbers in a folder's name -> its file."""
-    found: dict[tuple[int, ...], Path] = {}
+    files: dict[tuple[int, ...], Path] = {}
     for folder in sorted(step.iterdir()):
         rank = _RANK.fullmatch(folder.name)
         if rank is None:
@@ -101,10 +101,10 @@ def _files(step: Path) -> dict[tuple[int, ...], Path]:
         file = next((folder / name for name in FILES if (folder / name).exists()), None)
         if file is None:
             raise damaged(f"{folder.name} holds none of {', '.join(FILES)}", step)
-        found[tuple(int(number) for number in rank.groups() if number is not None)] = file
-    if len({len(numbers) for numbers in found}) > 1:
+        files[tuple(int(number) for number in rank.groups() if number is not None)] = file
+    if len({len(numbers) for numbers in files}) > 1:
         raise damaged("its folders mp_rank_* have names of several forms", step)
-    return found
+    return files
 
 
 def _places(ranks: dict[tuple[int, ...], _Rank], said: Mapping[str, Any], step: Path) -> dict[Place, _Rank]:
@@ -152,13 +152,13 @@ def _chunks(ranks: dict[Place, _Rank], step: Path) -> list[tuple[str, int]]:
 
 def _weights(model: Any, step: Path) -> dict[str, torch.Tensor]:
     """Tensors by Megatron Core's names."""
-    found = {}
+    tensors = {}
     for name, tensor in _flat(model, step):
         for pattern, new in _OLD:
             name = re.sub(rf"^{pattern}", new, name)
         if is_weight(name):
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def _flat(model: Any, step: Path, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

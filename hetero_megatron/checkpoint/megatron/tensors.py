@@ -68,8 +68,8 @@ def is_weight(name: str) -> bool:
 
 def arguments(namespace: Any) -> dict[str, Any]:
     """The attributes of a stored ``argparse.Namespace`` that are plain values."""
-    found = vars(namespace) if isinstance(namespace, Inert) else namespace if isinstance(namespace, dict) else {}
-    return {key: value for key, value in found.items() if isinstance(key, str) and not isinstance(value, Inert)}
+    attributes = vars(namespace) if isinstance(namespace, Inert) else namespace if isinstance(namespace, dict) else {}
+    return {key: value for key, value in attributes.items() if isinstance(key, str) and not isinstance(value, Inert)}
 
 
 def damaged(problem: str, path: object) -> UserError:

@@ -59,18 +59,18 @@ def read_torch_dist(step: Path) -> MegatronTensors:
         UserError: another format of sharding, a damaged file, or chunks that do not make up their tensor.
     """
     _check_backend(step)
-    known = _KNOWN | {name: _constant(dtype) for name, dtype in _DTYPES.items()}
+    globals_allowed = _KNOWN | {name: _constant(dtype) for name, dtype in _DTYPES.items()}
     try:
-        metadata = read_pickle(read_bytes(step / ".metadata", "SOURCE", MAX_METADATA_BYTES), known, _RECORDS)
+        metadata = read_pickle(read_bytes(step / ".metadata", "SOURCE", MAX_METADATA_BYTES), globals_allowed, _RECORDS)
     except UserError as error:
         raise damaged(f".metadata: {error.problem}", step) from error
     try:
-        found = dict(_tensors(metadata, step))
+        tensors = dict(_tensors(metadata, step))
     except UserError:
         raise
     except (AttributeError, TypeError, ValueError, KeyError, IndexError, AssertionError) as error:
         raise damaged(".metadata is damaged: it does not describe tensors and their chunks", step) from error
-    return MegatronTensors(stacked(found, 0, step), _arguments(step), str(step), "torch_dist")
+    return MegatronTensors(stacked(tensors, 0, step), _arguments(step), str(step), "torch_dist")
 
 
 def _constant(dtype: torch.dtype) -> Any:
@@ -98,7 +98,7 @@ def _arguments(step: Path) -> dict[str, Any]:
 
 def _tensors(metadata: Any, step: Path) -> Iterator[tuple[str, list[Part]]]:
     # An object has no offset, and then not even a field for it.
-    places = {(index.fqn, getattr(index, "offset", None)): at for index, at in metadata.storage_data.items()}
+    places = {(index.fqn, getattr(index, "offset", None)): place for index, place in metadata.storage_data.items()}
     for stored, entry in metadata.state_dict_metadata.items():
         name = stored[_end(stored) :]
         if not hasattr(entry, "chunks") or _OTHER_STATES.fullmatch(name) or not is_weight(name):
@@ -107,9 +107,9 @@ def _tensors(metadata: Any, step: Path) -> Iterator[tuple[str, list[Part]]]:
         assert isinstance(dtype, torch.dtype)
         chunks = []
         for chunk in entry.chunks:
-            low, where = _sizes(chunk.offsets), places[stored, chunk.offsets]
+            low, place = _sizes(chunk.offsets), places[stored, chunk.offsets]
             box = Box(low, tuple(a + n for a, n in zip(low, _sizes(chunk.sizes), strict=True)))
-            file, offset, length = where.relative_path, where.offset, where.length
+            file, offset, length = place.relative_path, place.offset, place.length
             assert isinstance(file, str) and isinstance(offset, int) and isinstance(length, int) and offset >= 0
             chunks.append(_Chunk(box, file, offset, length))
         if not tiles(Box.whole(shape), [chunk.box for chunk in chunks]):
@@ -120,14 +120,14 @@ def _tensors(metadata: Any, step: Path) -> Iterator[tuple[str, list[Part]]]:
             continue
         for layer in range(shape[0]):
             box = Box.whole(shape).rows(layer, layer + 1)
-            one = f"{stacked[1]}.{layer}.{stacked[2]}"
-            inside = [chunk for chunk in chunks if chunk.box.intersect(box)]
-            yield one, [_part(step, one, box, dtype, inside, stacked=True)]
+            layer_name = f"{stacked[1]}.{layer}.{stacked[2]}"
+            overlapping = [chunk for chunk in chunks if chunk.box.intersect(box)]
+            yield layer_name, [_part(step, layer_name, box, dtype, overlapping, stacked=True)]
 
 
 def _end(stored: str) -> int:
-    found = _PREFIX.match(stored)
-    return found.end() if found else 0
+    prefix = _PREFIX.match(stored)
+    return prefix.end() if prefix else 0
 
 
 def _sizes(found: Any) -> tuple[int, ...]:
@@ -143,9 +143,9 @@ def _part(
     def read() -> torch.Tensor:
         values = torch.empty(box.shape, dtype=dtype)
         for chunk in chunks:
-            found, common = _read_chunk(step, name, chunk), chunk.box.intersect(box)
+            chunk_values, common = _read_chunk(step, name, chunk), chunk.box.intersect(box)
             assert common is not None
-            values[common.slices(box)] = found[common.slices(chunk.box)]
+            values[common.slices(box)] = chunk_values[common.slices(chunk.box)]
         return values[0] if stacked else values
 
     return Part(box.shape[1:] if stacked else box.shape, dtype, read)
@@ -157,9 +157,9 @@ def _read_chunk(step: Path, name: str, chunk: _Chunk) -> torch.Tensor:
         file.seek(chunk.offset)
         content = file.read(chunk.length)
     try:
-        found = load_tensors(io.BytesIO(content))
+        values = load_tensors(io.BytesIO(content))
     except UserError as error:
         raise damaged(f"{chunk.file}: {name}: {error.problem}", step) from error
-    if not isinstance(found, torch.Tensor) or tuple(found.shape) != chunk.box.shape:
+    if not isinstance(values, torch.Tensor) or tuple(values.shape) != chunk.box.shape:
         raise damaged(f"{chunk.file}: {name} is not the chunk that .metadata describes", step)
-    return found
+    return values

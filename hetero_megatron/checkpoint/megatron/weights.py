@@ -27,50 +27,50 @@ class MegatronWeights:
     def __init__(self, tensors: MegatronTensors, spec: ModelSpec) -> None:
         self.spec, self._tensors = spec, tensors
         self.notices: list[str] = []
-        known = logical_tensors(spec)
-        self._sources = {t.name: source(spec, t.name, t.shape) for t in known}
+        logical = logical_tensors(spec)
+        self._sources = {t.name: source(spec, t.name, t.shape) for t in logical}
         self._rows = {name: s.shape[0] for s in self._sources.values() for name in s.names}
-        self._check(known)
+        self._check(logical)
         self._check_copies()
 
     def _check(self, known: tuple[LogicalTensor, ...]) -> None:
-        problems, used = [], set()
+        problems, used_names = [], set()
         for tensor in known:
-            wanted = self._sources[tensor.name]
-            name = self._name(wanted)
+            entry = self._sources[tensor.name]
+            name = self._name(entry)
             if name is None:
-                problems.append(f"missing {wanted.names[0]}")
+                problems.append(f"missing {entry.names[0]}")
                 continue
-            used.add(name)
-            got, expected = self._shape(name), wanted.shape
+            used_names.add(name)
+            shape, expected = self._shape(name), entry.shape
             alone = name.endswith(("_w", "_v"))
-            if got != (tensor.shape if alone else expected) and not self._is_padded(name, got, expected):
-                problems.append(f"{name} is {list(got)}, not {list(expected)}")
+            if shape != (tensor.shape if alone else expected) and not self._is_padded(name, shape, expected):
+                problems.append(f"{name} is {list(shape)}, not {list(expected)}")
             if (dtype := self._tensors.parts[name][0].dtype) not in DTYPES:
                 problems.append(f"{name} has dtype {str(dtype).removeprefix('torch.')}")
         tied = {HEAD} if self.spec.tied else set()
-        problems += [f"unexpected {name}" for name in sorted(self._tensors.parts.keys() - used - tied)]
+        problems += [f"unexpected {name}" for name in sorted(self._tensors.parts.keys() - used_names - tied)]
         if problems:
-            found = list(dict.fromkeys(problems))
-            more = f"; and {len(found) - 12} more" if len(found) > 12 else ""
-            raise self._refuse(f"does not fit the model {self.spec.name}: {'; '.join(found[:12])}{more}")
+            problems_once = list(dict.fromkeys(problems))
+            rest_text = f"; and {len(problems_once) - 12} more" if len(problems_once) > 12 else ""
+            raise self._refuse(f"does not fit the model {self.spec.name}: {'; '.join(problems_once[:12])}{rest_text}")
 
     def _is_padded(self, name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Megatron pads the vocabulary to a multiple of tensor-parallel ranks."""
         if name not in (EMBEDDING, HEAD) or got[0] <= expected[0] or got[1:] != expected[1:]:
             return False
-        told = f"{name} has {got[0]} rows, the model {expected[0]} ids: the rest is padding, and left out"
-        self.notices.append(told)
+        notice = f"{name} has {got[0]} rows, the model {expected[0]} ids: the rest is padding, and left out"
+        self.notices.append(notice)
         return True
 
     def _check_copies(self) -> None:
-        differ = [
+        unequal = [
             name for name, parts in self._tensors.parts.items()
             if is_copied(name, parts[0].shape, self._rows.get(name, 0))
             and any(not torch.equal(parts[0].read(), part.read()) for part in parts[1:])
         ]  # fmt: skip
-        if differ:
-            raise self._refuse(f"the tensor-parallel ranks have different values of {listed(differ)}")
+        if unequal:
+            raise self._refuse(f"the tensor-parallel ranks have different values of {listed(unequal)}")
         twice = self.spec.tied and HEAD in self._tensors.parts
         if twice and not torch.equal(self._whole(EMBEDDING), self._whole(HEAD)):
             raise self._refuse(f"holds {HEAD} with other values than {EMBEDDING}, and the model's head is tied to it")
@@ -102,5 +102,5 @@ class MegatronWeights:
 
     def read(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
         """The values of one box in the file's dtype."""
-        whole = self._sources[tensor.name].cut(self._whole(self.name(tensor)))
-        return whole[box.slices()].contiguous()
+        whole_tensor = self._sources[tensor.name].cut(self._whole(self.name(tensor)))
+        return whole_tensor[box.slices()].contiguous()

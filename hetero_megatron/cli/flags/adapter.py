@@ -33,15 +33,15 @@ def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
     if spec.mtp_layers:
         problem = "neither transformers nor peft has modules that predict further tokens, so no adapters know them"
         raise flag_error("mtp_num_layers", spec.mtp_layers, problem, "0, or no adapters")
-    found = _loaded(args, spec) if args["load_adapter"] is not None else _new(args, spec)
-    assert found.lora is not None
-    lora = replace(found.lora, base_dtype=args[_BASE])
+    model = _loaded(args, spec) if args["load_adapter"] is not None else _new(args, spec)
+    assert model.lora is not None
+    lora = replace(model.lora, base_dtype=args[_BASE])
     try:
-        found = adapted(found.base, lora)
+        model = adapted(model.base, lora)
     except UserError as error:  # all but the dtype is known to fit
         raise flag_error(_BASE, error.value, error.problem, error.accepted) from None
     for key in ("fp8_format", "compile"):
-        if found.in_few_bits and args[key]:
+        if model.in_few_bits and args[key]:
             name = f"--{key.replace('_', '-')}"
             raise flag_error(_BASE, args[_BASE], f"{name} knows no weights in so few bits", f"the run without {name}")
     if args["compile"] and lora.dropout:
@@ -49,7 +49,7 @@ def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
             _DROPOUT, lora.dropout, "masks are others in every step, which a compiled layer cannot have",
             "0, or no --compile",
         )  # fmt: skip
-    return found
+    return model
 
 
 def _new(args: Arguments, spec: ModelSpec) -> ModelSpec:
@@ -59,8 +59,8 @@ def _new(args: Arguments, spec: ModelSpec) -> ModelSpec:
     try:
         dropout, dora = args[_DROPOUT] or 0.0, args["use_dora"]
         lora = Lora(args["lora_rank"], alpha, all_linear(spec.gated), args["use_rslora"], dropout, dora=dora)
-        where = (args["lora_targets"], args["lora_layers"], args["lora_sites"], args["lora_alpha"])
-        return adapted(spec, chosen(spec, lora, *where))
+        place_flags = (args["lora_targets"], args["lora_layers"], args["lora_sites"], args["lora_alpha"])
+        return adapted(spec, chosen(spec, lora, *place_flags))
     except UserError as error:
         key = (_FLAGS | {"dropout": _DROPOUT})[error.field]
         raise flag_error(key, error.value, error.problem, error.accepted) from None
@@ -89,18 +89,18 @@ def _loaded(args: Arguments, spec: ModelSpec) -> ModelSpec:
 
 def _same_places(args: Arguments, spec: ModelSpec, lora: Lora) -> None:
     """UserError: flags say that other projections have adapters than in the loaded one."""
-    given = [key for key in _PLACES if key in args.given]
-    if not given:
+    places = [key for key in _PLACES if key in args.given]
+    if not places:
         return
     from hetero_megatron.spec.adapter_places import chosen
 
     try:
-        said = chosen(spec, lora, *(args[key] for key in _PLACES))
+        adapters = chosen(spec, lora, *(args[key] for key in _PLACES))
     except UserError as error:
         raise flag_error(_FLAGS[error.field], error.value, error.problem, error.accepted) from None
-    if (said.targets, said.site_words()) != (lora.targets, lora.site_words()):
-        has = " ".join(lora.site_words() or lora.targets)
-        raise flag_error(given[0], args[given[0]], f"the adapter says {has}", "leave the flag out")
+    if (adapters.targets, adapters.site_words()) != (lora.targets, lora.site_words()):
+        adapter_places = " ".join(lora.site_words() or lora.targets)
+        raise flag_error(places[0], args[places[0]], f"the adapter says {adapter_places}", "leave the flag out")
 
 
 def _check(args: Arguments) -> None:
@@ -156,13 +156,13 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
             if getattr(args, key) is None or getattr(args, key) is False:
                 setattr(args, key, value)
     if args.lora_rank is None:
-        for flag, given in (
+        for flag, setting in (
             ("--lora-targets", args.lora_targets), ("--lora-layers", args.lora_layers),
             ("--lora-sites", args.lora_sites), ("--lora-dropout", args.lora_dropout),
             ("--lora-base-dtype", args.lora_base_dtype), ("--use-dora", args.use_dora or None),
         ):  # fmt: skip
-            if given is not None:
-                value = None if given is True else given
+            if setting is not None:
+                value = None if setting is True else setting
                 raise UserError("has no effect without --lora-rank", field=flag, value=value)
         return model
     if args.lora_base_dtype is not None and args.fp8_format is not None:
@@ -177,8 +177,8 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
         lora = Lora(args.lora_rank, float(args.lora_rank), all_linear(model.gated), **kind)
         return adapted(model, chosen(model, lora, args.lora_targets, args.lora_layers, args.lora_sites))
     except UserError as error:
-        named = {"dropout": "--lora-dropout", "base_dtype": "--lora-base-dtype"}
-        named |= {name: f"--{_FLAGS[name].replace('_', '-')}" for name in ("targets", "layers", "sites")}
-        name = named.get(error.field, "--lora-rank")
+        flag_of_field = {"dropout": "--lora-dropout", "base_dtype": "--lora-base-dtype"}
+        flag_of_field |= {name: f"--{_FLAGS[name].replace('_', '-')}" for name in ("targets", "layers", "sites")}
+        name = flag_of_field.get(error.field, "--lora-rank")
         name = "--use-dora" if error.field == "dora" else name
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted) from None

@@ -37,8 +37,8 @@ class FileWords:
         name = _asked(self.words)
         if name is None:
             return
-        given = {flags[word.partition("=")[0]].name for word in argv if word.partition("=")[0] in flags}
-        found: list[str] = []
+        on_command_line = {flags[word.partition("=")[0]].name for word in argv if word.partition("=")[0] in flags}
+        file_words: list[str] = []
         try:
             entries = _document(name).any_mapping()
         except UserError as error:
@@ -56,12 +56,12 @@ class FileWords:
                 words = _words(flag, key, entry)
             except UserError as error:
                 self.errors.append(error)
-                self.failed |= {flag.key} if flag is not None and flag.name not in given else set()
+                self.failed |= {flag.key} if flag is not None and flag.name not in on_command_line else set()
                 continue
-            if flag.name not in given:
+            if flag.name not in on_command_line:
                 self.places[flag.name] = entry.where or name
-                found += words
-        self.words = [*found, *self.words]
+                file_words += words
+        self.words = [*file_words, *self.words]
 
 
 def placed(error: UserError, places: Mapping[str, str]) -> UserError:
@@ -79,8 +79,8 @@ def effective(values: Mapping[str, Any], given: set[str], places: Mapping[str, s
         value = values.get(flag.key)
         if flag.status != SUPPORTED or flag.name in (CONFIG, "--write-config") or value is None or value is False:
             continue
-        plain = list(value) if isinstance(value, tuple) else value
-        text = yaml.safe_dump({flag.name[2:]: plain}, default_flow_style=True, width=1 << 20).strip()[1:-1]
+        simple_value = list(value) if isinstance(value, tuple) else value
+        text = yaml.safe_dump({flag.name[2:]: simple_value}, default_flow_style=True, width=1 << 20).strip()[1:-1]
         if flag.key in given:
             lines.append(f"{text}  # {places.get(flag.name, 'command line')}")
         else:
@@ -90,9 +90,9 @@ def effective(values: Mapping[str, Any], given: set[str], places: Mapping[str, s
 
 def _asked(words: list[str]) -> str | None:
     """The file that the command line names, if it does; ill-formed uses are left to the parser."""
-    for at, word in enumerate(words):
+    for i, word in enumerate(words):
         if word.partition("=")[0] == CONFIG:
-            return word.partition("=")[2] if "=" in word else (words[at + 1] if at + 1 < len(words) else None)
+            return word.partition("=")[2] if "=" in word else (words[i + 1] if i + 1 < len(words) else None)
     return None
 
 
@@ -124,13 +124,13 @@ def _words(flag: Flag, key: str, entry: Entry) -> list[str]:
         return [flag.name] if value else []
     several = flag.nargs != 1
     values = value if isinstance(value, list) and several else [value]
-    for one in values:
-        if isinstance(one, bool) or not isinstance(one, (str, int, float)):
-            wanted = _KINDS.get(flag.type, "a word")  # type: ignore[call-overload]
-            accepted = f"{wanted}, or a list of such" if several else wanted
+    for element in values:
+        if isinstance(element, bool) or not isinstance(element, (str, int, float)):
+            value_kind = _KINDS.get(flag.type, "a word")  # type: ignore[call-overload]
+            accepted = f"{value_kind}, or a list of such" if several else value_kind
             raise UserError("is no value of this flag", field=key, value=value, accepted=accepted, where=entry.where)
-        if several and str(one).startswith("-") and not str(one)[1:2].isdigit():
+        if several and str(element).startswith("-") and not str(element)[1:2].isdigit():
             accepted = "values that do not begin with a dash"
-            raise UserError("looks like a flag", field=key, value=one, accepted=accepted, where=entry.where)
-    words = [str(one) for one in values]
+            raise UserError("looks like a flag", field=key, value=element, accepted=accepted, where=entry.where)
+    words = [str(element) for element in values]
     return [flag.name, *words] if several else [f"{flag.name}={words[0]}"]

@@ -26,15 +26,15 @@ def build_moe(args: Arguments, ffn_hidden_size: int) -> MoE | None:
     """
     if args["num_experts"] is None:
         return None
-    for key, wanted in (("swiglu", True), ("disable_bias_linear", True)):
-        if args[key] is not wanted:
+    for key, required in (("swiglu", True), ("disable_bias_linear", True)):
+        if args[key] is not required:
             problem = "--num-experts needs it: experts are gated by SiLU and have no biases"
             raise flag_error(key, "not given", problem, "the flag beside --num-experts")
     top_k, score = args["moe_router_topk"], args["moe_router_score_function"]
-    sigmoid, before = score == "sigmoid", args["moe_router_pre_softmax"]
-    if before and sigmoid:
+    sigmoid, softmax_first = score == "sigmoid", args["moe_router_pre_softmax"]
+    if softmax_first and sigmoid:
         raise flag_error("moe_router_pre_softmax", True, "has no effect on scores by sigmoid")
-    if top_k == 1 and not sigmoid and not before:  # as Megatron
+    if top_k == 1 and not sigmoid and not softmax_first:  # as Megatron
         raise flag_error("moe_router_topk", 1, "a softmax over one expert is 1", "--moe-router-pre-softmax beside it")
     moves = args["moe_router_enable_expert_bias"]
     if moves and not sigmoid:
@@ -50,7 +50,7 @@ def build_moe(args: Arguments, ffn_hidden_size: int) -> MoE | None:
             ffn_hidden_size=args["moe_ffn_hidden_size"] or ffn_hidden_size,
             score=score,
             # The softmax over the best of the logits is that over all, normalised over the best.
-            normalize=top_k > 1 and (sigmoid or not before),
+            normalize=top_k > 1 and (sigmoid or not softmax_first),
             scale=1.0 if scale is None else scale,
             groups=groups,
             top_groups=top_groups,
@@ -65,13 +65,13 @@ def build_moe(args: Arguments, ffn_hidden_size: int) -> MoE | None:
 
 def mlp_kinds(text: str, layers: int) -> list[str]:
     """``moe`` or ``dense`` for every layer, by --moe-layer-freq."""
-    found = _pattern(text)
-    if isinstance(found, int) and found >= 1:
-        return ["moe" if i % found == 0 else "dense" for i in range(layers)]
-    if not isinstance(found, list) or len(found) != layers or set(found) - {0, 1}:
+    pattern = _pattern(text)
+    if isinstance(pattern, int) and pattern >= 1:
+        return ["moe" if i % pattern == 0 else "dense" for i in range(layers)]
+    if not isinstance(pattern, list) or len(pattern) != layers or set(pattern) - {0, 1}:
         accepted = f"N for every N-th layer, or a list of 0 and 1 for each of {layers} layers"
         raise flag_error("moe_layer_freq", text, "does not say which layers have experts", accepted)
-    return ["moe" if one else "dense" for one in found]
+    return ["moe" if is_moe else "dense" for is_moe in pattern]
 
 
 def _pattern(text: str) -> int | list[int] | None:
@@ -164,11 +164,11 @@ def build_balancing(args: Arguments, spec: ModelSpec, plan: Plan) -> Balancing:
     if moves and spec.lora is not None:
         problem = "the router's bias belongs to the base model, which adapters leave as it is"
         raise flag_error("moe_router_enable_expert_bias", True, problem)
-    found = Balancing(
+    balancing = Balancing(
         coefficient or 0.0, args["moe_z_loss_coeff"] or 0.0, args["moe_router_bias_update_rate"] if moves else 0.0
     )
-    args.notices.append(found.describe(spec.moe))
-    return found
+    args.notices.append(balancing.describe(spec.moe))
+    return balancing
 
 
 def _check_aux_loss(plan: Plan) -> None:

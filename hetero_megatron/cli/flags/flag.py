@@ -181,9 +181,9 @@ def family(status: Callable[..., Flag], names: str, *words: str) -> tuple[Flag, 
     nargs: dict[str, int | str] = {"": 1, "+": "+", "*": "*"}
     flags = []
     for word in names.split():
-        spelled, equals, many = word.partition("=")
+        spelled, equals, count_mark = word.partition("=")
         name, *aliases = spelled.split("/")
-        flags.append(status(name, *words, nargs=nargs[many] if equals else 0, aliases=tuple(aliases)))
+        flags.append(status(name, *words, nargs=nargs[count_mark] if equals else 0, aliases=tuple(aliases)))
     return tuple(flags)
 
 
@@ -191,8 +191,8 @@ def unknown_flag(name: str, flags: Iterable[str], where: str) -> UserError:
     """Of a name that is no flag's, with those that are near."""
     spelled = name.replace("_", "-")[:200]
     names = list(flags)
-    longer = [known for known in names if known.startswith(spelled) and len(spelled) > 5]
-    near = list(dict.fromkeys([*longer, *difflib.get_close_matches(spelled, names, n=3, cutoff=0.6)]))[:3]
-    hint = f"; did you mean {near[0]}?" if near else ""
-    hint += f" (near are also {' and '.join(near[1:])})" if near[1:] else ""
+    longer = [candidate for candidate in names if candidate.startswith(spelled) and len(spelled) > 5]
+    nearest = list(dict.fromkeys([*longer, *difflib.get_close_matches(spelled, names, n=3, cutoff=0.6)]))[:3]
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    hint += f" (near are also {' and '.join(nearest[1:])})" if nearest[1:] else ""
     return UserError(f"unknown flag{hint}", field=name, accepted="the flags of docs/flags.md", where=where)

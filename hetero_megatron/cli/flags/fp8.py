@@ -16,9 +16,9 @@ def add_fp8(parser: ArgumentParser) -> None:
 
 def fp8_of(args: Namespace) -> Fp8 | None:
     """What the arguments ask for. UserError: one without the other."""
-    given = (args.fp8_format, args.fp8_recipe)
-    if None in given and any(given):
-        missing, there = ("recipe", "format") if args.fp8_format else ("format", "recipe")
+    format_and_recipe = (args.fp8_format, args.fp8_recipe)
+    if None in format_and_recipe and any(format_and_recipe):
+        missing, present = ("recipe", "format") if args.fp8_format else ("format", "recipe")
         accepted = ", ".join(RECIPES if missing == "recipe" else FORMATS)
-        raise UserError(f"missing beside --fp8-{there}", field=f"--fp8-{missing}", accepted=accepted)
-    return Fp8(*given) if args.fp8_format else None
+        raise UserError(f"missing beside --fp8-{present}", field=f"--fp8-{missing}", accepted=accepted)
+    return Fp8(*format_and_recipe) if args.fp8_format else None

@@ -40,8 +40,8 @@ def _row(flag: Flag) -> str:
     elif flag.remedy:
         accepted = ", ".join(str(choice) for choice in flag.choices)
         text = f"only {accepted}; other values are **refused**: {flag.help}"
-    wanted = [" or ".join(need.any_of) for need in flag.needs]
-    text += f" (has no effect without {', and '.join(wanted)})" if wanted else ""
+    needed = [" or ".join(need.any_of) for need in flag.needs]
+    text += f" (has no effect without {', and '.join(needed)})" if needed else ""
     cells = (names, _values(flag), _default(flag), text)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
@@ -52,8 +52,8 @@ def _values(flag: Flag) -> str:
     if flag.nargs == 0:
         return "switch"
     name = {int: "integer", float: "number"}.get(flag.type, "word")  # type: ignore[call-overload]
-    many = {1: "", "+": " (one or more)", "*": " (any number)"}.get(flag.nargs, f" x {flag.nargs}")
-    return f"{name}{many}"
+    count_text = {1: "", "+": " (one or more)", "*": " (any number)"}.get(flag.nargs, f" x {flag.nargs}")
+    return f"{name}{count_text}"
 
 
 def _default(flag: Flag) -> str:
@@ -88,18 +88,18 @@ def help_text(command: str = "pretrain", everything: bool = True) -> str:
              "                                --model M, data, training ... (--nproc-per-node N: ranks on this host)",
              f"       hetero-megatron {command} --help | --help-all | --version", ""]
     for group, flags in GROUPS.items():
-        shown = [flag for flag in flags if _in_help(flag) and (everything or _common(flag, command))]
-        if shown:
+        flags_shown = [flag for flag in flags if _in_help(flag) and (everything or _common(flag, command))]
+        if flags_shown:
             lines.append(f"{group}:")
-        for flag in shown:
+        for flag in flags_shown:
             default = _default(flag).replace("`", "")
             tail = f" [{default}]" if default and default != "off" else ""
             choices = f" ({' | '.join(map(str, flag.choices))})" if flag.choices else ""
             text = textwrap.wrap(f"{flag.summary or flag.help}{choices}{tail}", 64)
             name = f"  {flag.name}"
             first = [f"{name:<42} {text[0]}"] if len(name) <= 42 else [name, " " * 43 + text[0]]
-            lines += first + [" " * 43 + more for more in text[1:]]
-        if shown:
+            lines += first + [" " * 43 + line_after for line_after in text[1:]]
+        if flags_shown:
             lines.append("")
     if not everything:
         return "\n".join(lines) + "--help-all lists all flags."

@@ -55,9 +55,9 @@ def spec_of_arguments(
             check_latents(spec, stored, str(model))
         return spec, notices
     except UserError as error:
-        where = error.where if error.where not in ("", "command line") else _WHERE
+        origin = error.where if error.where not in ("", "command line") else _WHERE
         raise UserError(
-            error.problem, field=error.field, value=error.value, accepted=_accepted(error, model), where=where
+            error.problem, field=error.field, value=error.value, accepted=_accepted(error, model), where=origin
         ) from None
 
 

@@ -50,19 +50,19 @@ def check_latents(spec: ModelSpec, stored: Mapping[str, Any], model: str) -> Non
     mla = spec.mla
     if mla is None:
         raise _error("multi_latent_attention", True, f"--model {model} has another attention")
-    said, rope = _latents(spec, stored)
+    latents, rope = _latents(spec, stored)
     for key, (name, _) in _SIZES.items():
-        if getattr(said, name) != getattr(mla, name):
-            raise _error(key, getattr(said, name), f"--model {model} says {getattr(mla, name) or 'none'}")
+        if getattr(latents, name) != getattr(mla, name):
+            raise _error(key, getattr(latents, name), f"--model {model} says {getattr(mla, name) or 'none'}")
     epsilon = stored.get("norm_epsilon", mla.norm_eps)
     if epsilon != mla.norm_eps:
         raise _error("norm_epsilon", epsilon, f"the latents' norms of --model {model} have {mla.norm_eps}")
-    if not all(one.interleaved for one in spec.ropes):
+    if not all(rope.interleaved for rope in spec.ropes):
         raise _error("multi_latent_attention", True, f"--model {model} does not turn neighbouring features together")
     factor = _number(stored, "rotary_scaling_factor")
-    theirs, ours = spec.ropes[0].scaling if spec.ropes else None, rope.scaling
-    scales = [spec.attn_scale or mla.qk_dim**-0.5, score_scale(said, factor) or mla.qk_dim**-0.5]
-    if not _same(theirs, ours) or not math.isclose(*scales):
+    spec_scaling, ours = spec.ropes[0].scaling if spec.ropes else None, rope.scaling
+    scales = [spec.attn_scale or mla.qk_dim**-0.5, score_scale(latents, factor) or mla.qk_dim**-0.5]
+    if not _same(spec_scaling, ours) or not math.isclose(*scales):
         raise _error("rotary_scaling_factor", factor, f"--model {model} stretches its rotary frequencies otherwise")
 
 

@@ -40,27 +40,33 @@ def with_predictions(args: Arguments, spec: ModelSpec) -> ModelSpec:
     """With the modules that predict further tokens that the flags ask for, which generation leaves out."""
     if args.generates:
         return replace(spec, mtp_layers=0)
-    key, wanted, said = "mtp_num_layers", args["mtp_num_layers"], spec.mtp_said
-    if args["load_hf"] is not None and wanted > said:
-        accepted = f"at most {said}" if said else "0, or --model, whose weights begin anew"
-        raise flag_error(key, wanted, f"--load-hf {args['load_hf']} says {said}, and has weights of no more", accepted)
-    if not wanted:
+    key, depth, depth_of_model = "mtp_num_layers", args["mtp_num_layers"], spec.mtp_said
+    if args["load_hf"] is not None and depth > depth_of_model:
+        accepted = f"at most {depth_of_model}" if depth_of_model else "0, or --model, whose weights begin anew"
+        raise flag_error(
+            key, depth, f"--load-hf {args['load_hf']} says {depth_of_model}, and has weights of no more", accepted
+        )
+    if not depth:
         return spec
     from hetero_megatron.spec.hf_export import predicts
 
-    others = [text for text in spec.notices if "predict further tokens" not in text]
-    if said > wanted:
-        others.append(f"{spec.name} has {said} layers that predict further tokens, of which {wanted} are trained")
+    notices = [text for text in spec.notices if "predict further tokens" not in text]
+    if depth_of_model > depth:
+        notices.append(
+            f"{spec.name} has {depth_of_model} layers that predict further tokens, of which {depth} are trained"
+        )
     try:
-        made = replace(spec, notices=tuple(others), mtp_layers=wanted, mtp_loss_factor=args["mtp_loss_scaling_factor"])
+        new_spec = replace(
+            spec, notices=tuple(notices), mtp_layers=depth, mtp_loss_factor=args["mtp_loss_scaling_factor"]
+        )
     except UserError as error:
-        raise flag_error(key, wanted, error.problem, error.accepted) from None
-    if not predicts(made):
+        raise flag_error(key, depth, error.problem, error.accepted) from None
+    if not predicts(new_spec):
         args.notices.append(
             f"a Hugging Face {spec.hf_model_type} model has no layers that predict further tokens: --save-hf and "
             "convert write the model without them, checkpoints have them"
         )
-    return made
+    return new_spec
 
 
 def _stretched(args: Arguments, spec: ModelSpec) -> ModelSpec:
@@ -77,7 +83,7 @@ def _check_agreement(args: Arguments, spec: ModelSpec) -> None:
     rope, grouped = spec.position == "rope", spec.num_kv_heads < spec.num_heads
     turning = spec.ropes[0] if len(spec.ropes) == 1 else None
     scaling = turning.scaling if turning is not None else None
-    said: dict[str, object] = {
+    model_values: dict[str, object] = {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "ffn_hidden_size": spec.ffn_hidden_size,
@@ -107,12 +113,14 @@ def _check_agreement(args: Arguments, spec: ModelSpec) -> None:
     }
     if spec.moe is not None and "moe_layer_freq" in args.given:
         kinds = mlp_kinds(args["moe_layer_freq"], spec.num_layers)
-        said["moe_layer_freq"] = args["moe_layer_freq"] if kinds == [k.mlp for k in spec.layers] else "other layers"
-    for key, model_says in said.items():
+        model_values["moe_layer_freq"] = (
+            args["moe_layer_freq"] if kinds == [k.mlp for k in spec.layers] else "other layers"
+        )
+    for key, model_says in model_values.items():
         if key not in args.given:
             continue
-        mine = _window(args[key]) if key == "window_size" else args[key]
-        if mine != model_says:
+        flag_value = _window(args[key]) if key == "window_size" else args[key]
+        if flag_value != model_says:
             source = f"--model {args['model']}" if args["model"] is not None else f"--load-hf {args['load_hf']}"
             raise flag_error(key, args[key], f"{source} says {_shown(model_says)}", "leave the flag out")
 
@@ -159,21 +167,21 @@ def _spec(args: Arguments, vocab_size: int) -> ModelSpec:
 
 
 def _say_no_dropout(args: Arguments) -> None:
-    absent = [flag_name(key) for key in ("attention_dropout", "hidden_dropout") if key not in args.given]
-    if absent:
-        args.notices.append(f"no dropout, as if by {' 0 '.join([*absent, ''])}(Megatron's default is 0.1)")
+    absent_flags = [flag_name(key) for key in ("attention_dropout", "hidden_dropout") if key not in args.given]
+    if absent_flags:
+        args.notices.append(f"no dropout, as if by {' 0 '.join([*absent_flags, ''])}(Megatron's default is 0.1)")
 
 
 def _say_unused_dropout(args: Arguments, spec: ModelSpec) -> None:
     """What a model's configuration says about dropout counts only where a flag says it, too."""
     for name, keys in DROPOUT_KEYS.items():
         flag = f"{name}_dropout"
-        said = [(key, rate) for key, rate in spec.dropouts if key in keys]
-        if said and flag not in args.given:
-            rates = ", ".join(f"{key} {rate:g}" for key, rate in said)
+        rates_of_model = [(key, rate) for key, rate in spec.dropouts if key in keys]
+        if rates_of_model and flag not in args.given:
+            rates = ", ".join(f"{key} {rate:g}" for key, rate in rates_of_model)
             args.notices.append(
                 f"{spec.name} says {rates}: trained without, as if by {flag_name(flag)} 0 "
-                f"({flag_name(flag)} {said[0][1]:g}: with it)"
+                f"({flag_name(flag)} {rates_of_model[0][1]:g}: with it)"
             )
 
 
@@ -217,17 +225,17 @@ def _head_dim(args: Arguments) -> int:
 def _ffn(args: Arguments) -> int:
     if args["ffn_hidden_size"] is not None:
         return int(args["ffn_hidden_size"])
-    wide = 4 * int(args["hidden_size"])
-    return max(64, int(wide * 2 / 3 / 64) * 64) if args["swiglu"] else wide
+    ungated = 4 * int(args["hidden_size"])
+    return max(64, int(ungated * 2 / 3 / 64) * 64) if args["swiglu"] else ungated
 
 
 def _activation(args: Arguments) -> str:
     kinds = {"swiglu": "swiglu", "squared_relu": "squared_relu", "openai_gelu": "gelu_tanh"}
-    chosen = [key for key in kinds if args[key]]
-    if len(chosen) > 1:
-        raise flag_error(chosen[1], True, f"it contradicts --{chosen[0].replace('_', '-')}", "one of the two")
-    if chosen:
-        return kinds[chosen[0]]
+    kinds_given = [key for key in kinds if args[key]]
+    if len(kinds_given) > 1:
+        raise flag_error(kinds_given[1], True, f"it contradicts --{kinds_given[0].replace('_', '-')}", "one of the two")
+    if kinds_given:
+        return kinds[kinds_given[0]]
     return "gelu" if args["no_bias_gelu_fusion"] else "gelu_tanh"
 
 
@@ -249,12 +257,12 @@ def _window(text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        left, right = (int(part) for part in text.strip("()[] ").split(","))
+        earlier_tokens, later_tokens = (int(part) for part in text.strip("()[] ").split(","))
     except ValueError:
         raise flag_error("window_size", text, "is not two integers", "LEFT,RIGHT, e.g. 4095,0") from None
-    if left < 0 or right != 0:
+    if earlier_tokens < 0 or later_tokens != 0:
         raise flag_error("window_size", text, "cannot be used as a causal window", "LEFT >= 0 and RIGHT = 0")
-    return left + 1
+    return earlier_tokens + 1
 
 
 def _vocabulary(args: Arguments, data: DataConfig | None) -> int:

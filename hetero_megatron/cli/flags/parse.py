@@ -101,30 +101,30 @@ def parse(argv: Sequence[str]) -> Arguments:
     Raises:
         UserError: unknown or unsupported flags, missing, superfluous or malformed values; all in one message.
     """
-    result, errors = parse_all(argv)
+    arguments, errors = parse_all(argv)
     if errors:
         raise together(errors)
-    return result
+    return arguments
 
 
 def parse_all(argv: Sequence[str]) -> tuple[Arguments, list[UserError]]:
     """Arguments, with the errors beside what could be parsed."""
     flags = index()
-    result = Arguments({flag.key: flag.default for flag in ALL})
+    arguments = Arguments({flag.key: flag.default for flag in ALL})
     file = FileWords(argv, flags)
-    argv, errors, result.places = file.words, file.errors, file.places
-    result.failed, result.given = set(file.failed), set(file.failed)
-    at = 0
-    while at < len(argv):
+    argv, errors, arguments.places = file.words, file.errors, file.places
+    arguments.failed, arguments.given = set(file.failed), set(file.failed)
+    position = 0
+    while position < len(argv):
         try:
-            at = _read(argv, at, flags, result)
+            position = _read(argv, position, flags, arguments)
         except _At as stop:
-            errors.append(placed(stop.error, result.places))
-            if (flag := flags.get(argv[at].partition("=")[0])) is not None:
-                result.failed.add(flag.key)
-                result.given.add(flag.key)
-            at = stop.next
-    return result, errors
+            errors.append(placed(stop.error, arguments.places))
+            if (flag := flags.get(argv[position].partition("=")[0])) is not None:
+                arguments.failed.add(flag.key)
+                arguments.given.add(flag.key)
+            position = stop.next
+    return arguments, errors
 
 
 class _At(Exception):
@@ -148,8 +148,8 @@ def _read(argv: Sequence[str], at: int, flags: Mapping[str, Flag], result: Argum
         if name not in flags:
             raise unknown_flag(name, flags, WHERE)
         flag = flags[name]
-        wanted = flag.nargs if isinstance(flag.nargs, int) else end
-        words = [attached] if separator else list(argv[at + 1 : min(end, at + 1 + wanted)])
+        word_count = flag.nargs if isinstance(flag.nargs, int) else end
+        words = [attached] if separator else list(argv[at + 1 : min(end, at + 1 + word_count)])
         if flag.status == REFUSED:
             raise _refusal(flag, words)
         end = at + 1 + len(words) * (not separator)
@@ -176,17 +176,17 @@ def together(errors: Sequence[UserError]) -> UserError:
     errors = [single for error in errors for single in error.several or (error,)]
     groups: dict[tuple[str, str], list[str]] = {}
     for error in errors:
-        shown = error.field if error.value is None else f"{error.field} = {_short(str(error.value))}"
-        shown = ": ".join(filter(None, (error.where, shown))) if error.where != WHERE else shown
-        groups.setdefault((error.problem, error.accepted), []).append(shown)
+        setting = error.field if error.value is None else f"{error.field} = {_short(str(error.value))}"
+        setting = ": ".join(filter(None, (error.where, setting))) if error.where != WHERE else setting
+        groups.setdefault((error.problem, error.accepted), []).append(setting)
     parts = [
         f"{', '.join(dict.fromkeys(names))}: {problem}" + (f" (accepted: {accepted})" if accepted else "")
         for (problem, accepted), names in groups.items()
     ]
     count = sum(len(dict.fromkeys(names)) for names in groups.values())
     first = errors[0]
-    what = "flags" if all(error.where in ("", WHERE) for error in errors) else "values"
-    joined = UserError(f"{count} {what} cannot be taken: " + "; ".join(parts), where=WHERE)
+    nouns = "flags" if all(error.where in ("", WHERE) for error in errors) else "values"
+    joined = UserError(f"{count} {nouns} cannot be taken: " + "; ".join(parts), where=WHERE)
     joined.field, joined.value, joined.accepted = first.field, first.value, first.accepted
     joined.several = tuple(errors)
     return joined
@@ -197,10 +197,12 @@ def _short(text: str, limit: int = 40) -> str:
 
 
 def _check_count(flag: Flag, words: list[str]) -> None:
-    wrong = len(words) != flag.nargs if isinstance(flag.nargs, int) else flag.nargs == "+" and not words
-    if wrong:
-        wanted = {0: "no value", 1: "one value", "+": "one or more values"}.get(flag.nargs, f"{flag.nargs} values")
-        raise UserError("wrong number of values", field=flag.name, value=" ".join(words), accepted=wanted, where=WHERE)
+    is_wrong = len(words) != flag.nargs if isinstance(flag.nargs, int) else flag.nargs == "+" and not words
+    if is_wrong:
+        count_text = {0: "no value", 1: "one value", "+": "one or more values"}.get(flag.nargs, f"{flag.nargs} values")
+        raise UserError(
+            "wrong number of values", field=flag.name, value=" ".join(words), accepted=count_text, where=WHERE
+        )
 
 
 def _store(flag: Flag, words: list[str], result: Arguments) -> None:
@@ -251,8 +253,8 @@ def _value(flag: Flag, word: str) -> Any:
 
 
 def _check_bounds(flag: Flag, value: float, word: str) -> None:
-    if (wrong := beyond(value, flag.least, flag.most, flag.above, flag.below)) is not None:
-        raise UserError(wrong[0], field=flag.name, value=word, accepted=wrong[1], where=WHERE)
+    if (violation := beyond(value, flag.least, flag.most, flag.above, flag.below)) is not None:
+        raise UserError(violation[0], field=flag.name, value=word, accepted=violation[1], where=WHERE)
 
 
 FILES, KEYED = "data files", "a *.jsonl, *.parquet or *.arrow corpus"
@@ -293,14 +295,14 @@ def _error(flag: Flag, args: Arguments, without: str, need: Need) -> UserError:
 
 
 def _holds(condition: str, args: Arguments) -> bool:
-    name, _, wanted = condition.partition(" ")
+    name, _, expected = condition.partition(" ")
     if not name.startswith("--"):
         return condition in args.facts
     key = name[2:].replace("-", "_")
     if key in args.failed:
         return True
     value = args[key]
-    return str(value) == wanted if wanted else bool(value)
+    return str(value) == expected if expected else bool(value)
 
 
 def _facts(args: Arguments) -> set[str]:

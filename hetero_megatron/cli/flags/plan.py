@@ -81,7 +81,7 @@ def build_plan(
         from hetero_megatron.plans.importers.megatron import from_megatron
         from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 
-        chosen = {key: args[key] for key in _UNIFORM if args[key] is not None}
+        uniform_flags = {key: args[key] for key in _UNIFORM if args[key] is not None}
         plan = from_megatron(
             MegatronParallel(
                 world_size=_ranks(args, launcher, 0),
@@ -89,7 +89,7 @@ def build_plan(
                 micro_batch_size=args["micro_batch_size"],
                 global_batch_size=args["global_batch_size"],
                 data_parallel_sharding_strategy=args["data_parallel_sharding_strategy"],
-                **chosen,
+                **uniform_flags,
             ),
             spec,
         )
@@ -104,12 +104,12 @@ def _from_file(
     if made_for is not None:  # first: what else does not fit another model would be a riddle
         made_for.agree_on_model(made_for.with_predictions(spec) if args.generates else spec, args["plan"])
     plan = load_plan(document, spec, cluster, dtype)
-    if cluster is not None and (added := add_islands(plan, spec, cluster)) is not plan:
-        plan = added
+    if cluster is not None and (with_islands := add_islands(plan, spec, cluster)) is not plan:
+        plan = with_islands
         args.notices.append(format_added(plan, cluster))
-    for key, mine in (("seq_length", plan.seq_length), ("global_batch_size", plan.global_batch_size)):
-        if key in args.given and args[key] != mine:
-            raise flag_error(key, args[key], f"the plan file says {mine}", f"{mine}, or leave the flag out")
+    for key, plan_value in (("seq_length", plan.seq_length), ("global_batch_size", plan.global_batch_size)):
+        if key in args.given and args[key] != plan_value:
+            raise flag_error(key, args[key], f"the plan file says {plan_value}", f"{plan_value}, or leave the flag out")
     _ranks(args, launcher, plan.ranks[-1] + 1)
     return plan
 
@@ -124,11 +124,11 @@ def take_defaults(args: Arguments) -> None:
     made_for = made_for_of(read_document(args["plan"]))
     if made_for is None:
         return
-    given = [(flag_name(key), key) for key in ("bf16", "fp16", "fp64") if args[key]]
-    given += [("--dtype", args["dtype"])] if args["dtype"] is not None else []
-    for name, dtype in given:
+    dtype_flags = [(flag_name(key), key) for key in ("bf16", "fp16", "fp64") if args[key]]
+    dtype_flags += [("--dtype", args["dtype"])] if args["dtype"] is not None else []
+    for name, dtype in dtype_flags:
         made_for.agree("dtype", name, dtype, args["plan"])
-    if not given:
+    if not dtype_flags:
         args.values["dtype"] = made_for.dtype
         args.notices.append(f"dtype {made_for.dtype}: the plan was made for it")
     if made_for.fp8 is not None:
@@ -195,18 +195,18 @@ def _searched(
     options = SearchOptions(dtype=dtype or "fp32", space=space, costs=costs)
     if launcher.rank == 0:
         chips = plural(cluster.world_size, "chip")
-        what = f"searching for a plan on {chips}; hetero-megatron plan would show how that goes"
-        print(what, file=sys.stderr, flush=True)
-    whole = TimeBudget().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
-    answer = search(
-        PlanningProblem(spec, cluster, args["seq_length"], args["global_batch_size"], options), budget=whole
+        activity = f"searching for a plan on {chips}; hetero-megatron plan would show how that goes"
+        print(activity, file=sys.stderr, flush=True)
+    budget = TimeBudget().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
+    optimum = search(
+        PlanningProblem(spec, cluster, args["seq_length"], args["global_batch_size"], options), budget=budget
     ).best
-    _ranks(args, launcher, answer.plan.ranks[-1] + 1)
+    _ranks(args, launcher, optimum.plan.ranks[-1] + 1)
     args.notices.append(
-        f"plan {answer.plan.fingerprint()} searched: {answer.step_seconds:.4g} s per step predicted, "
-        f"{answer.prediction.tokens_per_second:,.0f} tokens/s"
+        f"plan {optimum.plan.fingerprint()} searched: {optimum.step_seconds:.4g} s per step predicted, "
+        f"{optimum.prediction.tokens_per_second:,.0f} tokens/s"
     )
-    return answer.plan
+    return optimum.plan
 
 
 def _from_meshes(args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment) -> Plan:
@@ -258,15 +258,15 @@ def _from_meshes(args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment
 
 def _check_chip(args: Arguments, plan: Plan, launcher: LauncherEnvironment) -> None:
     """--hetero-current-device-type: the chip of the mesh that this rank is in."""
-    mine, types = args["hetero_current_device_type"], args["hetero_device_types"]
-    if mine is None:
+    chip, types = args["hetero_current_device_type"], args["hetero_device_types"]
+    if chip is None:
         return
     rank = launcher.rank if launcher.numbered else None
     stages = (stage for pipeline in plan.pipelines for stage in pipeline.stages)
-    wanted = next((stage.chip for stage in stages if rank in stage.ranks), None)
-    if mine not in types or (wanted is not None and mine != wanted):
-        problem = f"rank {rank} is in a mesh of {wanted}" if mine in types and wanted else "no mesh has this chip"
-        raise flag_error("hetero_current_device_type", mine, problem, wanted or ", ".join(types))
+    mesh_chip = next((stage.chip for stage in stages if rank in stage.ranks), None)
+    if chip not in types or (mesh_chip is not None and chip != mesh_chip):
+        problem = f"rank {rank} is in a mesh of {mesh_chip}" if chip in types and mesh_chip else "no mesh has this chip"
+        raise flag_error("hetero_current_device_type", chip, problem, mesh_chip or ", ".join(types))
 
 
 def _ranks(args: Arguments, launcher: LauncherEnvironment, needed: int) -> int:

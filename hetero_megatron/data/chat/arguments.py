@@ -73,9 +73,9 @@ def _as_object(arguments: Any) -> Any:
     """The object that JSON text holds; anything else as it is."""
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
-            found = json.loads(arguments)
-            if isinstance(found, dict):
-                return found
+            parsed = json.loads(arguments)
+            if isinstance(parsed, dict):
+                return parsed
     return arguments
 
 

@@ -67,27 +67,27 @@ class ChatEncoder:
         if conversation.text is not None:
             return self._encode_text(*conversation.text, where, limits)
         template = self.templates.choose(conversation.tools is not None, where)
-        found = _Turns(template, conversation, self.tokenizer.special_tokens, where, limits, self.everything)
-        spans, spared = found.spans()
-        ids, counts = self._mask(found.text, spans, False, where, limits)
+        turns = _Turns(template, conversation, self.tokenizer.special_tokens, where, limits, self.everything)
+        spans, spared = turns.spans()
+        ids, counts = self._mask(turns.text, spans, False, where, limits)
         if not counts.any() and not conversation.marks:
             raise UserError(
                 "the chat template renders nothing of the assistant's", field=FLAG, value=template.name, where=where,
                 accepted="a template that renders the content of assistant messages",
             )  # fmt: skip
         if self.everything:
-            counts = ~self._mask(found.text, spared, False, where, limits).counts if spared else np.ones_like(counts)
+            counts = ~self._mask(turns.text, spared, False, where, limits).counts if spared else np.ones_like(counts)
         return Encoded(ids, counts)
 
     def prompts(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
         """Ids of the messages of each, up to where the assistant's turn begins; within limits of time and memory."""
         template = self.templates.choose(False, "")
-        told = {"tools": None, "add_generation_prompt": True}
+        template_args = {"tools": None, "add_generation_prompt": True}
 
         def work(numbered: tuple[int, Sequence[Mapping[str, Any]]], limits: CallLimits) -> np.ndarray:
-            where = f"prompt {numbered[0]}"
-            text = template.render(numbered[1], told, self.tokenizer.special_tokens, where, limits).text
-            return self.tokenizer.encode_offsets(text, False, where, limits)[0]
+            prompt_name = f"prompt {numbered[0]}"
+            text = template.render(numbered[1], template_args, self.tokenizer.special_tokens, prompt_name, limits).text
+            return self.tokenizer.encode_offsets(text, False, prompt_name, limits)[0]
 
         def refuse(numbered: tuple[int, Sequence[Mapping[str, Any]]], call: str, why: str) -> UserError:
             return self.refuse(Record({}, f"prompt {numbered[0]}"), call, why)
@@ -114,8 +114,13 @@ class ChatEncoder:
         turn = [f"{key} of turns{near(key, TURN_READ)}" for in_turn, key in conversation.unread
                 if in_turn and key not in words]  # fmt: skip
         record = [f"{key}{near(key, RECORD_READ)}" for in_turn, key in conversation.unread if not in_turn]
-        told = ["documents"] if conversation.documents is not None and "documents" not in words else []
-        return [*record, *turn, *told, *(f"chat_template_kwargs.{key}" for key in conversation.options.keys() - words)]
+        documents = ["documents"] if conversation.documents is not None and "documents" not in words else []
+        return [
+            *record,
+            *turn,
+            *documents,
+            *(f"chat_template_kwargs.{key}" for key in conversation.options.keys() - words),
+        ]
 
     def _encode_text(self, prompt: str, completion: str, where: str, limits: CallLimits) -> Encoded:
         ids, counts = self._mask(prompt + completion, [(len(prompt), len(prompt + completion))], True, where, limits)
@@ -154,16 +159,16 @@ class _Turns:
 
     def spans(self) -> tuple[_Spans, _Spans]:
         """Intervals of characters: (what counts, what must not count although all else does)."""
-        given = self._given
-        marks = given.marks or (None,) * len(given.messages)
+        conversation = self._given
+        marks = conversation.marks or (None,) * len(conversation.messages)
         self._check_marks(marks)
-        answers = [i for i, message in enumerate(given.messages) if message["role"] == ASSISTANT]
+        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
         if self._template.marked:
             spans = self._of_marks({i for i in answers if marks[i] is False})
-            if given.first:
+            if conversation.first:
                 spans = self._after_prompt(spans)
         else:
-            spans = [self._of_turn(i) for i in answers if i >= given.first and marks[i] is not False]
+            spans = [self._of_turn(i) for i in answers if i >= conversation.first and marks[i] is not False]
         spared = [self._of_turn(i) for i, mark in enumerate(marks) if mark is False] if self._everything else []
         return spans, spared
 
@@ -172,16 +177,16 @@ class _Turns:
         problem: UserError | None = None
         for messages in other_forms(self._messages):
             try:
-                found = self._render(messages)
+                rendered = self._render(messages)
             except UserError as error:
                 problem = problem or error
                 continue
-            wrong = wrongly_rendered(messages, found.text)
-            if wrong is None:
+            misrendered = wrongly_rendered(messages, rendered.text)
+            if misrendered is None:
                 self._messages = messages
-                return found
+                return rendered
             problem = problem or UserError(
-                f"the chat template writes {wrong}", field=FLAG, value=self._template.name, where=self._where,
+                f"the chat template writes {misrendered}", field=FLAG, value=self._template.name, where=self._where,
                 accepted="a template that takes them so, or messages in another form",
             )  # fmt: skip
         assert problem is not None
@@ -216,13 +221,13 @@ class _Turns:
             return list(answers)
         turns = {i: self._of_turn(i) for i in answers}
         owners = [[i for i, (start, end) in turns.items() if start <= a and b <= end] for a, b in spans]
-        if any(len(found) != 1 for found in owners):
+        if any(len(owned) != 1 for owned in owners):
             raise UserError(
                 "the record marks turns not to be learned, and the template marks what the assistant wrote, but not so "
                 "that its turns can be told apart", field=FLAG, value=self._template.name, where=self._where,
                 accepted="a template with {% generation %} … {% endgeneration %} around each turn",
             )  # fmt: skip
-        return [found[0] for found in owners]
+        return [owned[0] for owned in owners]
 
     def _after_prompt(self, spans: _Spans) -> _Spans:
         first = self._given.first
@@ -233,8 +238,8 @@ class _Turns:
 
     def _of_turn(self, i: int) -> tuple[int, int]:
         """Where a turn stands; of the assistant, what it writes after what asks for it."""
-        answer = self._messages[i]["role"] == ASSISTANT
-        before = self._render(self._messages[:i], prompt=answer).text if i else ""
+        is_answer = self._messages[i]["role"] == ASSISTANT
+        before = self._render(self._messages[:i], prompt=is_answer).text if i else ""
         after = self._render(self._messages[: i + 1]).text
         if not (self.text.startswith(before) and self.text.startswith(after) and len(before) <= len(after)):
             raise self._not_a_prefix(i)
@@ -249,10 +254,10 @@ class _Turns:
         )  # fmt: skip
 
     def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> Rendered:
-        told = {
+        template_args = {
             "tools": self._given.tools, "documents": self._given.documents, "add_generation_prompt": prompt,
         }  # fmt: skip
-        return self._template.render(messages, told, self._names, self._where, self._limits)
+        return self._template.render(messages, template_args, self._names, self._where, self._limits)
 
 
 def _last_line(content: Any) -> str:

@@ -33,15 +33,15 @@ def form_of(record: Mapping[str, Any], where: str) -> str:
             file and line.
     """
     _refuse_more_than_text(record, where)
-    have = {key for key, value in record.items() if value is not None}
-    forms = [key for key in LISTS if key in have] + [key for key, other in _SECOND.items() if {key, other} <= have]
+    keys = {key for key, value in record.items() if value is not None}
+    forms = [key for key in LISTS if key in keys] + [key for key, other in _SECOND.items() if {key, other} <= keys]
     if len(forms) > 1:
-        shown = " and ".join(forms)
-        raise UserError(f"the record has {shown}", field="record", accepted=f"one of {ACCEPTED}", where=where)
+        forms_text = " and ".join(forms)
+        raise UserError(f"the record has {forms_text}", field="record", accepted=f"one of {ACCEPTED}", where=where)
     if is_pair(record) and (not forms or forms[0] not in LISTS):
         raise pair_refused(record, where)
     if not forms:
-        raise _no_form(record, have, where)
+        raise _no_form(record, keys, where)
     return forms[0]
 
 
@@ -49,12 +49,12 @@ def _refuse_more_than_text(record: Mapping[str, Any], where: str) -> None:
     for key in _RATINGS:
         value = record.get(key)
         if isinstance(value, int) and value in (0, 1):  # bool, too
-            kept = f".{key}" if isinstance(value, bool) else f".{key} == 1"
+            selector = f".{key}" if isinstance(value, bool) else f".{key} == 1"
             raise UserError(
                 "the record is rated, for preference training by single answers (KTO), which this version has not",
                 field=key, value=json.dumps(value), where=where,
                 accepted="the records that shall be learned from, without it "
-                f"(jq -c 'select({kept}) | del(.{key})' keeps those)",
+                f"(jq -c 'select({selector}) | del(.{key})' keeps those)",
             )  # fmt: skip
     for key in _MEDIA:
         if record.get(key):
@@ -73,16 +73,16 @@ def pair_refused(record: Mapping[str, Any], where: str) -> UserError:
     """The refusal of a preference pair, with the jq program that makes a conversation of what was chosen."""
     turns = next((key for key in LISTS if record.get(key) is not None), None)
     if turns is not None and isinstance(record["chosen"], dict):
-        made = f"{{{turns}: (.{turns} + [.chosen])}}"
+        jq_object = f"{{{turns}: (.{turns} + [.chosen])}}"
     elif record.get(ALPACA) is not None:
-        made = "{output: .chosen}"
+        jq_object = "{output: .chosen}"
     elif record.get(PROMPT) is not None and isinstance(record[PROMPT], type(record["chosen"])):
-        made = "{completion: .chosen}"
+        jq_object = "{completion: .chosen}"
     else:
-        made = "{messages: .chosen}"
+        jq_object = "{messages: .chosen}"
     return UserError(
         "the record is a preference pair (chosen, rejected)", field="record", where=where,
-        accepted=f"--preference dpo (or another of its losses) to train on pairs; {ACCEPTED}; jq -c '. + {made} | "
+        accepted=f"--preference dpo (or another of its losses) to train on pairs; {ACCEPTED}; jq -c '. + {jq_object} | "
         "del(.chosen, .rejected)' keeps what was chosen",
     )  # fmt: skip
 

@@ -41,8 +41,8 @@ def refuse_record_keys(record: Mapping[str, Any], first: Mapping[str, Any] | Non
             raise _misplaced(key, "tools", record[key], where)
     for key in _SYSTEMS:
         text = record.get(key)
-        same = first is not None and first.get("role") == "system" and first.get("content") == text
-        if text and not same and record.get("system") != text:
+        is_first = first is not None and first.get("role") == "system" and first.get("content") == text
+        if text and not is_first and record.get("system") != text:
             raise _misplaced(key, "system", text, where)
 
 
@@ -63,26 +63,26 @@ def refuse_turn_keys(turn: Mapping[str, Any], field: str, where: str) -> None:
 
 def unread_turn_keys(turn: Mapping[str, Any], field: str, where: str) -> list[str]:
     """Keys of a turn that only a chat template can have a use for. UserError: one that is nearly a mark."""
-    found = [key for key, value in turn.items() if value is not None and key not in _TURN_KNOWN]
-    for key in found:
+    unread = [key for key, value in turn.items() if value is not None and key not in _TURN_KNOWN]
+    for key in unread:
         _refuse_near_mark(key, turn[key], f"{field}.{key}", where)
-    return found
+    return unread
 
 
 def unread_record_keys(record: Mapping[str, Any], form: str, where: str) -> list[str]:
     """Keys of a record that nothing reads. UserError: one that is nearly a mark."""
-    found = [key for key, value in record.items() if value is not None and key not in _RECORD_KNOWN]
-    for key in found:
+    unread = [key for key, value in record.items() if value is not None and key not in _RECORD_KNOWN]
+    for key in unread:
         if isinstance(record[key], list):
             _refuse_near_mark(key, record[key], key, where)
-    beside = _BESIDE.get(form, ())
-    return found + [key for key in FORMS if key not in beside and record.get(key) not in (None, "")]
+    keys_beside = _BESIDE.get(form, ())
+    return unread + [key for key in FORMS if key not in keys_beside and record.get(key) not in (None, "")]
 
 
 def near(key: str, known: Iterable[str]) -> str:
     """`` (NAME?)`` for the known key that is most like this one; empty if none is."""
-    found = get_close_matches(key.lower(), list(known), 1, _LIKE)
-    return f" ({found[0]}?)" if found else ""
+    matches = get_close_matches(key.lower(), list(known), 1, _LIKE)
+    return f" ({matches[0]}?)" if matches else ""
 
 
 def _refuse_near_mark(key: str, value: Any, field: str, where: str) -> None:

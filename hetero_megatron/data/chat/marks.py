@@ -35,19 +35,19 @@ def turn_mark(turn: Mapping[str, Any], field: str, where: str) -> bool | None:
     for key in UNCLEAR:
         if turn.get(key) is not None:
             raise _unclear(key, turn[key], f"{field}.{key}", where)
-    found: bool | None = None
-    said = ""
+    mark: bool | None = None
+    mark_key = ""
     for key in MARKS:
         if key not in turn or (value := _truth(turn[key], f"{field}.{key}", where)) is None:
             continue
         counts = value if key in COUNTS else not value
-        if found is not None and counts != found:
+        if mark is not None and counts != mark:
             raise UserError(
-                f"contradicts {said} of the same turn", field=f"{field}.{key}", value=shown(turn[key]), where=where,
+                f"contradicts {mark_key} of the same turn", field=f"{field}.{key}", value=shown(turn[key]), where=where,
                 accepted="marks that agree, or one of them",
             )  # fmt: skip
-        found, said = counts, key
-    return found
+        mark, mark_key = counts, key
+    return mark
 
 
 def marks_beside(
@@ -80,12 +80,12 @@ def marks_beside(
                 f"has {len(value):,} values for {len(marks):,} turns in {form}", field=key, value=shown(value),
                 accepted="one for each turn: 1 where it counts, 0 where it does not", where=where,
             )  # fmt: skip
-        for i, one in enumerate(value):
-            truth = _truth(one, f"{key}[{i}]", where)
+        for i, mark in enumerate(value):
+            truth = _truth(mark, f"{key}[{i}]", where)
             counts = truth if truth is None or key not in SPARED else not truth
             if counts is not None and marks[i] not in (None, counts):
                 raise UserError(
-                    f"contradicts a mark of {form}[{i}]", field=f"{key}[{i}]", value=shown(one), where=where,
+                    f"contradicts a mark of {form}[{i}]", field=f"{key}[{i}]", value=shown(mark), where=where,
                     accepted="marks that agree, or one of them",
                 )  # fmt: skip
             marks[i] = marks[i] if counts is None else counts
@@ -103,10 +103,10 @@ def _require_whole(key: str, value: Any, where: str) -> None:
         return
     truth = _truth(value, key, where, f"{_ACCEPTED}, or one value for each turn (jq 'del(.{key})' leaves it out)")
     if truth is not None and truth is (key in SPARED):
-        kept = f".{key} | not" if key in SPARED else f".{key}"
+        selector = f".{key} | not" if key in SPARED else f".{key}"
         raise UserError(
             "the record is marked not to be learned from", field=key, value=shown(value), where=where,
-            accepted=f"the other records (jq -c 'select({kept})' keeps those), or one value for each turn",
+            accepted=f"the other records (jq -c 'select({selector})' keeps those), or one value for each turn",
         )  # fmt: skip
 
 
@@ -114,9 +114,9 @@ def _truth(value: Any, field: str, where: str, accepted: str = _ACCEPTED) -> boo
     if value is None:
         return None
     if isinstance(value, str):
-        known = _WORDS.get(value.strip().lower())
-        if known is not None:
-            return known
+        truth = _WORDS.get(value.strip().lower())
+        if truth is not None:
+            return truth
     elif isinstance(value, (int, float)) and value in (0, 1):  # bool, too
         return bool(value)
     fraction = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -27,21 +27,21 @@ def best_fit(lengths: Sequence[int] | np.ndarray, capacity: int, order: np.ndarr
     spaces: list[int] = []  # ascending, those that some pack has
     for item in decreasing.tolist():
         length = int(lengths[item])
-        at = bisect.bisect_left(spaces, length)
-        if at == len(spaces):
+        space_index = bisect.bisect_left(spaces, length)
+        if space_index == len(spaces):
             pack, space = len(packs), capacity
             packs.append([])
         else:
-            space = spaces[at]
+            space = spaces[space_index]
             pack = open_by_space[space].pop()
             if not open_by_space[space]:
                 del open_by_space[space]
-                spaces.pop(at)
+                spaces.pop(space_index)
         packs[pack].append(item)
-        if left := space - length:
-            if left not in open_by_space:
-                bisect.insort(spaces, left)
-            open_by_space.setdefault(left, []).append(pack)
+        if space_left := space - length:
+            if space_left not in open_by_space:
+                bisect.insort(spaces, space_left)
+            open_by_space.setdefault(space_left, []).append(pack)
     return packs
 
 
@@ -52,13 +52,13 @@ def packed_sample(parts: Sequence[tuple[np.ndarray, np.ndarray]], seq_length: in
     """
     tokens = np.full(seq_length + 1, pad, np.int64)
     mask = np.zeros(seq_length, bool)
-    starts, at = [], 0
+    starts, offset = [], 0
     for ids, counts in parts:
-        starts.append(at)
-        tokens[at : at + len(ids)] = ids
-        mask[at : at + len(ids) - 1] = counts[1:]
-        at += len(ids)
-    assert at <= seq_length
-    if at < seq_length:
-        starts.append(at)
+        starts.append(offset)
+        tokens[offset : offset + len(ids)] = ids
+        mask[offset : offset + len(ids) - 1] = counts[1:]
+        offset += len(ids)
+    assert offset <= seq_length
+    if offset < seq_length:
+        starts.append(offset)
     return Sample(tokens, np.array(starts, np.int32), mask)

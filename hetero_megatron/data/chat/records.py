@@ -104,8 +104,8 @@ class FileRecords:
         for path in self.corpus.files:
             if self.corpus.kind in _ROWS:
                 for row, value in enumerate(_ROWS[self.corpus.kind](path)):
-                    where = f"{path}: row {row}"
-                    yield Record(json_values(value, RECORD_READ, where), where)
+                    row_name = f"{path}: row {row}"
+                    yield Record(json_values(value, RECORD_READ, row_name), row_name)
             elif _is_array(path, self.field):
                 yield from _array(path, self.field)
             else:
@@ -149,10 +149,10 @@ class HubRecords:
     _data: Any = None
 
     def __post_init__(self) -> None:
-        found = _NAME.fullmatch(self.name)
-        if found is None:
+        parts = _NAME.fullmatch(self.name)
+        if parts is None:
             raise UserError("not the name of a data set", field=self.field, value=self.name, accepted=_HUB_ACCEPTED)
-        name, config, split = found["name"], found["config"], found["split"]
+        name, config, split = parts["name"], parts["config"], parts["split"]
         if config is not None and split is None:
             config, split = None, config
         self._data = self._load(name, config, split or "train")
@@ -165,18 +165,18 @@ class HubRecords:
                 "data sets of the hub need the package datasets", field=self.field, value=self.name,
                 accepted="pip install 'hetero-megatron[data]'",
             ) from None  # fmt: skip
-        shown = datasets.is_progress_bar_enabled()
+        bar_enabled = datasets.is_progress_bar_enabled()
         datasets.disable_progress_bars()
         try:
             return datasets.load_dataset(name, config, split=split, streaming=self.streaming)
         except Exception as error:  # of many kinds: no such name, no network, no such split, damaged files
-            said = " ".join(str(error).split())[:300]
+            message = " ".join(str(error).split())[:300]
             raise UserError(
-                f"datasets cannot load it ({type(error).__name__}: {said})", field=self.field, value=self.name,
+                f"datasets cannot load it ({type(error).__name__}: {message})", field=self.field, value=self.name,
                 accepted=f"{_HUB_ACCEPTED}; a name that this machine can download or has downloaded",
             ) from None  # fmt: skip
         finally:
-            if shown:
+            if bar_enabled:
                 datasets.enable_progress_bars()
 
     @property
@@ -197,10 +197,10 @@ class HubRecords:
             except StopIteration:
                 return
             except Exception as error:  # a download that breaks off, a damaged shard
-                said = " ".join(str(error).split())[:200]
+                message = " ".join(str(error).split())[:200]
                 raise UserError(
-                    f"cannot be read at row {number} ({type(error).__name__}: {said})", field=self.field,
+                    f"cannot be read at row {number} ({type(error).__name__}: {message})", field=self.field,
                     value=self.name, accepted="a data set that can be read to its end",
                 ) from None  # fmt: skip
-            where = f"{self.name}: row {number}"
-            yield Record(json_values(convert(value, where), RECORD_READ, where), where)
+            row_name = f"{self.name}: row {number}"
+            yield Record(json_values(convert(value, row_name), RECORD_READ, row_name), row_name)

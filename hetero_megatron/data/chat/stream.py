@@ -66,8 +66,8 @@ class StreamedConversations:
         with self._lock:
             if index not in self._recent:
                 if index < self._next.sample:
-                    known = [p for p in self._places if p.sample <= index]
-                    self._restart(known[-1] if known else _Place())
+                    earlier = [p for p in self._places if p.sample <= index]
+                    self._restart(earlier[-1] if earlier else _Place())
                 while self._next.sample <= index:
                     self._read_block()
             return self._recent[index]
@@ -75,8 +75,8 @@ class StreamedConversations:
     def state_dict(self, sample: int) -> dict[str, Any]:
         """JSON from which ``sample`` and later ones can be read: the block that it is in, or an earlier one."""
         with self._lock:
-            known = [p for p in self._places if p.sample <= sample]
-            place = known[-1] if known else _Place()
+            earlier = [p for p in self._places if p.sample <= sample]
+            place = earlier[-1] if earlier else _Place()
         return {
             "sample": place.sample, "epoch": place.epoch, "block": place.block, "records": place.records,
             "size": self._block, "name": self.records.name,
@@ -109,11 +109,13 @@ class StreamedConversations:
             raise self._broken
         place = self._next
         try:
-            read = list(itertools.islice(self._reader, self._block))
-            fitted = [f for encoded, where in read if (f := self.overlong.fit(encoded, where)) is not None]
-            if not read and not place.records:
+            records = list(itertools.islice(self._reader, self._block))
+            fitted = [
+                f for encoded, record_name in records if (f := self.overlong.fit(encoded, record_name)) is not None
+            ]
+            if not records and not place.records:
                 raise empty(self.records)
-            if len(read) < self._block and not fitted and not place.records:
+            if len(records) < self._block and not fitted and not place.records:
                 raise UserError(
                     "none of its conversations can be used", field="--data-path", value=self.records.name,
                     accepted="conversations with an answer within --seq-length tokens",
@@ -128,13 +130,13 @@ class StreamedConversations:
             lengths = np.array([len(f.ids) for f in fitted], np.int64)
             seed = self._seed + (place.block << 34)
             packs, order = epoch_packs(lengths, self.seq_length, self._packing, seed, place.epoch)
-            for count, at in enumerate(order.tolist(), 1):
-                parts = [fitted[i] for i in packs[at]]
+            for count, pack_index in enumerate(order.tolist(), 1):
+                parts = [fitted[i] for i in packs[pack_index]]
                 self._recent[place.sample + count - 1] = packed_sample(parts, self.seq_length, self._pad)
         for old in [i for i in self._recent if i < place.sample + count - self._window]:
             del self._recent[old]
-        if len(read) < self._block:
+        if len(records) < self._block:
             self._next = _Place(place.sample + count, place.epoch + 1)
             self._reader = self._read(self._next)
         else:
-            self._next = _Place(place.sample + count, place.epoch, place.block + 1, place.records + len(read))
+            self._next = _Place(place.sample + count, place.epoch, place.block + 1, place.records + len(records))

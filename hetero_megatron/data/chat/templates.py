@@ -75,9 +75,9 @@ class Template:
         self, text: str, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any], where: str
     ) -> None:
         if len(text) > _OWN:
-            given = len(str(messages)) + len(str(told))
-            if len(text) > _OWN + _LONGER * given + len(self.text):
-                raise self._failed(f"it makes {len(text):,} characters of {given:,}", where)
+            input_length = len(str(messages)) + len(str(told))
+            if len(text) > _OWN + _LONGER * input_length + len(self.text):
+                raise self._failed(f"it makes {len(text):,} characters of {input_length:,}", where)
         if not text.isascii():
             try:
                 text.encode()
@@ -93,8 +93,8 @@ class Template:
 
 def _said(error: Exception) -> str:
     """What Python says of a template, without what only Python's own programs mean: addresses, its name for none."""
-    said = " ".join(str(error).split())[:200] or type(error).__name__
-    return re.sub(r" object at 0x[0-9a-f]+", "", said).replace("NoneType", "none")
+    message = " ".join(str(error).split())[:200] or type(error).__name__
+    return re.sub(r" object at 0x[0-9a-f]+", "", message).replace("NoneType", "none")
 
 
 class Templates:

@@ -48,13 +48,13 @@ def read_tool_calls(calls: Any, field: str, where: str) -> list[Mapping[str, Any
     calls = _parsed(calls, field, where)
     if not isinstance(calls, list):
         raise UserError("is not a list", field=field, value=shown(calls), accepted="a list of calls", where=where)
-    found = []
+    calls_read = []
     for i, call in enumerate(calls):
         call = _object(call, f"{field}[{i}]", where, '{"type": "function", "function": {"name": …, "arguments": …}}')
         if "function" in call:
             call = {**call, "function": _object(call["function"], f"{field}[{i}].function", where, "an object")}
-        found.append(call)
-    return found
+        calls_read.append(call)
+    return calls_read
 
 
 def read_documents(record: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]] | None:
@@ -68,7 +68,7 @@ def read_documents(record: Mapping[str, Any], where: str) -> Sequence[Mapping[st
     accepted = 'a list of {"title": …, "text": …}'
     if not isinstance(documents, list):
         raise UserError("is not a list", field="documents", value=shown(documents), accepted=accepted, where=where)
-    return [_object(one, f"documents[{i}]", where, accepted) for i, one in enumerate(documents)]
+    return [_object(document, f"documents[{i}]", where, accepted) for i, document in enumerate(documents)]
 
 
 def read_options(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -78,8 +78,8 @@ def read_options(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if options is None:
         return {}
     options = _object(options, field, where, '{"enable_thinking": false, …}')
-    if taken := sorted(_RESERVED & options.keys()):
-        raise UserError("is no option", field=f"{field}.{taken[0]}", accepted="other names", where=where)
+    if reserved := sorted(_RESERVED & options.keys()):
+        raise UserError("is no option", field=f"{field}.{reserved[0]}", accepted="other names", where=where)
     return options
 
 
@@ -96,7 +96,7 @@ def _parsed(value: Any, field: str, where: str) -> Any:
 
 
 def _object(value: Any, field: str, where: str, accepted: str) -> Mapping[str, Any]:
-    found = _parsed(value, field, where)
-    if not isinstance(found, dict):
+    parsed = _parsed(value, field, where)
+    if not isinstance(parsed, dict):
         raise UserError("is no object", field=field, value=shown(value), accepted=accepted, where=where)
-    return found
+    return parsed

@@ -46,19 +46,19 @@ def _batches(path: Path, key: str | None = None, done: int = 0) -> Iterator[tupl
         if key is not None:
             require_strings(reader.schema, key, path)
         count = getattr(reader, "num_record_batches", None)  # of a file
-        at = 0
+        row = 0
         try:
             for batch in reader if count is None else map(reader.get_batch, range(count)):
                 batch.validate()
-                if at + batch.num_rows > done:
+                if row + batch.num_rows > done:
                     # Strings are decoded here, so what is no UTF-8 is found here.
                     values = batch if key is None else batch.column(batch.schema.get_field_index(key))
-                    yield at, values.to_pylist()
-                at += batch.num_rows
+                    yield row, values.to_pylist()
+                row += batch.num_rows
         except UserError:
             raise
         except Exception:  # pyarrow's own kinds, and UnicodeDecodeError
-            raise _unreadable(path, f"it is damaged after row {at}") from None
+            raise _unreadable(path, f"it is damaged after row {row}") from None
 
 
 def _open(path: Path, file: Any) -> Any:

@@ -29,11 +29,11 @@ def import_pyarrow(path: Path) -> Any:
 
 def read_texts(batches: Batches, path: Path, key: str, position: Position) -> Iterator[tuple[str, Position]]:
     """The string in column ``key`` of each row; null counts as empty. A position is (rows before it,)."""
-    done = position[0] if position else 0
-    for begin, values in batches(path, key, done):
-        for text in values[max(0, done - begin) :]:
-            done += 1
-            yield text or "", (done,)
+    rows_done = position[0] if position else 0
+    for begin, values in batches(path, key, rows_done):
+        for text in values[max(0, rows_done - begin) :]:
+            rows_done += 1
+            yield text or "", (rows_done,)
 
 
 def converted_rows(
@@ -75,8 +75,8 @@ def _accepted(columns: dict[str, Any]) -> str:
     if strings := [name for name, kind in columns.items() if _is_string(kind)]:
         return shown_names(strings)
     chats = {"messages", "conversations"} & columns.keys()
-    more = "; conversations are for hetero-megatron finetune" if chats else ""
-    return f"a file with a column of strings (it has {shown_names(columns)}){more}"
+    chat_hint = "; conversations are for hetero-megatron finetune" if chats else ""
+    return f"a file with a column of strings (it has {shown_names(columns)}){chat_hint}"
 
 
 def _is_string(kind: Any) -> bool:

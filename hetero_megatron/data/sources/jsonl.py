@@ -20,8 +20,8 @@ Position = tuple[int, ...]
 
 def read(path: Path, key: str, position: Position) -> Iterator[tuple[str, Position]]:
     """The string under ``key`` of each line; null counts as empty. A position is (byte, number of lines before it)."""
-    for number, record, after in read_objects(path, position):
-        yield text_of(record, key, f"{path}:{number}"), after
+    for number, record, position_after in read_objects(path, position):
+        yield text_of(record, key, f"{path}:{number}"), position_after
 
 
 def read_objects(
@@ -65,8 +65,8 @@ def check_end(path: Path, key: str) -> None:
                 break
     last = tail.rstrip(_BLANK).rpartition(b"\n")[2].removeprefix(MARK)
     if last:
-        where = f"{path}: last line"
-        text_of(_parse(last, where), key, where)
+        line_name = f"{path}: last line"
+        text_of(_parse(last, line_name), key, line_name)
 
 
 def text_of(record: dict[str, Any], key: str, where: str) -> str:
@@ -77,8 +77,8 @@ def text_of(record: dict[str, Any], key: str, where: str) -> str:
     if record[key] is None:
         return ""
     if not isinstance(record[key], str):
-        shown = json.dumps(record[key])[:80]
-        raise UserError("the value is not a string", field=key, value=shown, accepted="a string", where=where)
+        value_shown = json.dumps(record[key])[:80]
+        raise UserError("the value is not a string", field=key, value=value_shown, accepted="a string", where=where)
     text = str(record[key])
     try:
         text.encode()  # JSON can spell half of a surrogate pair, which no tokenizer takes
@@ -97,8 +97,8 @@ def _keys_of_text(record: dict[str, Any]) -> str:
     lists = (value for value in record.values() if isinstance(value, list) and value)
     if any(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn, *_ in lists):
         return "objects with text; conversations are for hetero-megatron finetune"
-    has = shown_names(record)
-    return f"objects with a key that holds text{f' (it has {has})' if has else ''}"
+    key_names = shown_names(record)
+    return f"objects with a key that holds text{f' (it has {key_names})' if key_names else ''}"
 
 
 def _parse(line: bytes, where: str, exact: bool = False) -> dict[str, Any]:
@@ -130,14 +130,14 @@ def _integer(digits: str) -> int:
 
 def shown_names(names: Iterable[str], most: int = 12) -> str:
     """Keys or columns for a message: the first ones, printable."""
-    known = sorted(names)
-    shown = [name.encode("utf-8", "backslashreplace").decode()[:40] for name in known[:most]]
-    return ", ".join(shown) + (f" and {len(known) - most} more" if len(known) > most else "")
+    sorted_names = sorted(names)
+    shown_part = [name.encode("utf-8", "backslashreplace").decode()[:40] for name in sorted_names[:most]]
+    return ", ".join(shown_part) + (f" and {len(sorted_names) - most} more" if len(sorted_names) > most else "")
 
 
 def _bad(line: bytes, problem: str, where: str) -> UserError:
-    shown = line[:80].decode("utf-8", "replace").rstrip()
+    line_shown = line[:80].decode("utf-8", "replace").rstrip()
     accepted = "one JSON object per line"
     if line.strip() in (b"[", b"{") or line.lstrip().startswith(b"[{"):  # a list, or objects over several lines
         accepted += f" (jq -c {repr('.[]') if line.lstrip().startswith(b'[') else '.'} makes such lines)"
-    return UserError(problem, field="line", value=shown, accepted=accepted, where=where)
+    return UserError(problem, field="line", value=line_shown, accepted=accepted, where=where)

@@ -32,14 +32,14 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _all_columns(path: Path, file: Any) -> Iterator[list[dict[str, Any]]]:
-    at = 0
+    row = 0
     try:
         for batch in file.iter_batches(_ROWS, use_threads=False):
             rows = batch.to_pylist()
             yield rows
-            at += len(rows)
+            row += len(rows)
     except Exception:  # pyarrow's own kinds, and UnicodeDecodeError
-        raise _unreadable(path, f"it is damaged after row {at}") from None
+        raise _unreadable(path, f"it is damaged after row {row}") from None
 
 
 def check(path: Path, key: str) -> None:
@@ -50,19 +50,19 @@ def check(path: Path, key: str) -> None:
 def _batches(path: Path, key: str, done: int) -> Iterator[tuple[int, list[str | None]]]:
     """(row of the first, values of the column) in order, without the row groups that end before row ``done``."""
     file = _open(path, key)
-    at = 0
+    row = 0
     try:
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
-            if at + rows <= done:
-                at += rows
+            if row + rows <= done:
+                row += rows
                 continue
             for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[key], use_threads=False):
                 values = batch.column(0).to_pylist()
-                yield at, values
-                at += len(values)
+                yield row, values
+                row += len(values)
     except Exception:  # pyarrow's own kinds, and UnicodeDecodeError
-        raise _unreadable(path, f"it is damaged after row {at}") from None
+        raise _unreadable(path, f"it is damaged after row {row}") from None
 
 
 def _open_file(path: Path) -> Any:

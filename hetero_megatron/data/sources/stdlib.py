@@ -19,9 +19,9 @@ def stdlib_files() -> list[Path]:
     Sorted by a hash of the name, so that a held-out tail (``--split``) is a fair sample and not the letters x to z.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = [p.relative_to(root) for p in root.rglob("*.py") if not _SKIPPED & set(p.relative_to(root).parts)]
+    sources = [p.relative_to(root) for p in root.rglob("*.py") if not _SKIPPED & set(p.relative_to(root).parts)]
     files, total = [], 0
-    for relative in sorted(found, key=lambda p: hashlib.sha256(p.as_posix().encode()).digest()):
+    for relative in sorted(sources, key=lambda p: hashlib.sha256(p.as_posix().encode()).digest()):
         size = (root / relative).stat().st_size
         if total + size > MAX_BYTES:
             break  # going on with smaller files would leave only tiny ones at the end, which --split holds out

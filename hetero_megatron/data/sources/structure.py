@@ -48,28 +48,28 @@ def _features(schema: Any) -> Mapping[str, Any]:
     if text is None:
         return {}
     try:
-        found = parse_json(text, "schema")["info"]["features"]
+        features = parse_json(text, "schema")["info"]["features"]
     except (UserError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return features if isinstance(features, dict) else {}
 
 
 def _of_type(kind: Any, feature: Any) -> Converter:
     """For a column or a part of it, of a pyarrow type; ``feature``: what ``datasets`` says of the same."""
     import pyarrow as pa
 
-    said = feature if isinstance(feature, dict) else {}
-    if getattr(kind, "extension_name", "") == "arrow.json" or said.get("_type") == "Json":
+    description = feature if isinstance(feature, dict) else {}
+    if getattr(kind, "extension_name", "") == "arrow.json" or description.get("_type") == "Json":
         return _json
     if pa.types.is_struct(kind):
-        return _struct({kind.field(i).name: _of_type(kind.field(i).type, said.get(kind.field(i).name))
+        return _struct({kind.field(i).name: _of_type(kind.field(i).type, description.get(kind.field(i).name))
                         for i in range(kind.num_fields)})  # fmt: skip
     if pa.types.is_map(kind):
         return _struct_of(_of_type(kind.item_type, None))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind) or (
         pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
     ):  # fmt: skip
-        inner = feature[0] if isinstance(feature, list) and feature else said.get("feature")
+        inner = feature[0] if isinstance(feature, list) and feature else description.get("feature")
         return _list(_of_type(kind.value_type, inner))
     return _same
 
@@ -109,7 +109,7 @@ def _list(inner: Converter) -> Converter:
     def convert(value: Any, name: str, where: str) -> Any:
         if not isinstance(value, list):
             return value
-        return [one if one is None else inner(one, f"{name}[{i}]", where) for i, one in enumerate(value)]
+        return [part if part is None else inner(part, f"{name}[{i}]", where) for i, part in enumerate(value)]
 
     return convert
 
@@ -119,7 +119,9 @@ def _struct(fields: Mapping[str, Converter]) -> Converter:
         if not isinstance(value, dict):
             return value
         return {
-            key: fields.get(key, _same)(one, f"{name}.{key}", where) for key, one in value.items() if one is not None
+            key: fields.get(key, _same)(field, f"{name}.{key}", where)
+            for key, field in value.items()
+            if field is not None
         }
 
     return convert
@@ -130,7 +132,7 @@ def _struct_of(inner: Converter) -> Converter:
 
     def convert(value: Any, name: str, where: str) -> Any:
         pairs = value.items() if isinstance(value, dict) else value
-        return {str(key): one if one is None else inner(one, f"{name}.{key}", where) for key, one in pairs}
+        return {str(key): field if field is None else inner(field, f"{name}.{key}", where) for key, field in pairs}
 
     return convert
 

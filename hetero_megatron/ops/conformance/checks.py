@@ -98,24 +98,24 @@ def kernel_steps(
         lacks = Finding(name, "backward", "", "", FAIL, "it has no backward")
         yield Step(name, "", "backward", lambda: [lacks])
         return
-    ran, refused, harm = False, list[str](), list[Finding]()
+    ran, refusals, harm = False, list[str](), list[Finding]()
     for dtype in dtypes:
         subject = Subject(spec, kernel, device, dtype, watch)
-        asked, problem = subject.attempt("supports", "", lambda: kernel.reasons(signature(dtype)))  # noqa: B023
+        reasons, problem = subject.attempt("supports", "", lambda: kernel.reasons(signature(dtype)))  # noqa: B023
         if problem:
-            found = subject.finding("supports", "", problem)
-        elif asked:
-            refused.append("; ".join(map(str, asked)))
-            found = Finding(name, "supports", subject.dtype_name, "", SKIP, refused[-1])
+            finding = subject.finding("supports", "", problem)
+        elif reasons:
+            refusals.append("; ".join(map(str, reasons)))
+            finding = Finding(name, "supports", subject.dtype_name, "", SKIP, refusals[-1])
         else:
             ran = True
             yield from _dtype_steps(subject, quick, harm)
             continue
-        yield Step(name, subject.dtype_name, "supports", lambda: [found])  # noqa: B023 (run before the next)
+        yield Step(name, subject.dtype_name, "supports", lambda: [finding])  # noqa: B023 (run before the next)
     if not ran:
-        why = " | ".join(dict.fromkeys(refused)) or "no dtype was asked for that the platform has"
-        nothing = Finding(name, "supports", "", "", FAIL, f"nothing of it was checked: {why}")
-        yield Step(name, "", "supports", lambda: [nothing])
+        why = " | ".join(dict.fromkeys(refusals)) or "no dtype was asked for that the platform has"
+        unchecked = Finding(name, "supports", "", "", FAIL, f"nothing of it was checked: {why}")
+        yield Step(name, "", "supports", lambda: [unchecked])
     elif offered(spec, kernel):
         last = Subject(spec, kernel, device, torch.float32, watch)
         yield Step(name, last.dtype_name, "compile", lambda: [compiles(last, harm)])
@@ -138,8 +138,8 @@ def _dtype_steps(subject: Subject, quick: bool, harm: list[Finding]) -> Iterator
 
     first = True
     for case in subject.spec.cases():
-        lacking = set(case.features) - set(subject.kernel.capability.features)
-        if lacking or (quick and sum(x.numel() for x in flatten(list(case.args))) > LARGE):
+        missing_features = set(case.features) - set(subject.kernel.capability.features)
+        if missing_features or (quick and sum(x.numel() for x in flatten(list(case.args))) > LARGE):
             continue
         yield Step(name, dtype, case.name, functools.partial(run, case, first))
         if refuted:
@@ -183,12 +183,12 @@ def _check_case(subject: Subject, case: Case, first: bool) -> Iterator[Finding]:
 def _dtypes(subject: Subject, args: tuple[Any, ...], outcome: CallOutcome) -> str:
     if subject.spec.in_place:
         return ""
-    made = subject.spec.fake(*args)
-    for name, got, want in zip(subject.spec.results, outcome.results, made):
+    expected = subject.spec.fake(*args)
+    for name, tensor, want in zip(subject.spec.results, outcome.results, expected):
         # Not every device has fp64: of narrower arguments fp32 is enough.
-        enough = want.dtype == torch.float64 != subject.dtype and got.dtype == torch.float32
-        if got.dtype != want.dtype and not enough:
-            return f"{name} is {got.dtype}, not {want.dtype}"
+        enough = want.dtype == torch.float64 != subject.dtype and tensor.dtype == torch.float32
+        if tensor.dtype != want.dtype and not enough:
+            return f"{name} is {tensor.dtype}, not {want.dtype}"
     return ""
 
 
@@ -201,14 +201,14 @@ def _backward(
     names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
 
     def run(check: str, by: Kernel, saved: Sequence[Any]) -> Iterator[Finding]:
-        found, problem = subject.attempt(check, case.name, lambda: call_backward(spec, by, grads, saved, args))
-        if found is None:
+        outcome, problem = subject.attempt(check, case.name, lambda: call_backward(spec, by, grads, saved, args))
+        if outcome is None:
             yield subject.finding(check, case.name, problem)
             return
-        got, damage = found
-        problem = judge_all(got, wants, eager.gradients, cap, 3.0, names)
-        wrong = [n for n, g in zip(names, got, strict=True) if g.dtype != args[spec.args.index(n)].dtype]
-        problem = problem or (f"the gradient of {wrong[0]} has another dtype than it" if wrong else "")
+        gradients, damage = outcome
+        problem = judge_all(gradients, wants, eager.gradients, cap, 3.0, names)
+        wrong_dtypes = [n for n, g in zip(names, gradients, strict=True) if g.dtype != args[spec.args.index(n)].dtype]
+        problem = problem or (f"the gradient of {wrong_dtypes[0]} has another dtype than it" if wrong_dtypes else "")
         yield subject.finding(check, case.name, problem)
         if by is kernel:
             yield subject.finding("bounds", f"{case.name}, backward", "; ".join(damage))
@@ -223,13 +223,13 @@ def _backward(
 
 def _saved(subject: Subject, outcome: CallOutcome, eager: CallOutcome) -> str:
     """Portable state has the shapes, dtypes and values that the spec names."""
-    for name, got, want in zip(subject.spec.saves, outcome.saved, eager.saved, strict=True):
+    for name, tensor, want in zip(subject.spec.saves, outcome.saved, eager.saved, strict=True):
         if want is None:
             continue
-        if got.shape != want.shape or got.dtype != want.dtype:
-            return f"{name} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+        if tensor.shape != want.shape or tensor.dtype != want.dtype:
+            return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {want.dtype} {tuple(want.shape)}"
         if name in subject.spec.extras:
-            problem = mismatch(got, want.double().cpu(), None, 1e-3 if want.dtype.itemsize >= 4 else 2e-2, 1.0)
+            problem = mismatch(tensor, want.double().cpu(), None, 1e-3 if want.dtype.itemsize >= 4 else 2e-2, 1.0)
             if problem:
                 return f"{name}: {problem}"
     return ""
@@ -238,18 +238,18 @@ def _saved(subject: Subject, outcome: CallOutcome, eager: CallOutcome) -> str:
 def _expanded(subject: Subject, case: Case, args: tuple[Any, ...], eager: CallOutcome) -> Iterator[Finding]:
     """``y.sum().backward()`` gives gradients whose strides are all 0."""
     spec, kernel = subject.spec, subject.kernel
-    made = spec.fake(*args)[: len(spec.results) - len(spec.fixed)]
-    grads = [torch.ones((), dtype=r.dtype, device=r.device).expand(r.shape) for r in made]
+    results = spec.fake(*args)[: len(spec.results) - len(spec.fixed)]
+    grads = [torch.ones((), dtype=r.dtype, device=r.device).expand(r.shape) for r in results]
     name = f"{case.name}, expanded gradient"
-    fresh, problem = subject.attempt("backward", name, lambda: call_forward(spec, kernel, args))
-    if fresh is None:
+    run, problem = subject.attempt("backward", name, lambda: call_forward(spec, kernel, args))
+    if run is None:
         return
-    found, problem = subject.attempt("backward", name, lambda: call_backward(spec, kernel, grads, fresh.saved, args))
-    if found is not None:
+    outcome, problem = subject.attempt("backward", name, lambda: call_backward(spec, kernel, grads, run.saved, args))
+    if outcome is not None:
         _, wants = oracle(spec, args, grads)
         _, cap = spec.bounds.of(subject.dtype)
-        plain, _ = call_backward(spec, reference_kernel(spec), grads, eager.saved, args)
-        problem = judge_all(found[0], wants, plain, cap, 3.0)
+        eager_grads, _ = call_backward(spec, reference_kernel(spec), grads, eager.saved, args)
+        problem = judge_all(outcome[0], wants, eager_grads, cap, 3.0)
     yield subject.finding("backward", name, problem)
 
 
@@ -260,17 +260,17 @@ def _split_backward(subject: Subject, case: Case, args: tuple[Any, ...], outcome
     top, total, _ = (x.clone() for x in outcome.results)
     peak, normalizer = torch.where(top.isfinite(), top, 0.0) + 0.5, total + 1.0
     grad = torch.randn(labels.shape, generator=torch.Generator().manual_seed(9)).to(peak.dtype).to(labels.device)
-    after = [x.clone() for x in (labels, peak, normalizer)]
+    statistics = [x.clone() for x in (labels, peak, normalizer)]
     assert spec.backward is not None
     wants = spec.backward(grad.double(), logits.double(), labels, peak.double(), normalizer.double(), start)
-    plain, _ = call_backward(spec, reference_kernel(spec), [grad], (logits,), args, after)
+    eager_grads, _ = call_backward(spec, reference_kernel(spec), [grad], (logits,), args, statistics)
     _, cap = spec.bounds.of(subject.dtype)
-    found, problem = subject.attempt(
-        "backward", case.name, lambda: call_backward(spec, kernel, [grad], outcome.saved, args, after)
+    answer, problem = subject.attempt(
+        "backward", case.name, lambda: call_backward(spec, kernel, [grad], outcome.saved, args, statistics)
     )
-    if found is not None:
-        problem = judge_all(found[0], [w.cpu() for w in wants], plain, cap, 3.0, spec.gradients)
-        yield subject.finding("bounds", f"{case.name}, backward", "; ".join(found[1]))
+    if answer is not None:
+        problem = judge_all(answer[0], [w.cpu() for w in wants], eager_grads, cap, 3.0, spec.gradients)
+        yield subject.finding("bounds", f"{case.name}, backward", "; ".join(answer[1]))
     yield subject.finding("backward", case.name, problem)
 
 
@@ -284,15 +284,15 @@ def _trained(
     forward_cap, cap = spec.bounds.of(subject.dtype)
     # A callable of the vendor's own may use up what it saved: models run each backward once.
     times = 1 if kernel.private or kernel.overwrites or kernel.apply is not None else 2
-    found, problem = subject.attempt(
+    outcome, problem = subject.attempt(
         "training", case.name, lambda: call_trained(spec, kernel, args, grads, times)
     )
-    if found is not None:
-        results, gradients, damage = found
+    if outcome is not None:
+        results, gradients, damage = outcome
         names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
         problem = judge_all(results, wants[0], eager.results, forward_cap, 2.0)
-        for count, got in enumerate(gradients):
-            worse = judge_all(got, wants[1], eager.gradients, cap, 3.0, names)
-            problem = problem or (worse and f"backward {count + 1}: {worse}")
+        for count, gradients_of_run in enumerate(gradients):
+            failure = judge_all(gradients_of_run, wants[1], eager.gradients, cap, 3.0, names)
+            problem = problem or (failure and f"backward {count + 1}: {failure}")
         yield subject.finding("bounds", f"{case.name}, training", "; ".join(damage))
     yield subject.finding("training", case.name, problem)

@@ -60,11 +60,11 @@ def oracle(spec: OpSpec, args: Sequence[Any], grads: Sequence[torch.Tensor] | No
     for i in places:
         values[i] = values[i].requires_grad_() if values[i] is not None else None
     results = spec.definition(*values)
-    live = results[: len(spec.results) - len(spec.fixed)]
-    wanted = [values[i] for i in places if values[i] is not None]
-    start = seeded(live, [g.detach().cpu().double() for g in grads])
-    found = torch.autograd.grad(start, wanted, allow_unused=True)
-    filled = [torch.zeros_like(x) if g is None else g for g, x in zip(found, wanted, strict=True)]
+    live_results = results[: len(spec.results) - len(spec.fixed)]
+    inputs = [values[i] for i in places if values[i] is not None]
+    start = seeded(live_results, [g.detach().cpu().double() for g in grads])
+    gradients = torch.autograd.grad(start, inputs, allow_unused=True)
+    filled = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs, strict=True)]
     return [x.detach() for x in flatten(results)], filled
 
 
@@ -104,35 +104,35 @@ def mismatch(got: torch.Tensor, want: torch.Tensor, eager: torch.Tensor | None, 
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)}, not {tuple(want.shape)}"
     if not want.is_floating_point() and got.dtype == want.dtype:
-        wrong = int((got.cpu() != want).sum())
-        return f"{wrong} of {got.numel()} integers differ" if wrong else ""
+        wrong_count = int((got.cpu() != want).sum())
+        return f"{wrong_count} of {got.numel()} integers differ" if wrong_count else ""
     if not got.is_floating_point():
         return f"it is {got.dtype}, which is no floating-point dtype"
     if (got.isnan().cpu() & ~want.isnan()).any():
         count = int((got.isnan().cpu() & ~want.isnan()).sum())
         return f"{count} of {got.numel()} elements were not written, or are NaN"
     relative, worst = distance(got, want)
-    plain = distance(eager, want) if eager is not None else (0.0, 0.0)
-    if not math.isfinite(plain[0]):  # the definition overflows in this dtype: no measure for others
-        plain = (0.0, 0.0)
-    if relative > max(cap, factor * plain[0]):
+    eager_error = distance(eager, want) if eager is not None else (0.0, 0.0)
+    if not math.isfinite(eager_error[0]):  # the definition overflows in this dtype: no measure for others
+        eager_error = (0.0, 0.0)
+    if relative > max(cap, factor * eager_error[0]):
         return f"error {relative:.2g} is over {cap:.2g}{_guess(got, want)}"
     if eager is None or not got.numel():
         return ""
     finite = want[want.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     rounding = max(cap, torch.finfo(got.dtype).eps) * (largest if largest > NOTHING else 1.0)
-    bound = factor * plain[1] + rounding
+    bound = factor * eager_error[1] + rounding
     return f"one element is off by {worst:.2g}, over {bound:.2g}" if worst > bound else ""
 
 
 def _guess(got: torch.Tensor, want: torch.Tensor) -> str:
     """A known mistake that explains the error."""
     got, want = got.detach().cpu().double(), want.detach().cpu().double()
-    for factor, what in ((1 / math.log(2), "it is in base 2, not natural logarithms"), (-1.0, "its sign is wrong"),
+    for factor, mistake in ((1 / math.log(2), "it is in base 2, not natural logarithms"), (-1.0, "its sign is wrong"),
                          (math.log(2), "it is scaled by ln 2")):  # fmt: skip
         if distance(got, want * factor)[0] < 1e-3:
-            return f" ({what})"
+            return f" ({mistake})"
     return ""
 
 

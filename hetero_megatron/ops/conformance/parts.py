@@ -36,18 +36,19 @@ def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: tor
     for beta in (0.0, 1.0):
         start = 16 * (typical or 1.0) * normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
         box = Sandbox()
-        into = box.place(start.to(wide(subject.dtype)).to(subject.device), may_change=True)
-        others = (box.place(e) if isinstance(e, torch.Tensor) else e for e in ends)
-        placed = box.place(dy), box.place(x), *others, into, beta
-        before = into.cpu().double() if beta else 0.0
+        total = box.place(start.to(wide(subject.dtype)).to(subject.device), may_change=True)
+        other_args = (box.place(e) if isinstance(e, torch.Tensor) else e for e in ends)
+        placed = box.place(dy), box.place(x), *other_args, total, beta
+        sum_before = total.cpu().double() if beta else 0.0
         with box, torch.no_grad():
             _, problem = subject.attempt(
                 "weight gradient", f"{case.name}, beta {beta:g}", lambda: subject.kernel.parts["weight"](*placed)  # noqa: B023
             )
-        error = float((into.cpu().double() - before - want).norm())  # what lies there counts, not what was returned
-        _, sums = subject.spec.bounds.of(into.dtype)
-        if not problem and not error <= cap * float(want.norm()) + sums * float(into.norm()):
-            problem = f"the sum of {into.dtype} is off by {error / (float(want.norm()) or 1.0):.2g} of what was added"
+        # What lies there counts, not what was returned.
+        error = float((total.cpu().double() - sum_before - want).norm())
+        _, sums = subject.spec.bounds.of(total.dtype)
+        if not problem and not error <= cap * float(want.norm()) + sums * float(total.norm()):
+            problem = f"the sum of {total.dtype} is off by {error / (float(want.norm()) or 1.0):.2g} of what was added"
         yield subject.finding("weight gradient", f"{case.name}, beta {beta:g}", problem)
         yield subject.finding("bounds", f"{case.name}, weight gradient, beta {beta:g}", "; ".join(box.damage()))
 
@@ -62,22 +63,22 @@ def loss_and_gradients(
     forward_cap, cap = subject.spec.bounds.of(subject.dtype)
     for beta in (None, 0.0, 1.0):
         name = f"{case.name}, {'no sum' if beta is None else f'beta {beta:g}'}"
-        box, into = Sandbox(), None
+        box, sum_tensor = Sandbox(), None
         if beta is not None:
             start = normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
-            into = box.place(start.to(subject.device, wide(subject.dtype)), may_change=True)
-        before = into.cpu().double() if into is not None and beta else torch.zeros_like(want_dw)
-        placed = *(box.place(t) for t in (x, weight, labels, dloss)), into, 1.0 if beta is None else beta
+            sum_tensor = box.place(start.to(subject.device, wide(subject.dtype)), may_change=True)
+        sum_before = sum_tensor.cpu().double() if sum_tensor is not None and beta else torch.zeros_like(want_dw)
+        placed = *(box.place(t) for t in (x, weight, labels, dloss)), sum_tensor, 1.0 if beta is None else beta
         call = functools.partial(subject.kernel.parts["fwd_bwd"], *placed)
         with box, torch.no_grad():
-            made, problem = subject.attempt("loss and gradients", name, call)
+            outputs, problem = subject.attempt("loss and gradients", name, call)
         if not problem:
-            loss, dx, dw = made
-            dw = dw if into is None else into  # what lies there counts, not what was returned
+            loss, dx, dw = outputs
+            dw = dw if sum_tensor is None else sum_tensor  # what lies there counts, not what was returned
             problem = judge_all([loss, dx], [want_loss, want_dx], [eager.results[0], eager.gradients[0]],
                                 max(forward_cap, cap), 3.0, ("loss", "dx"))  # fmt: skip
-            error, size = float((dw.cpu().double() - before - want_dw).norm()), float(want_dw.norm())
-            if not problem and not error <= cap * size + 1e-6 * float(before.norm()) + 1e-6:
+            error, size = float((dw.cpu().double() - sum_before - want_dw).norm()), float(want_dw.norm())
+            if not problem and not error <= cap * size + 1e-6 * float(sum_before.norm()) + 1e-6:
                 problem = f"dweight is off by {error / (size or 1.0):.2g} of what was added"
             if not problem and dw.dtype != wide(subject.dtype):
                 problem = f"dweight is {dw.dtype}: it is added up in at least fp32"
@@ -93,9 +94,9 @@ class _Watched:
         self.narrow: set[torch.dtype] = set()
 
     def backward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        found = self._backward(*args)
-        self.narrow |= {x.dtype for x in found if x.dtype.itemsize < 4}
-        return found
+        gradients = self._backward(*args)
+        self.narrow |= {x.dtype for x in gradients if x.dtype.itemsize < 4}
+        return gradients
 
 
 def tiles(
@@ -122,9 +123,9 @@ def tiles(
     ]
 
     def composed() -> list[torch.Tensor]:
-        made = accumulators(q)
-        attention.forward(q, k, v, rows, *made, dropout)
-        return list(made if sinks is None else add_sinks(*made, sinks))
+        sums = accumulators(q)
+        attention.forward(q, k, v, rows, *sums, dropout)
+        return list(sums if sinks is None else add_sinks(*sums, sinks))
 
     def gradients(delta: torch.Tensor | None) -> list[torch.Tensor]:
         watched.narrow.clear()
@@ -141,9 +142,9 @@ def tiles(
         with box, torch.no_grad():
             return subject.attempt("tiles", f"{case.name}, {what}", work)
 
-    made, problem = attempt("merged", composed)
+    merged, problem = attempt("merged", composed)
     yield subject.finding(
-        "tiles", f"{case.name}, merged", problem or judge_all(made, wants[0], eager.results, forward_cap, 2.0)
+        "tiles", f"{case.name}, merged", problem or judge_all(merged, wants[0], eager.results, forward_cap, 2.0)
     )
     delta, problem = attempt("delta", lambda: watched.delta(dout, out))
     shape = q.shape[0], q.shape[2], q.shape[1]
@@ -151,13 +152,13 @@ def tiles(
         problem = f"delta is {tuple(delta.shape)}, not {shape}: [b, heads, queries]"
     if problem:
         yield subject.finding("tiles", f"{case.name}, delta", problem)
-    for given in (None,) if problem or delta is None else (None, delta):
-        what = f"backward{', delta given' * (given is not None)}"
-        found, problem = attempt(what, lambda: gradients(given))  # noqa: B023
-        problem = problem or judge_all(found, wants[1][:3], eager.gradients[:3], cap, 3.0, subject.spec.gradients)
+    for given_delta in (None,) if problem or delta is None else (None, delta):
+        backward_case = f"backward{', delta given' * (given_delta is not None)}"
+        grads, problem = attempt(backward_case, lambda: gradients(given_delta))  # noqa: B023
+        problem = problem or judge_all(grads, wants[1][:3], eager.gradients[:3], cap, 3.0, subject.spec.gradients)
         if not problem and "share" in kernel.parts and watched.narrow:
             problem = f"share returned {', '.join(map(str, watched.narrow))}: its gradients are added up in fp32"
-        yield subject.finding("tiles", f"{case.name}, {what}", problem)
+        yield subject.finding("tiles", f"{case.name}, {backward_case}", problem)
     yield subject.finding("bounds", f"{case.name}, tiles", "; ".join(box.damage()))
 
 
@@ -184,10 +185,10 @@ def repeatable(subject: Subject, case: Case) -> Iterator[Finding]:
     if runs is None:
         yield subject.finding("deterministic", case.name, problem)
         return
-    same = all(
+    are_equal = all(
         torch.equal(a.nan_to_num(nan=1.5), b.nan_to_num(nan=1.5)) for other in runs[1:] for a, b in zip(runs[0], other)
     )
-    yield subject.finding("deterministic", case.name, "" if same else "equal inputs gave unequal bits")
+    yield subject.finding("deterministic", case.name, "" if are_equal else "equal inputs gave unequal bits")
 
 
 def compiles(subject: Subject, harm: Sequence[Finding]) -> Finding:
@@ -201,12 +202,12 @@ def compiles(subject: Subject, harm: Sequence[Finding]) -> Finding:
         define(spec, kernel)
         operator = getattr(getattr(torch.ops, NAMESPACE), operator_name(spec, kernel)).default
         args = cast(spec, case, subject.dtype, subject.device)
-        live = tuple(
+        live_args = tuple(
             a.requires_grad_() if n in spec.gradients and a is not None else a
             for n, a in zip(spec.args, args, strict=True)
         )
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(operator, live, test_utils=tests)
+        torch.library.opcheck(operator, live_args, test_utils=tests)
         return True
 
     _, problem = subject.attempt("compile", case.name, check)

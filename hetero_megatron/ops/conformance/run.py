@@ -82,25 +82,25 @@ class Sandbox(TorchDispatchMode):
                 base[GUARD:-GUARD] = values.reshape(-1)[0]  # an expanded scalar
             else:
                 inner.copy_(values)
-        before = base.clone() if whole else torch.cat([base[:GUARD], base[-GUARD:]])
-        self._buffers.append(_Buffer(base, before, whole, what))
+        saved_bytes = base.clone() if whole else torch.cat([base[:GUARD], base[-GUARD:]])
+        self._buffers.append(_Buffer(base, saved_bytes, whole, what))
         return inner
 
     def damage(self) -> list[str]:
         """What was written that must not be; empty if nothing."""
-        found = []
+        problems = []
         for b in self._buffers:
             if b.whole and torch.equal(_bits(b.base), _bits(b.before)):
                 continue
             guards = torch.cat([b.base[:GUARD], b.base[-GUARD:]])
-            before = torch.cat([b.before[:GUARD], b.before[-GUARD:]])
-            if not torch.equal(_bits(guards), _bits(before)):
-                index = int((_bits(guards) != _bits(before)).nonzero()[0]) // b.base.element_size()
-                where = f"{GUARD - index} before" if index < GUARD else f"{index - GUARD + 1} after"
-                found.append(f"{OUT_OF_BOUNDS}: {where} {b.what} of {b.base.numel() - 2 * GUARD} elements")
+            guards_before = torch.cat([b.before[:GUARD], b.before[-GUARD:]])
+            if not torch.equal(_bits(guards), _bits(guards_before)):
+                index = int((_bits(guards) != _bits(guards_before)).nonzero()[0]) // b.base.element_size()
+                where_outside = f"{GUARD - index} before" if index < GUARD else f"{index - GUARD + 1} after"
+                problems.append(f"{OUT_OF_BOUNDS}: {where_outside} {b.what} of {b.base.numel() - 2 * GUARD} elements")
             elif b.whole:
-                found.append(f"changed {b.what}, which it does not declare")
-        return list(dict.fromkeys(found))
+                problems.append(f"changed {b.what}, which it does not declare")
+        return list(dict.fromkeys(problems))
 
 
 class Unguarded:
@@ -148,19 +148,19 @@ def call_forward(spec: OpSpec, kernel: Kernel, args: Sequence[Any], guard: Box =
     box = guard()
     placed = place(spec, kernel, args, box)
     with box, torch.no_grad():
-        made = kernel.forward(*placed)
-    if not isinstance(made, tuple):
-        raise TypeError(f"forward returned {type(made).__name__}, not a tuple")
-    _require_tensors(spec.results, made, placed)
+        outputs = kernel.forward(*placed)
+    if not isinstance(outputs, tuple):
+        raise TypeError(f"forward returned {type(outputs).__name__}, not a tuple")
+    _require_tensors(spec.results, outputs, placed)
     if spec.in_place:
         changed = [placed[spec.args.index(name)] for name in spec.in_place]
         return CallOutcome(flatten(changed), damage=box.damage())
     count = len(spec.results)
-    wanted = count + (0 if kernel.private else len(spec.extras))
-    if len(made) < wanted or (not kernel.private and len(made) > wanted):
-        raise TypeError(f"forward returned {len(made)} values, not {wanted}: {', '.join(spec.results + spec.extras)}")
-    saved = made[count:] if kernel.private else tuple((*placed, *made)[spec.index(name)] for name in spec.saves)
-    return CallOutcome(list(made[:count]), saved, damage=box.damage())
+    total = count + (0 if kernel.private else len(spec.extras))
+    if len(outputs) < total or (not kernel.private and len(outputs) > total):
+        raise TypeError(f"forward returned {len(outputs)} values, not {total}: {', '.join(spec.results + spec.extras)}")
+    saved = outputs[count:] if kernel.private else tuple((*placed, *outputs)[spec.index(name)] for name in spec.saves)
+    return CallOutcome(list(outputs[:count]), saved, damage=box.damage())
 
 
 def call_backward(
@@ -176,21 +176,21 @@ def call_backward(
     box = guard()
     may_change = kernel.private  # private state may be used up
     incoming = [box.place(g) for g in grads]
-    kept = copy_args(list(saved), lambda x: box.place(x, may_change))
-    others = copy_args(list(after), box.place)
+    saved_copies = copy_args(list(saved), lambda x: box.place(x, may_change))
+    after_copies = copy_args(list(after), box.place)
     with box, torch.no_grad():
-        found = kernel.backward(*incoming, *kept, *others, *args[len(spec.tensors) :])
-    if not isinstance(found, tuple) or len(found) != len(spec.gradients):
-        raise TypeError(f"backward returned {found if not isinstance(found, tuple) else len(found)} values, "
-                        f"not a tuple of {len(spec.gradients)}")  # fmt: skip
-    there = [args[spec.args.index(name)] is not None for name in spec.gradients]
+        grads_out = kernel.backward(*incoming, *saved_copies, *after_copies, *args[len(spec.tensors) :])
+    if not isinstance(grads_out, tuple) or len(grads_out) != len(spec.gradients):
+        raise TypeError(f"backward returned {grads_out if not isinstance(grads_out, tuple) else len(grads_out)} values"
+                        f", not a tuple of {len(spec.gradients)}")  # fmt: skip
+    is_given = [args[spec.args.index(name)] is not None for name in spec.gradients]
     out = []
-    for name, gradient, wanted in zip(spec.gradients, found, there, strict=True):
-        if wanted:
+    for name, gradient, has_gradient in zip(spec.gradients, grads_out, is_given, strict=True):
+        if has_gradient:
             if gradient is None:
                 raise TypeError(f"backward returned None for {name}")
             out.append(gradient)
-    _require_tensors([n for n, wanted in zip(spec.gradients, there, strict=True) if wanted], out, args)
+    _require_tensors([n for n, has_gradient in zip(spec.gradients, is_given, strict=True) if has_gradient], out, args)
     return out, box.damage()
 
 
@@ -214,31 +214,31 @@ def call_trained(
     kernel."""
     bound = {"gemm": bind_gemm, "grouped_gemm": bind_grouped_gemm}.get(spec.name)
     box = guard()
-    own = list(place(spec, kernel, args, box))
+    placed = list(place(spec, kernel, args, box))
     if spec.name in FP8_PRODUCTS:
-        call = bind_gemm_fp8(kernel, WeightGradients(), own.pop())
-        own.append(None)  # no other rank has a part of these tensors
+        call = bind_gemm_fp8(kernel, WeightGradients(), placed.pop())
+        placed.append(None)  # no other rank has a part of these tensors
     else:
         call = bind(spec, kernel) if bound is None else bound(kernel, WeightGradients())
     incoming = [box.place(g) for g in grads]
-    wanted = [own[i].requires_grad_() for i in map(spec.args.index, spec.gradients) if own[i] is not None]
-    found = []
+    inputs = [placed[i].requires_grad_() for i in map(spec.args.index, spec.gradients) if placed[i] is not None]
+    gradients = []
     with box:
-        made = flatten(call(*own))
-        live = made[: len(spec.results) - len(spec.fixed)]
+        results = flatten(call(*placed))
+        live = results[: len(spec.results) - len(spec.fixed)]
         for count in range(times):
             again = count + 1 < times
-            each = torch.autograd.grad(seeded(live, incoming), wanted, retain_graph=again, allow_unused=True)
-            found.append([torch.zeros_like(x) if g is None else g for g, x in zip(each, wanted, strict=True)])
-    return [x.detach() for x in made], found, box.damage()
+            grads_once = torch.autograd.grad(seeded(live, incoming), inputs, retain_graph=again, allow_unused=True)
+            gradients.append([torch.zeros_like(x) if g is None else g for g, x in zip(grads_once, inputs, strict=True)])
+    return [x.detach() for x in results], gradients, box.damage()
 
 
 def seeds(spec: OpSpec, args: Sequence[Any]) -> list[torch.Tensor]:
     """Incoming gradients of the results that carry some; not constant."""
-    made = spec.fake(*args)[: len(spec.results) - len(spec.fixed)]
+    results = spec.fake(*args)[: len(spec.results) - len(spec.fixed)]
     generator = torch.Generator().manual_seed(99)
     return [
-        torch.randn(r.shape, dtype=torch.float64, generator=generator).to(r.dtype).to(r.device) for r in made
+        torch.randn(r.shape, dtype=torch.float64, generator=generator).to(r.dtype).to(r.device) for r in results
     ]
 
 
@@ -257,31 +257,31 @@ def wrong_kernels(
         used: operators with their kernels, and what they will be called with.
         synchronize: waits for the device.
     """
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     for spec, kernel, signature in used:
         if kernel.kind == REFERENCE:
             continue
         subject = Subject(spec, kernel, device, signature.dtype, CheckHooks(synchronize=synchronize))
         for case in _cases(spec, kernel, signature):
-            _, problem = subject.attempt("at start", case.name, lambda: found.update(_compare(subject, case)))  # noqa: B023
+            _, problem = subject.attempt("at start", case.name, lambda: problems.update(_compare(subject, case)))  # noqa: B023
             if problem:
-                found[str(kernel)] = f"{case.name}: {problem}"
-            if str(kernel) in found:
+                problems[str(kernel)] = f"{case.name}: {problem}"
+            if str(kernel) in problems:
                 break
-    return found
+    return problems
 
 
 def _cases(spec: OpSpec, kernel: Kernel, signature: Signature) -> Iterator[Case]:
     """The first small ones, which are made one by one, and one for each feature."""
     small = (c for c in spec.cases() if 0 < sum(x.numel() for x in flatten(list(c.args))) <= ELEMENTS)
-    able = (c for c in small if set(c.features) <= set(kernel.capability.features))
-    yield from islice(able, CASES)
-    wanted = set(signature.features) & {*spec.features, *kernel.capability.features}
-    for case in able if wanted else ():
-        if wanted & set(case.features):
-            wanted -= set(case.features)
+    able_cases = (c for c in small if set(c.features) <= set(kernel.capability.features))
+    yield from islice(able_cases, CASES)
+    features_left = set(signature.features) & {*spec.features, *kernel.capability.features}
+    for case in able_cases if features_left else ():
+        if features_left & set(case.features):
+            features_left -= set(case.features)
             yield case
-        if not wanted:
+        if not features_left:
             return
 
 
@@ -292,13 +292,13 @@ def _compare(subject: Subject, case: Case) -> dict[str, str]:
     trained = bool(spec.gradients) and not spec.split
     grads = seeds(spec, args) if trained else None
     wants, want_gradients = oracle(spec, args, grads)
-    plain = reference_kernel(spec)
-    eager = call_forward(spec, plain, args, Unguarded)
+    definition = reference_kernel(spec)
+    eager = call_forward(spec, definition, args, Unguarded)
     gradients: list[torch.Tensor] = []
     if grads is None:
         results = call_forward(spec, kernel, args, Unguarded).results
     else:
-        eager.gradients, _ = call_backward(spec, plain, grads, eager.saved, args, guard=Unguarded)
+        eager.gradients, _ = call_backward(spec, definition, grads, eager.saved, args, guard=Unguarded)
         results, (gradients,), _ = call_trained(spec, kernel, args, grads, 1, Unguarded)
     forward_cap, cap = (SLACK * bound for bound in spec.bounds.of(subject.dtype))
     if subject.dtype == torch.float64:
@@ -306,8 +306,8 @@ def _compare(subject: Subject, case: Case) -> dict[str, str]:
     names = [n for n in spec.gradients if args[spec.args.index(n)] is not None]
     problem = judge_all(results, wants, eager.results, forward_cap, SLACK)
     if not problem and trained:
-        worse = judge_all(gradients, want_gradients, eager.gradients, cap, SLACK, names)
-        problem = worse and f"gradient of {worse}"
+        failure = judge_all(gradients, want_gradients, eager.gradients, cap, SLACK, names)
+        problem = failure and f"gradient of {failure}"
     return {str(kernel): f"{case.name}: {problem}"} if problem else {}
 
 

@@ -102,26 +102,26 @@ def measure(
     case, name = spec.speed(), str(dtype).removeprefix("torch.")
     args = cast(spec, case, dtype, device)
     copies = _copies(args)
-    fresh = bool(kernel.overwrites or spec.in_place)
+    needs_copies = bool(kernel.overwrites or spec.in_place)
 
     def floor(cost: Any) -> float:
         return max(cost.bytes / rates[0], cost.flops / rates[1])
 
     def forward(values: tuple[Any, ...]) -> Any:
-        return kernel.forward(*(copy_args(values, torch.clone) if fresh else values))
+        return kernel.forward(*(copy_args(values, torch.clone) if needs_copies else values))
 
-    turn = itertools.cycle(copies)
+    turns = itertools.cycle(copies)
     with torch.no_grad():
-        seconds = best_seconds(lambda: forward(next(turn)), synchronize)
-        if fresh:
-            seconds = max(seconds - best_seconds(lambda: copy_args(next(turn), torch.clone), synchronize), 1e-9)
+        seconds = best_seconds(lambda: forward(next(turns)), synchronize)
+        if needs_copies:
+            seconds = max(seconds - best_seconds(lambda: copy_args(next(turns), torch.clone), synchronize), 1e-9)
         yield KernelSpeed(str(kernel), name, case.name, "forward", seconds, floor(spec.forward_cost(*args)))
         if kernel.backward is None or spec.split or kernel.private:
             return
         grads, run, options = seeds(spec, args), kernel.backward, args[len(spec.tensors) :]
-        every = [(*values, *forward(values)) for values in copies]
-        kept = itertools.cycle([[values[spec.index(n)] for n in spec.saves] for values in every])
-        seconds = best_seconds(lambda: run(*grads, *next(kept), *options), synchronize)
+        operands = [(*values, *forward(values)) for values in copies]
+        saved_tensors = itertools.cycle([[values[spec.index(n)] for n in spec.saves] for values in operands])
+        seconds = best_seconds(lambda: run(*grads, *next(saved_tensors), *options), synchronize)
         yield KernelSpeed(str(kernel), name, case.name, "backward", seconds, floor(spec.backward_cost(*args)))
 
 
@@ -169,9 +169,9 @@ def attention_rows(
         with torch.no_grad():
             scale, forward = _large_enough(functools.partial(attend, length), 1, LARGEST, synchronize)
             args = arguments(length, scale)
-            made = kernel.forward(*args)
-            kept = made[2:] if kernel.private else [(*args, *made)[spec.index(n)] for n in spec.saves]
+            outputs = kernel.forward(*args)
+            saved_tensors = outputs[2:] if kernel.private else [(*args, *outputs)[spec.index(n)] for n in spec.saves]
             grads = seeds(spec, args)
-            backward = best_seconds(lambda: run(*grads, *kept, *args[4:]), synchronize)  # noqa: B023
+            backward = best_seconds(lambda: run(*grads, *saved_tensors, *args[4:]), synchronize)  # noqa: B023
         rows.append([length * scale, 4 * scale, 64, forward, backward])
     return rows

@@ -45,10 +45,10 @@ class GlobalState:
         """
         changes = []
         for name, (get, put) in _SETTINGS.items():
-            before, now = self._settings[name], get()
-            if now != before:
-                changes.append(f"changed torch's {name} from {before} to {now}")
-                put(before)
+            saved_value, present_value = self._settings[name], get()
+            if present_value != saved_value:
+                changes.append(f"changed torch's {name} from {saved_value} to {present_value}")
+                put(saved_value)
         if not torch.equal(torch.get_rng_state(), self._random):
             torch.set_rng_state(self._random)
             if random_too:
@@ -111,13 +111,13 @@ class Subject:
         state = GlobalState()
 
         def complete() -> Any:
-            made = call()
+            returned = call()
             self.watch.synchronize()
-            return made
+            return returned
 
-        found = attempt(complete)
+        outcome = attempt(complete)
         self.changes += state.restore(self.kernel.capability.deterministic)
-        return found
+        return outcome
 
 
 def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
@@ -126,8 +126,8 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
         return call(), ""
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({frames[-1].name}, {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
-        return None, f"raised {describe(error)}{where}"
+        origin = f" ({frames[-1].name}, {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+        return None, f"raised {describe(error)}{origin}"
 
 
 def describe(error: BaseException) -> str:

@@ -40,11 +40,11 @@ class DividedSums:
     def _end_oldest(self) -> None:
         bucket = self._under_way.popleft()
         exchange = self._exchanges[bucket]
-        pieces, known = exchange.finish_reduce(0), self._owned.get(bucket)
-        if known is None:  # in place, they lie in the memory of all gradients of the bucket
+        pieces, owned_sums = exchange.finish_reduce(0), self._owned.get(bucket)
+        if owned_sums is None:  # in place, they lie in the memory of all gradients of the bucket
             self._owned[bucket] = [piece.clone() for piece in pieces] if exchange.in_place else pieces
         elif pieces:
-            torch._foreach_add_(known, pieces)
+            torch._foreach_add_(owned_sums, pieces)
         exchange.forget()
 
     def finish(self) -> dict[int, list[torch.Tensor]]:

@@ -81,24 +81,24 @@ class HopExchange:
         if self.runs is None:
             send = empty.new_empty(self.given, dtype=self.sent_as)
             if self.fills and self.given:  # straight into the message: parts with gaps would need copies of their own
-                parts = [arrays[i][at] for i, at in self.routes.given]
+                parts = [arrays[i][index] for i, index in self.routes.given]
                 rows = send.split([part.numel() for part in parts])
                 torch._foreach_copy_([row.view(part.shape) for row, part in zip(rows, parts, strict=True)], parts)
             self._hold(send)
             self._handle = self.group.all_to_all(send, self.routes.give_counts, self.routes.take_counts)
             return
         assert memory is not None
-        counts, me = [x.stop - x.start for x in self.runs], self.group.index
-        mine = self.size if self._own_travels else 0
+        counts, own_index = [x.stop - x.start for x in self.runs], self.group.index
+        own_size = self.size if self._own_travels else 0
         if self.sent_as is not None:
-            others = [memory[run] for i, run in enumerate(self.runs) if i != me]
+            other_runs = [memory[run] for i, run in enumerate(self.runs) if i != own_index]
             send = memory.new_empty(len(memory) - self.size, dtype=self.sent_as)
-            torch._foreach_copy_(list(send.split([len(part) for part in others])), others)
+            torch._foreach_copy_(list(send.split([len(part) for part in other_runs])), other_runs)
             self._hold(send)
         else:  # of more than two, with my own part, so that it is one piece
-            send = memory if self._own_travels else memory[self.runs[1 - me]]
-        counts[me] = mine
-        self._handle = self.group.all_to_all(send, counts, self._counts(mine, self.size))
+            send = memory if self._own_travels else memory[self.runs[1 - own_index]]
+        counts[own_index] = own_size
+        self._handle = self.group.all_to_all(send, counts, self._counts(own_size, self.size))
 
     @property
     def _own_travels(self) -> bool:
@@ -115,19 +115,19 @@ class HopExchange:
         With ``runs`` the sums lie in ``memory``, where my own part was.
         """
         if self.group.size == 1:
-            return [_part(arrays, i, at) for i, at in self.routes.give.get(self.me, ())]
+            return [_part(arrays, i, index) for i, index in self.routes.give.get(self.me, ())]
         received = self._wait()
         self._hold(received)
         if self.runs is not None:
             assert memory is not None
-            mine = memory[self.runs[self.group.index]]
+            own_sums = memory[self.runs[self.group.index]]
             if self.group.size == 2:  # which of two is added to the other does not matter
-                mine += received
+                own_sums += received
             elif self.size and self._own_travels:
-                torch.sum(received.view(self.group.size, self.size), 0, out=mine)
+                torch.sum(received.view(self.group.size, self.size), 0, out=own_sums)
             elif self.size:
-                mine += received.view(-1, self.size).sum(0, dtype=mine.dtype)
-            return [mine[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
+                own_sums += received.view(-1, self.size).sum(0, dtype=own_sums.dtype)
+            return [own_sums[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
         # Who sends nothing has no chunk: of hundreds of members most may hold nothing of what is summed up here.
         senders = [r for r in self.group.ranks if r != self.me and r in self.routes.take]
         begin = senders[0] if senders and senders[0] in self.routes.sends_all else self.me
@@ -156,17 +156,17 @@ class HopExchange:
         copied there if it is what to begin with. ``total``: [elements of the targets]; ``received``: [elements that
         others sent]."""
         take = self.routes.take
-        mine = [_part(arrays, i, at) for i, at in self.routes.give.get(self.me, ())]
-        here = [views[to][inside] for to, inside in take.get(self.me, ())]
-        if begin == self.me and here:  # one launch, however many pieces
-            torch._foreach_copy_(here, mine)
+        own_parts = [_part(arrays, i, index) for i, index in self.routes.give.get(self.me, ())]
+        own_views = [views[to][index] for to, index in take.get(self.me, ())]
+        if begin == self.me and own_views:  # one launch, however many pieces
+            torch._foreach_copy_(own_views, own_parts)
         counts = {r: n for r, n in zip(self.group.ranks, self.routes.take_counts, strict=True) if n}
         chunks = dict(zip(counts, received.split(list(counts.values())), strict=True))
         for rank in self.group.ranks:
             if rank == begin or rank not in take:
                 continue
             if rank == self.me:
-                torch._foreach_add_(here, mine)
+                torch._foreach_add_(own_views, own_parts)
             elif rank in self.routes.sends_all:
                 total += chunks[rank]
             else:
@@ -176,8 +176,8 @@ class HopExchange:
     def _add(views: list[torch.Tensor], chunk: torch.Tensor, parts: Parts) -> None:
         """Add ``chunk`` [elements that one rank sent] to parts of the views."""
         start = 0
-        for to, inside in parts:
-            target = views[to][inside]
+        for to, index in parts:
+            target = views[to][index]
             target += chunk[start : start + target.numel()].view(target.shape)
             start += target.numel()
 
@@ -191,18 +191,18 @@ class HopExchange:
             return
         if self.runs is None:
             device = self.group.comm.device  # masters may be in host memory
-            send, at = torch.empty(self.taken, dtype=dtype, device=device), 0
+            send, offset = torch.empty(self.taken, dtype=dtype, device=device), 0
             targets: list[torch.Tensor] = []
             sources: list[torch.Tensor] = []
-            for ranks, wanted in self.routes.wanted if self.fills else ():
-                parts = [arrays[i][inside] for i, inside in wanted]
+            for ranks, parts_wanted in self.routes.wanted if self.fills else ():
+                parts = [arrays[i][index] for i, index in parts_wanted]
                 size = sum(part.numel() for part in parts)
-                rows, begin = send[at : at + ranks * size].view(ranks, size), 0
+                rows, begin = send[offset : offset + ranks * size].view(ranks, size), 0
                 for part in parts:  # once for each of them
                     targets.append(rows[:, begin : begin + part.numel()].view(ranks, *part.shape))
                     sources.append(part.expand(ranks, *part.shape))
                     begin += part.numel()
-                at += ranks * size
+                offset += ranks * size
             if targets:  # one launch, however many pieces
                 torch._foreach_copy_(targets, sources)
             self._handle = self.group.all_to_all(send, self.routes.take_counts, self.routes.give_counts)
@@ -210,11 +210,11 @@ class HopExchange:
         assert memory is not None
         send, counts = memory[self.runs[self.group.index]], [x.stop - x.start for x in self.runs]
         if self.group.size == 2:
-            into, mine = memory[self.runs[1 - self.group.index]], 0
+            receive, own_size = memory[self.runs[1 - self.group.index]], 0
             counts[self.group.index] = 0
         else:
-            send, into, mine = send.repeat(self.group.size), memory, self.size
-        self._handle = self.group.all_to_all(send, self._counts(mine, self.size), counts, into)
+            send, receive, own_size = send.repeat(self.group.size), memory, self.size
+        self._handle = self.group.all_to_all(send, self._counts(own_size, self.size), counts, receive)
 
     def finish_back(self, arrays: Sequence[torch.Tensor]) -> None:
         """Write what came into my sources; the parts that are my own targets are there already. ``arrays``: one per
@@ -224,7 +224,7 @@ class HopExchange:
         received = self._wait()
         if self.runs is not None or not self.fills:
             return
-        targets = [arrays[i][at] for i, at in self.routes.given]
+        targets = [arrays[i][index] for i, index in self.routes.given]
         if targets:  # one launch, however many pieces
             parts = received.split([t.numel() for t in targets])
             torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])

@@ -77,8 +77,8 @@ class GradientSums:
         if index not in self.allocated:
             first = self._params[name]
             shapes = {n: self._params[n].shape for n in self._buckets[index].names}
-            wide = torch.promote_types(first.dtype, torch.float32)
-            memory = first.new_empty(sum(map(math.prod, shapes.values())), dtype=wide)
+            wide_dtype = torch.promote_types(first.dtype, torch.float32)
+            memory = first.new_empty(sum(map(math.prod, shapes.values())), dtype=wide_dtype)
             self.allocated[index] = FlatTensors(shapes, memory)
         return self.allocated[index].views[name]
 
@@ -105,10 +105,10 @@ class GradientSums:
 
     def taken(self, bucket: int) -> FlatTensors:
         """The same, as the caller's own: what is added from now on begins another sum."""
-        found = self.whole(bucket)
+        flat = self.whole(bucket)
         del self.allocated[bucket]
         self.filled.difference_update(self._buckets[bucket].names)
-        return found
+        return flat
 
     def give_up(self, bucket: int) -> None:
         """The bucket was sent and summed up elsewhere."""

@@ -109,7 +109,7 @@ class GradientSync:
             self._ahead.add(name)
 
     def _name(self, param: torch.Tensor) -> str:
-        return next(name for name, known in self.params.items() if known is param)
+        return next(name for name, candidate in self.params.items() if candidate is param)
 
     def _add_ahead(self, name: str, dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
         """dy: [tokens, V_local], x: [tokens, h]."""
@@ -119,9 +119,9 @@ class GradientSync:
     def _add_product(self, names: Sequence[str], dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
         """dy: [tokens, outputs of all of them], x: [tokens, inputs]."""
         views = [self.sums.view(name) for name in names]
-        into = joint_rows(views)
-        if into is not None:
-            kernel(dy, x, into, self._beta(names[0]))
+        joint_sum = joint_rows(views)
+        if joint_sum is not None:
+            kernel(dy, x, joint_sum, self._beta(names[0]))
         else:  # they are sent in several buckets
             for name, view, part in zip(names, views, dy.split([len(view) for view in views], -1), strict=True):
                 kernel(part, x, view, self._beta(name))
@@ -182,8 +182,8 @@ class GradientSync:
         weights, which are summed up after every backward."""
         from hetero_megatron.parallel.grad_sync.reduction import StepReduction
 
-        whole = {index: e for index, e in self.by_bucket.items() if index not in self.divided}
-        self._reduction = StepReduction(reduces, whole, self.sums, self._aside, self._chunks)
+        undivided = {index: e for index, e in self.by_bucket.items() if index not in self.divided}
+        self._reduction = StepReduction(reduces, undivided, self.sums, self._aside, self._chunks)
 
     def last_gradients(self, chunk: int, products: Iterable[torch.Tensor] | None) -> None:
         """What runs next brings the last gradients of a chunk. Called after :meth:`begin`, once per chunk.
@@ -194,11 +194,11 @@ class GradientSync:
                 are there; None: those of any of its parameters may come.
         """
         assert self._reduction is not None, "before begin"
-        names, there = self._chunks[chunk], self._ahead
+        names, ahead_names = self._chunks[chunk], self._ahead
         if products is not None:
             ids = {id(weight) for weight in products}
-            there = there | {name for name in names if id(self.params[name]) not in ids}
-        self._reduction.last_of_chunk(names, there)
+            ahead_names = ahead_names | {name for name in names if id(self.params[name]) not in ids}
+        self._reduction.last_of_chunk(names, ahead_names)
 
     def complete(self, action: Action) -> None:
         """Return when the REDUCE ``action`` has ended. Backward is over, so what has not come by now is zero.
@@ -222,8 +222,8 @@ class GradientSync:
         if self._reduction is None:
             self.begin(self.reduces)
         assert self._reduction is not None
-        whole, divided = iter(self._reduction.finish()), self.divided_sums.finish()
-        owned = [divided[index] if index in divided else next(whole) for index in self.by_bucket]
+        undivided_sums, divided = iter(self._reduction.finish()), self.divided_sums.finish()
+        owned = [divided[index] if index in divided else next(undivided_sums) for index in self.by_bucket]
         self._reduction = None
         self.sums.filled.clear()
         for pieces, exchange in zip(owned, self.exchanges, strict=True):

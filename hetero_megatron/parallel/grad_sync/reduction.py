@@ -74,8 +74,8 @@ class StepReduction:
         while self._ended < end:
             if not self._start_next():
                 self._end_next(wait=True)
-        done = {a.micro_batch for a in self._queue[:end]} - {a.micro_batch for a in self._queue[end:]}
-        while self._summed and self._summed[0][0] in done:
+        finished = {a.micro_batch for a in self._queue[:end]} - {a.micro_batch for a in self._queue[end:]}
+        while self._summed and self._summed[0][0] in finished:
             self._join()
 
     def finish(self) -> list[list[torch.Tensor]]:
@@ -119,15 +119,15 @@ class StepReduction:
         if self._started == len(self._queue):
             return False
         _, bucket, hop = self._queue[self._started]
-        under_way = {a.micro_batch for a in self._queue[self._ended : self._started]}
+        busy_buckets = {a.micro_batch for a in self._queue[self._ended : self._started]}
         exchange = self._exchanges[bucket]
         if hop:
-            if bucket in under_way:  # its hop before has not ended
+            if bucket in busy_buckets:  # its hop before has not ended
                 return False
             with self._aside.current():
                 exchange.start_reduce(hop)
         else:
-            if self._missing[bucket] or len(under_way) >= IN_FLIGHT:
+            if self._missing[bucket] or len(busy_buckets) >= IN_FLIGHT:
                 return False
             while len(self._summed) >= IN_FLIGHT:
                 self._join()

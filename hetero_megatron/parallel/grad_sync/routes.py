@@ -40,10 +40,10 @@ def local_pieces(layouts: Mapping[str, Layout], rank: int, boxes: Mapping[str, B
     pieces, offset = [], 0
     for name, layout in layouts.items():
         for box in layout.of(rank):
-            own = box if boxes[name].contains(box) else box.intersect(boxes[name]) or Box(box.lo, box.lo)
-            inside = () if own is box else own.slices(box)
-            here = own.slices(boxes[name]) if own.size else (slice(0, 0),) * len(own.lo)
-            pieces.append(OwnedPiece(name, box, here, offset, inside))
+            local_box = box if boxes[name].contains(box) else box.intersect(boxes[name]) or Box(box.lo, box.lo)
+            box_index = () if local_box is box else local_box.slices(box)
+            local_index = local_box.slices(boxes[name]) if local_box.size else (slice(0, 0),) * len(local_box.lo)
+            pieces.append(OwnedPiece(name, box, local_index, offset, box_index))
             offset += box.size
     return pieces
 
@@ -80,12 +80,12 @@ class HopRoutes:
         take: dict[int, Parts] = defaultdict(list)
         for name, layout in hop.sources.items():
             # Only what goes from or to this rank: all that move between all members would be their number squared.
-            held, wanted = layout.only(ranks), hop.targets[name].only(ranks)
-            mine = [(i, s.box) for i, s in enumerate(sources) if s.name == name]
+            held_layout, wanted_layout = layout.only(ranks), hop.targets[name].only(ranks)
+            own_sources = [(i, s.box) for i, s in enumerate(sources) if s.name == name]
             summed = [(i, t.box) for i, t in enumerate(targets) if t.name == name]
-            for piece in reduction(held.only((me,)), wanted).pieces:
-                give[piece.dst].append(_inside(piece.box, mine))
-            for piece in reduction(held, wanted.only((me,))).pieces:
+            for piece in reduction(held_layout.only((me,)), wanted_layout).pieces:
+                give[piece.dst].append(_inside(piece.box, own_sources))
+            for piece in reduction(held_layout, wanted_layout.only((me,))).pieces:
                 take[piece.src].append(_inside(piece.box, summed))
         self.give, self.take = dict(give), dict(take)
         self.size = sum(t.box.size for t in targets)
@@ -101,18 +101,18 @@ class HopRoutes:
 
     def _find_runs(self, ranks: Sequence[int], sources: Sequence[OwnedPiece]) -> list[slice]:
         """What :attr:`Bucket.dense` promises: my sources from first to last are owner after owner's."""
-        runs, at = [], 0
+        runs, offset = [], 0
         for rank in ranks:
             parts = self.give.get(rank, [])
             size = _volume(parts)
-            runs.append(slice(at, at + size))
+            runs.append(slice(offset, offset + size))
             for i, part in parts:
                 source = sources[i]
                 rows = source.box.size // source.box.shape[0]
-                whole = all(s == slice(0, n) for s, n in zip(part[1:], source.box.shape[1:], strict=True))
-                assert whole and source.offset + part[0].start * rows == at, f"{source.name} is out of its run"
-                at += (part[0].stop - part[0].start) * rows
-        assert at == sum(s.box.size for s in sources)
+                is_whole = all(s == slice(0, n) for s, n in zip(part[1:], source.box.shape[1:], strict=True))
+                assert is_whole and source.offset + part[0].start * rows == offset, f"{source.name} is out of its run"
+                offset += (part[0].stop - part[0].start) * rows
+        assert offset == sum(s.box.size for s in sources)
         return runs
 
 
@@ -123,23 +123,23 @@ def _inside(box: Box, among: Sequence[tuple[int, Box]]) -> tuple[int, Slices]:
 
 def _alike(by_rank: Iterable[Parts]) -> list[tuple[int, Parts]]:
     """(how many ranks one after the other have the same parts, which); those who have none are left out."""
-    found: list[tuple[int, Parts]] = []
+    groups: list[tuple[int, Parts]] = []
     for parts in by_rank:
-        if parts and found and found[-1][1] == parts:
-            found[-1] = (found[-1][0] + 1, parts)
+        if parts and groups and groups[-1][1] == parts:
+            groups[-1] = (groups[-1][0] + 1, parts)
         elif parts:
-            found.append((1, parts))
-    return found
+            groups.append((1, parts))
+    return groups
 
 
 def _joined(parts: Parts) -> Parts:
     """The same elements in the same order: rows of one tensor that follow each other are one part."""
     out: Parts = []
-    for i, at in parts:
-        if out and out[-1][0] == i and out[-1][1][1:] == at[1:] and out[-1][1][0].stop == at[0].start:
-            out[-1] = (i, (slice(out[-1][1][0].start, at[0].stop), *at[1:]))
+    for i, index in parts:
+        if out and out[-1][0] == i and out[-1][1][1:] == index[1:] and out[-1][1][0].stop == index[0].start:
+            out[-1] = (i, (slice(out[-1][1][0].start, index[0].stop), *index[1:]))
         else:
-            out.append((i, at))
+            out.append((i, index))
     return out
 
 

@@ -50,8 +50,8 @@ def _read_cohere(read: ConfigReader, name: str) -> ModelSpec:
 
 
 def _read_cohere2(read: ConfigReader, name: str) -> ModelSpec:
-    for key, only in _COHERE2_FIXED.items():
-        read.must_be(key, *only)
+    for key, allowed_values in _COHERE2_FIXED.items():
+        read.must_be(key, *allowed_values)
     read.must_be("use_embedding_sharing", read.flag("tie_word_embeddings", True))
     window = None if read.value("sliding_window", 4096) is None else read.integer("sliding_window", 4096)
     period = read.integer("sliding_window_pattern", 4)
@@ -61,10 +61,10 @@ def _read_cohere2(read: ConfigReader, name: str) -> ModelSpec:
     kinds = layer_types(read, pattern, window)
     head_dim, positions = head_sizes(read, _COHERE2)[2], read.integer("max_position_embeddings", _COHERE2.positions)
     rope, notices = read_rope(read, head_dim, positions, _COHERE2.theta, interleaved=True)
-    turned, still = LayerKind(window, rope), LayerKind(rope=None)
+    sliding_kind, full_kind = LayerKind(window, rope), LayerKind(rope=None)
     return _read_both(
         read, "cohere2", name, _COHERE2, notices=notices,
-        layer_kinds=tuple(turned if kind == SLIDING else still for kind in kinds),
+        layer_kinds=tuple(sliding_kind if kind == SLIDING else full_kind for kind in kinds),
     )  # fmt: skip
 
 

@@ -50,8 +50,8 @@ def with_more_predictions(read: ConfigReader, spec: ModelSpec) -> ModelSpec:
 def _read_latent(read: ConfigReader, kv_heads: int | None) -> MLA:
     """``kv_heads``: where the configuration does not say how many there are; None: as many as heads."""
     heads = read.integer("num_attention_heads")
-    absent = heads if "num_key_value_heads" in read.config else kv_heads or heads
-    if read.integer("num_key_value_heads", absent, nullable=True) != heads:
+    default_heads = heads if "num_key_value_heads" in read.config else kv_heads or heads
+    if read.integer("num_key_value_heads", default_heads, nullable=True) != heads:
         raise read.refuse("latent attention has keys of every head", "num_key_value_heads", str(heads))
     scaling = read.config.get("rope_scaling") or read.config.get("rope_parameters") or {}
     mscale = scaling.get("mscale_all_dim") if isinstance(scaling, dict) else None
@@ -77,9 +77,9 @@ def _read(
     if rope.scaling is not None and rope.scaling.kind == "proportional":
         raise read.refuse("not known with latent attention", "rope_scaling", "another rope_type")
     sizes = {"head_dim": mla.rope_dim, "num_key_value_heads": read.integer("num_attention_heads")}
-    plain = ConfigReader({**read.config, **sizes}, read.where, read.prefix)
+    plain_read = ConfigReader({**read.config, **sizes}, read.where, read.prefix)
     return decoder(
-        plain, model_type, name, defaults, mla=mla, head_dim=mla.head_dim, out_bias=mla.bias, notices=notices,
+        plain_read, model_type, name, defaults, mla=mla, head_dim=mla.head_dim, out_bias=mla.bias, notices=notices,
         layer_kinds=(LayerKind(rope=replace(rope, dims=mla.rope_dim)),), **changes,
         attn_scale=score_scale(mla, rope.scaling.factor) if rope.scaling is not None else None,
     )  # fmt: skip
@@ -155,15 +155,15 @@ def expert_config(spec: ModelSpec) -> dict[str, Any]:
 def _write(spec: ModelSpec) -> dict[str, Any]:
     mla = spec.mla
     assert mla is not None
-    found = decoder_config(spec) | write_rope(spec) | expert_config(spec) | {
+    config = decoder_config(spec) | write_rope(spec) | expert_config(spec) | {
         "hidden_act": "silu", "attention_bias": mla.bias and spec.out_bias, "q_lora_rank": mla.q_rank,
         "kv_lora_rank": mla.kv_rank, "qk_nope_head_dim": mla.nope_dim, "qk_rope_head_dim": mla.rope_dim,
         "v_head_dim": mla.v_dim,
     }  # fmt: skip
-    found.pop("partial_rotary_factor")  # of the features that turn, all do
-    if mla.mscale_all_dim and "rope_scaling" in found:
-        found["rope_scaling"]["mscale_all_dim"] = mla.mscale_all_dim
-    return found
+    config.pop("partial_rotary_factor")  # of the features that turn, all do
+    if mla.mscale_all_dim and "rope_scaling" in config:
+        config["rope_scaling"]["mscale_all_dim"] = mla.mscale_all_dim
+    return config
 
 
 def _write_v2(spec: ModelSpec) -> dict[str, Any]:

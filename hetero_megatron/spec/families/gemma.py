@@ -38,12 +38,12 @@ _KEYS = DECODER_KEYS | words(
 
 def _read_gemma(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("use_bidirectional_attention", False, None)
-    given = read.value("hidden_act", "gelu_pytorch_tanh")
-    given = "gelu_pytorch_tanh" if given == "gelu" else given  # of old files, which mean the approximation
-    activation = _GATES.get(ACTIVATIONS.get(given, given)) if isinstance(given, str) else None
+    act_name = read.value("hidden_act", "gelu_pytorch_tanh")
+    act_name = "gelu_pytorch_tanh" if act_name == "gelu" else act_name  # of old files, which mean the approximation
+    activation = _GATES.get(ACTIVATIONS.get(act_name, act_name)) if isinstance(act_name, str) else None
     if activation is None:
         raise read.refuse("this activation is not supported", "hidden_act", "gelu_pytorch_tanh, gelu, silu")
-    read.must_be("hidden_activation", given, "gelu", None)  # not read by transformers
+    read.must_be("hidden_activation", act_name, "gelu", None)  # not read by transformers
     bias = read.flag("attention_bias")
     return decoder(
         read, "gemma", name, _GEMMA, norm_offset=1.0, activation=activation, qkv_bias=bias, out_bias=bias,
@@ -61,11 +61,11 @@ def _write_gemma(spec: ModelSpec) -> dict[str, Any]:
 def _common(read: ConfigReader, defaults: Defaults) -> dict[str, Any]:
     """Fields that Gemma 2 and 3 say alike."""
     read.must_be("use_bidirectional_attention", False, None)
-    given = read.value("hidden_activation", "gelu_pytorch_tanh")
-    activation = _GATES.get(ACTIVATIONS.get(given, given)) if isinstance(given, str) else None
+    act_name = read.value("hidden_activation", "gelu_pytorch_tanh")
+    activation = _GATES.get(ACTIVATIONS.get(act_name, act_name)) if isinstance(act_name, str) else None
     if activation is None:
         raise read.refuse("this activation is not supported", "hidden_activation", "gelu_pytorch_tanh, gelu, silu")
-    read.must_be("hidden_act", given)  # not read by transformers
+    read.must_be("hidden_act", act_name)  # not read by transformers
     head_dim = head_sizes(read, defaults, divides=True)[2]
     scalar = read.integer("query_pre_attn_scalar", 256)
     bias = read.flag("attention_bias")

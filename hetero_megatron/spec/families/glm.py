@@ -31,8 +31,8 @@ def _read_glm4(read: ConfigReader, name: str) -> ModelSpec:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    found = silu_config(spec) | {"attention_bias": spec.qkv_bias}
-    return {"partial_rotary_factor": 1.0} | found  # absent means one half
+    config = silu_config(spec) | {"attention_bias": spec.qkv_bias}
+    return {"partial_rotary_factor": 1.0} | config  # absent means one half
 
 
 GLM = Family("glm", "GlmForCausalLM", _KEYS, _read_glm, _write, NameTable(fused=_FUSED), "GLM-4-9B, GLM-Edge")

@@ -60,8 +60,8 @@ def _read_glm(read: ConfigReader, name: str) -> ModelSpec:
 
 def _write_glm(spec: ModelSpec) -> dict[str, Any]:
     assert spec.moe is not None
-    found = {"partial_rotary_factor": 1.0} | silu_config(spec) | expert_config(spec)  # absent means one half
-    return found | {
+    config = {"partial_rotary_factor": 1.0} | silu_config(spec) | expert_config(spec)  # absent means one half
+    return config | {
         "attention_bias": spec.qkv_bias, "use_qk_norm": spec.qk_norm == "head",
         "num_nextn_predict_layers": spec.mtp_layers,
         "norm_topk_prob": spec.moe.normalize,

@@ -55,14 +55,14 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
     assert spec.moe is not None
-    found = silu_config(spec) | layer_type_config(spec, unused=128) | {
+    config = silu_config(spec) | layer_type_config(spec, unused=128) | {
         "num_local_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.top_k,
         "intermediate_size": spec.moe.ffn_hidden_size, "attention_bias": spec.qkv_bias and spec.out_bias,
         "swiglu_alpha": spec.swiglu_alpha, "swiglu_limit": spec.swiglu_limit,
     }  # fmt: skip
-    if "rope_scaling" not in found:  # absent means stretched
-        found["rope_parameters"] = {"rope_type": "default", "rope_theta": found["rope_theta"]}
-    return found
+    if "rope_scaling" not in config:  # absent means stretched
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    return config
 
 
 FAMILY = Family(

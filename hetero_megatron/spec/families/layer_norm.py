@@ -33,9 +33,9 @@ def _read_starcoder2(read: ConfigReader, name: str) -> ModelSpec:
 
 
 def _write(spec: ModelSpec, eps: str) -> dict[str, Any]:
-    found = silu_config(spec) | {eps: spec.norm_eps, "hidden_act": _NAMES.get(spec.activation, spec.activation)}
-    del found["rms_norm_eps"]
-    return found
+    config = silu_config(spec) | {eps: spec.norm_eps, "hidden_act": _NAMES.get(spec.activation, spec.activation)}
+    del config["rms_norm_eps"]
+    return config
 
 
 def _write_starcoder2(spec: ModelSpec) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def _read_nemotron(read: ConfigReader, name: str) -> ModelSpec:
 
 
 def _write_nemotron(spec: ModelSpec) -> dict[str, Any]:
-    found = {"partial_rotary_factor": 1.0} | _write(spec, "norm_eps")  # absent means one half
-    return found | {"attention_bias": spec.qkv_bias and spec.out_bias, "mlp_bias": spec.mlp_bias}
+    config = {"partial_rotary_factor": 1.0} | _write(spec, "norm_eps")  # absent means one half
+    return config | {"attention_bias": spec.qkv_bias and spec.out_bias, "mlp_bias": spec.mlp_bias}
 
 
 STARCODER2 = Family(

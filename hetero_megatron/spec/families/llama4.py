@@ -34,22 +34,22 @@ def _kinds(read: ConfigReader, rope: Rope, grows: bool) -> tuple[LayerKind, ...]
     """Of every layer's attention; queries grow in layers without positions, and in those only."""
     turns = layers_with_rope(read, empty_is_default=True)
     chunk = None if read.value("attention_chunk_size", _CHUNK) is None else read.integer("attention_chunk_size", _CHUNK)
-    default = [CHUNKED if turn else FULL for turn in turns]
+    default = [CHUNKED if has_rope else FULL for has_rope in turns]
     types = layer_types(read, default, chunk, CHUNKED)
     return tuple(
         LayerKind(
-            chunk=chunk if kind == CHUNKED else None, rope=rope if turn else None, query_growth=not (grows and turn)
+            chunk=chunk if kind == CHUNKED else None, rope=rope if roped else None, query_growth=not (grows and roped)
         )
-        for kind, turn in zip(types, turns, strict=True)
+        for kind, roped in zip(types, turns, strict=True)
     )
 
 
 def _sparse_layers(read: ConfigReader) -> list[str]:
     layers, step = num_layers(read), read.integer("interleave_moe_layer_step", 1)
-    found = read.value("moe_layers", list(range(step - 1, layers, step)), nullable=True)
-    if not isinstance(found, list) or any(type(i) is not int or not 0 <= i < layers for i in found):
+    sparse = read.value("moe_layers", list(range(step - 1, layers, step)), nullable=True)
+    if not isinstance(sparse, list) or any(type(i) is not int or not 0 <= i < layers for i in sparse):
         raise read.refuse("must be a list of layers", "moe_layers", f"numbers from 0 to {layers - 1}, or null")
-    return ["moe" if i in found else "dense" for i in range(layers)]
+    return ["moe" if i in sparse else "dense" for i in range(layers)]
 
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
@@ -76,7 +76,7 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
 def _write(spec: ModelSpec) -> dict[str, Any]:
     moe = spec.moe
     assert moe is not None
-    found = {"rope_theta": _DEFAULTS.theta} | silu_config(spec) | {
+    config = {"rope_theta": _DEFAULTS.theta} | silu_config(spec) | {
         "intermediate_size": moe.ffn_hidden_size, "intermediate_size_mlp": spec.ffn_hidden_size,
         "num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k,
         "moe_layers": [i for i, kind in enumerate(spec.layers) if kind.mlp == "moe"],
@@ -87,8 +87,8 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "attn_temperature_tuning": spec.query_growth > 0,
     }  # fmt: skip
     if spec.query_growth:
-        found |= {"attn_scale": spec.query_growth, "floor_scale": spec.query_growth_length}
-    return found
+        config |= {"attn_scale": spec.query_growth, "floor_scale": spec.query_growth_length}
+    return config
 
 
 FAMILY = Family(

@@ -73,28 +73,28 @@ def _write_ministral(spec: ModelSpec) -> dict[str, Any]:
 def _read_ministral3(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
     key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
-    given = read.config.get(key)
-    rope = ConfigReader(_YARN if given is None else given if isinstance(given, dict) else {}, read.where, f"{key}.")
+    entry = read.config.get(key)
+    rope = ConfigReader(_YARN if entry is None else entry if isinstance(entry, dict) else {}, read.where, f"{key}.")
     beta, length = rope.positive("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")
     rope.must_be("max_position_embeddings", read.value("max_position_embeddings", _MINISTRAL3.positions))
-    own = {"llama_4_scaling_beta", "max_position_embeddings"}
+    scaling_keys = {"llama_4_scaling_beta", "max_position_embeddings"}
     if rope.value("rope_type", rope.value("type", "default")) == "default":
-        own.add("original_max_position_embeddings")
-    rest = {k: v for k, v in read.config.items() if k not in ("rope_scaling", "rope_parameters")}
-    rest["rope_parameters"] = {k: v for k, v in rope.config.items() if k not in own}
+        scaling_keys.add("original_max_position_embeddings")
+    other_keys = {k: v for k, v in read.config.items() if k not in ("rope_scaling", "rope_parameters")}
+    other_keys["rope_parameters"] = {k: v for k, v in rope.config.items() if k not in scaling_keys}
     window = None if read.value("sliding_window", None) is None else read.integer("sliding_window")
     return decoder(
-        ConfigReader(rest, read.where, read.prefix), "ministral3", name, _MINISTRAL3, windows=(window,),
+        ConfigReader(other_keys, read.where, read.prefix), "ministral3", name, _MINISTRAL3, windows=(window,),
         query_growth=beta, query_growth_length=length,
     )  # fmt: skip
 
 
 def _write_ministral3(spec: ModelSpec) -> dict[str, Any]:
-    found = silu_config(spec) | {"sliding_window": spec.windows[0]}
+    config = silu_config(spec) | {"sliding_window": spec.windows[0]}
     for key in ("rope_theta", "rope_scaling"):
-        found.pop(key, None)
+        config.pop(key, None)
     rope = {"original_max_position_embeddings": spec.query_growth_length} | rope_object(spec.ropes[0])
-    return found | {"rope_parameters": rope | {"llama_4_scaling_beta": spec.query_growth}}
+    return config | {"rope_parameters": rope | {"llama_4_scaling_beta": spec.query_growth}}
 
 
 MISTRAL = Family(

@@ -55,8 +55,8 @@ def _read_olmo3(read: ConfigReader, name: str) -> ModelSpec:
 
 
 def _write_olmo3(spec: ModelSpec) -> dict[str, Any]:
-    found = decoder_config(spec) | layer_type_config(spec, unused=4096) | write_ropes_by_kind(spec, _THETA)
-    return found | {
+    config = decoder_config(spec) | layer_type_config(spec, unused=4096) | write_ropes_by_kind(spec, _THETA)
+    return config | {
         "head_dim": spec.head_dim, "hidden_act": "silu", "attention_bias": spec.qkv_bias and spec.out_bias,
     }  # fmt: skip
 

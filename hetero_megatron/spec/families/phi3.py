@@ -26,11 +26,11 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    found = silu_config(spec) | {"sliding_window": spec.windows[0], "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    config = silu_config(spec) | {"sliding_window": spec.windows[0], "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     scaling = spec.ropes[0].scaling if spec.ropes else None
     if scaling is not None:
-        found["original_max_position_embeddings"] = scaling.original_max_position_embeddings
-    return found
+        config["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    return config
 
 
 FAMILY = Family(

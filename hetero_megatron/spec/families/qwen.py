@@ -29,10 +29,10 @@ _KEYS = DECODER_KEYS | words(
 def qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
     """The window of every layer."""
     window, layers = None, num_layers(read)
-    used = read.flag("use_sliding_window")
+    uses_window = read.flag("use_sliding_window")
     if read.value("sliding_window", 0) is not None:
-        given = read.integer("sliding_window", 4096, least=1 if used else 0)
-        window = given if used else None
+        size = read.integer("sliding_window", 4096, least=1 if uses_window else 0)
+        window = size if uses_window else None
     first = layers if window is None else read.integer("max_window_layers", 28, least=0)
     default = ([FULL] * first + [SLIDING] * layers)[:layers]
     return tuple(window if kind == SLIDING else None for kind in layer_types(read, default, window))

@@ -29,19 +29,19 @@ def layers_with_rope(read: ConfigReader, empty_is_default: bool = False) -> list
     """Which layers have rotary positions; ``empty_is_default``: an empty list is as none (Llama 4)."""
     layers, interval = num_layers(read), read.integer("no_rope_layer_interval", 4)
     default = [int((i + 1) % interval != 0) for i in range(layers)]
-    found = read.value("no_rope_layers", default, nullable=True)
-    found = default if found == [] and empty_is_default else found
-    if not isinstance(found, list) or len(found) != layers or any(type(x) is not int or x not in (0, 1) for x in found):
+    flags = read.value("no_rope_layers", default, nullable=True)
+    flags = default if flags == [] and empty_is_default else flags
+    if not isinstance(flags, list) or len(flags) != layers or any(type(x) is not int or x not in (0, 1) for x in flags):
         raise read.refuse(f"does not say 0 or 1 for {layers} layers", "no_rope_layers", "1: with rope, 0: without")
-    return [bool(x) for x in found]
+    return [bool(x) for x in flags]
 
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    turns, used = layers_with_rope(read), read.flag("use_sliding_window")
-    given = None if read.value("sliding_window", None) is None else read.integer("sliding_window")
-    window = given if used else None
-    default = [FULL if turn or window is None else SLIDING for turn in turns]
+    turns, uses_window = layers_with_rope(read), read.flag("use_sliding_window")
+    size = None if read.value("sliding_window", None) is None else read.integer("sliding_window")
+    window = size if uses_window else None
+    default = [FULL if has_rope or window is None else SLIDING for has_rope in turns]
     kinds = layer_types(read, default, window)
     head_dim, positions = head_sizes(read, _DEFAULTS)[2], read.integer("max_position_embeddings", 32768)
     rope, _ = read_rope(read, head_dim, positions, _DEFAULTS.theta)
@@ -49,18 +49,18 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
     return decoder(
         read, "smollm3", name, _DEFAULTS, qkv_bias=bias, out_bias=bias, mlp_bias=read.flag("mlp_bias"),
         layer_kinds=tuple(
-            LayerKind(window if kind == SLIDING else None, rope if turn else None)
-            for kind, turn in zip(kinds, turns, strict=True)
+            LayerKind(window if kind == SLIDING else None, rope if has_rope else None)
+            for kind, has_rope in zip(kinds, turns, strict=True)
         ),
     )  # fmt: skip
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    found = silu_config(spec) | window_config(spec) | {
+    config = silu_config(spec) | window_config(spec) | {
         "attention_bias": spec.qkv_bias and spec.out_bias, "mlp_bias": spec.mlp_bias,
         "no_rope_layers": [int(kind.rope is not None) for kind in spec.layers],
     }  # fmt: skip
-    return {"rope_theta": Rope().theta} | found
+    return {"rope_theta": Rope().theta} | config
 
 
 FAMILY = Family(

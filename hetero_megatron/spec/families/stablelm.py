@@ -32,8 +32,8 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    found = {"partial_rotary_factor": 1.0} | layer_norm_config(spec, "layer_norm_eps")  # absent means a quarter
-    return found | {
+    config = {"partial_rotary_factor": 1.0} | layer_norm_config(spec, "layer_norm_eps")  # absent means a quarter
+    return config | {
         "hidden_act": "silu", "use_qkv_bias": spec.qkv_bias, "use_parallel_residual": spec.parallel_block is not None,
         "qk_layernorm": spec.qk_norm is not None, "hidden_dropout": 0.0,
     }  # fmt: skip

@@ -57,8 +57,8 @@ class CallRecorder:
             plan.registry.spec(op)
         chosen = [op for op in plan.choices if self.wants(plan.registry.spec(op))]
         specs = {op: plan.registry.spec(op) for op in chosen}
-        seen = [op for op, spec in specs.items() if not spec.split and not spec.in_place]
-        return plan.with_calls({op: self._watched(plan, op) for op in seen})
+        watched_ops = [op for op, spec in specs.items() if not spec.split and not spec.in_place]
+        return plan.with_calls({op: self._watched(plan, op) for op in watched_ops})
 
     def wants(self, spec: OpSpec) -> bool:
         """Whether an operator was chosen."""
@@ -86,8 +86,9 @@ class CallRecorder:
             args = args[: len(spec.args)]  # what comes after (of head and loss) only saves a product
             key = (op, layer)
             index = self._count[key] = self._count.get(key, -1) + 1
-            kept = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args)  # some are overwritten
-            record = Call(op, provider, layer, index, kept, ())
+            # Copies: some are overwritten.
+            inputs = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args)
+            record = Call(op, provider, layer, index, inputs, ())
             out = call(*self._gradients_of(spec, record, args))
             results = out if isinstance(out, tuple) else (out,)
             record.results = tuple(r.detach().clone() for r in results)
@@ -112,8 +113,8 @@ class CallRecorder:
                 self.done(record)
 
         for name, arg in zip(spec.args, args, strict=True):
-            live = isinstance(arg, torch.Tensor) and arg.requires_grad and torch.is_grad_enabled()
-            if live and name in spec.gradients:
+            needs_grad = isinstance(arg, torch.Tensor) and arg.requires_grad and torch.is_grad_enabled()
+            if needs_grad and name in spec.gradients:
                 arg = arg.view_as(arg)
                 arg.register_hook(partial(came, name))
                 waiting.add(name)
@@ -149,8 +150,8 @@ class LiveCompare:
         incoming = [call.grads.get(f"d{name}") for name in spec.results if name not in spec.fixed]
         full = bool(call.grads) and all(g is not None for g in incoming)
         with torch.enable_grad():
-            wants, gradients = oracle(spec, call.args, incoming if full else None)  # type: ignore[arg-type]
-        forward = max((distance(g, w)[0] for g, w in zip(call.results, wants)), default=0.0)
+            exact_results, gradients = oracle(spec, call.args, incoming if full else None)  # type: ignore[arg-type]
+        forward = max((distance(g, w)[0] for g, w in zip(call.results, exact_results)), default=0.0)
         names = [n for n in spec.gradients if call.args[spec.args.index(n)] is not None]
         backward = max(
             (distance(call.grads[n], w)[0] for n, w in zip(names, gradients) if n in call.grads), default=0.0

@@ -63,9 +63,9 @@ def _losses(path: str | Path) -> dict[int, float]:
     """Loss by step; the last line of a step counts (a run may have been resumed)."""
     file = Path(path) / "metrics.jsonl" if os.path.isdir(path) else Path(path)
     losses = {}
-    for where, row in json_lines(file, "metrics"):
+    for place, row in json_lines(file, "metrics"):
         if "loss" in row and "step" in row:
-            require(row, _ROW, "what a line of metrics holds", where)
+            require(row, _ROW, "what a line of metrics holds", place)
             if row["loss"] is not None:
                 losses[row["step"]] = float(row["loss"])
     if not losses:

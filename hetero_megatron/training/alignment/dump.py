@@ -37,19 +37,19 @@ class LayerDump:
         self._tensors: dict[str, torch.Tensor] = {}
         self._hooks = []
         for name, module in model.named_modules():
-            short = name.removeprefix("model.")
-            depth = short.count(".")
-            part = depth <= 2 if short.startswith("layers.") else depth == 0 and short != "layers"
-            if short.split(".")[0] in _PARTS and part:
-                self._hooks.append(module.register_forward_hook(self._hook(short)))
+            short_name = name.removeprefix("model.")
+            depth = short_name.count(".")
+            part = depth <= 2 if short_name.startswith("layers.") else depth == 0 and short_name != "layers"
+            if short_name.split(".")[0] in _PARTS and part:
+                self._hooks.append(module.register_forward_hook(self._hook(short_name)))
 
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: torch.nn.Module, args: Any, out: Any) -> None:
-            whole = out.sum() if isinstance(out, ResidualStream) else out[0] if isinstance(out, tuple) else out
-            if not self.active or not isinstance(whole, torch.Tensor) or name in self._tensors:
+            first_output = out.sum() if isinstance(out, ResidualStream) else out[0] if isinstance(out, tuple) else out
+            if not self.active or not isinstance(first_output, torch.Tensor) or name in self._tensors:
                 return
             self._order.append(name)
-            self._tensors[name] = whole.detach().float().cpu().contiguous().clone()
+            self._tensors[name] = first_output.detach().float().cpu().contiguous().clone()
             out = out[0] if isinstance(out, tuple) else out  # of a stream: its gradient is the sum's
             if out.requires_grad:
 
@@ -107,15 +107,15 @@ class Comparison:
 
     def text(self) -> str:
         lines = [f"{'file':<34}{'tensor':<44}relative error"]
-        over = 0
+        rows_over = 0
         for row in self.rows:
             mark = "  <-- first over the tolerance" if row is self.first else ""
-            over += row.error > self.tolerance
+            rows_over += row.error > self.tolerance
             lines.append(f"{row.file:<34}{row.tensor:<44}{row.error:.2e}{mark}")
         compared = plural(len(self.rows), "tensor")
         end = f"all {compared} {word(len(self.rows), 'agrees', 'agree')} to {self.tolerance:g}"
         if self.first is not None:
-            end = f"first diverging: {self.first.tensor} in {self.first.file} ({over} of {compared})"
+            end = f"first diverging: {self.first.tensor} in {self.first.file} ({rows_over} of {compared})"
         return "\n".join([*lines, end])
 
 
@@ -126,8 +126,8 @@ def compare_dumps(one: str | Path, other: str | Path, tolerance: float) -> Compa
         UserError: a directory holds no dump, or the two are of unlike steps, ranks or models.
     """
     names = [sorted(p.name for p in Path(d).glob("step*.safetensors")) for d in (one, other)]
-    for directory, found in zip((one, other), names, strict=True):
-        if not found:
+    for directory, file_names in zip((one, other), names, strict=True):
+        if not file_names:
             raise UserError("holds no dump", field="directory", value=str(directory),
                             accepted="what pretrain_gpt.py --dump-layers DIR wrote")  # fmt: skip
     if names[0] != names[1]:

@@ -96,13 +96,13 @@ class Alignment:
 def unwatched_operators(runtime: Runtime) -> dict[str, str]:
     """Operators whose kernels cannot be watched by wrapping the kernel plan's callables, and why."""
     kernels = runtime.stage_model.kernels
-    found = {"adamw": "it changes its arguments in place"}
+    reasons = {"adamw": "it changes its arguments in place"}
     if runtime.here.context is not None:
-        found["attention"] = found["attn_merge"] = "context groups call its kernel tile by tile"
+        reasons["attention"] = reasons["attn_merge"] = "context groups call its kernel tile by tile"
     if "vocab_cross_entropy" in kernels.choices:
-        found["vocab_cross_entropy"] = "its forward and backward are called apart"
+        reasons["vocab_cross_entropy"] = "its forward and backward are called apart"
     if kernels.fp8 is not None:
-        found[kernels.fp8] = "its scales come from several ranks"
+        reasons[kernels.fp8] = "its scales come from several ranks"
     if runtime.loss.head is not None and "vocab_cross_entropy" in kernels.choices:
-        found["gemm"] = "the head's is called chunk by chunk (that of the layers is seen)"
-    return found
+        reasons["gemm"] = "the head's is called chunk by chunk (that of the layers is seen)"
+    return reasons

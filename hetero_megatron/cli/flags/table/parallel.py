@@ -33,12 +33,12 @@ _TRANSPORT_VALUES = ("--nccl-communicator-config-path", "--tp-comm-bootstrap-bac
 
 def rows(text: str) -> Any:
     """A list of lists in JSON, as FlagScale writes them."""
-    found = parse_json(text, "the value")  # its UserError is a ValueError
-    if not isinstance(found, list) or not found or not all(isinstance(row, list) for row in found):
+    lists = parse_json(text, "the value")  # its UserError is a ValueError
+    if not isinstance(lists, list) or not lists or not all(isinstance(row, list) for row in lists):
         raise ValueError("not a list of lists")
-    if not all(type(number) is int and abs(number) <= _MOST for row in found for number in row):
+    if not all(type(number) is int and abs(number) <= _MOST for row in lists for number in row):
         raise ValueError("not integers, or too large")
-    return found
+    return lists
 
 
 PLAN = (

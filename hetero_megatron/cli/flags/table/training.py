@@ -183,12 +183,12 @@ TRAINING = (
     *family(refused, "--freeze-all-layers", "all weights are trained", "--skip-train, which only evaluates"),
     *family(refused, "--no-initialization --init-model-with-meta-device",
             "initial weights are drawn rank by rank, or those of --load-hf or --load"),
-    *(flag for names, now in (
+    *(flag for names, present_flags in (
         ("--batch-size=", "--micro-batch-size"), ("--warmup=", "--lr-warmup-fraction"),
         ("--model-parallel-size=", "--tensor-model-parallel-size"),
         ("--checkpoint-activations --distribute-checkpointed-activations --checkpoint-num-layers=",
          "--recompute-granularity"),
-    ) for flag in family(refused, names, "Megatron has dropped this flag", now)),
+    ) for flag in family(refused, names, "Megatron has dropped this flag", present_flags)),
     *family(notice, "--no-manual-gc-eval/--disable-manual-gc-eval --train-sync-interval= --optimizer-cuda-graph "
             "--disable-jit-fuser --gpu-sniff-test-interval= --dump-param-to-param-group-map=",
             "it changes neither results nor what must fit into memory"),
