@@ -93,12 +93,8 @@ def ranks_are_used_once(plan: Plan, source: Source) -> None:
         for rank in stage.ranks:
             if rank in first:
                 before = "this stage" if first[rank] == path else source.spelled(first[rank])
-                raise source.error(
-                    f"rank {rank} is used twice, already in {before}",
-                    f"{path}.ranks",
-                    rank,
-                    "each rank once in a plan",
-                )
+                problem = f"rank {rank} is used twice, already in {before}"
+                raise source.error(problem, f"{path}.ranks", rank, "each rank once in a plan")
             first[rank] = path
 
 
