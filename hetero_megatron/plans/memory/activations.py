@@ -16,14 +16,13 @@ from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.spec.activation_bytes import (
     head_activation_bytes,
-    head_backward_bytes,
     head_operand_bytes,
     layer_activation_bytes,
-    layer_backward_bytes,
     layer_operand_bytes,
     module_activation_bytes,
     module_operand_bytes,
 )
+from hetero_megatron.spec.backward_bytes import head_backward_bytes, layer_backward_bytes
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.model_spec import module_layer
@@ -158,31 +157,29 @@ def host_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     return in_host(layer_bytes(spec, held))
 
 
-def working_bytes(spec: ModelSpec, held: RankWork) -> int:
+def working_bytes(
+    spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, attention: float | None = None
+) -> int:
     """Bytes beside what is kept, at the worst moment of a backward.
 
-    That is in the head, or in the last layer when what the head kept is gone; all other layers are still there then.
-    Where all layers are recomputed, whole or their elementwise results, the last one is there as if it had kept
-    everything; where only the first ones are, the last one is not run again, and gone when they are. Where some are in
-    host memory, those that come back are there. On top: receives that are posted, and gradients on their way to the
-    stage before.
+    That is in the head, or in a layer: in the last one when what the head kept is gone, and all others are still there,
+    or in the last one that is run again, or of which more comes back from host memory. On top: receives that are
+    posted, and gradients on their way to the stage before.
+
+    Args:
+        layers, attention: of a rank of a context group: bytes of the layers, and what the attention core works with.
     """
     tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
     if held.untrained == held.layers > 0 and not held.head:  # forward alone, of one layer at a time
         forward = layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
         return forward + LOOKAHEAD * boundary_bytes(spec, held)
-    layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held)), 0, 0
-    coming_back = 0
-    if held.offloaded:
-        from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, worst_layer
+    from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, worst_layer
 
-        passed = 0 if held.head else boundary_bytes(spec, held)
-        coming_back = round(coming(layer_bytes(spec, held), held.ahead))
-        layer = round(worst_layer(layer_bytes(spec, held), held.ahead, layer, passed))
-    elif held.layers and (held.full == held.layers or held.recompute == "elementwise"):
-        kept = "full" if held.full else "elementwise"
-        layer += layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
-        layer -= layer_activation_bytes(spec, tokens, kept, *sizes, held.load)
+    passed, head, in_head = 0 if held.head else boundary_bytes(spec, held), 0, 0
+    layers = layer_bytes(spec, held) if layers is None else layers
+    backward = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held), attention)
+    layer = round(worst_layer(layers, held.ahead, backward, passed))
+    coming_back = round(coming(layers, held.ahead))
     if held.head:
         rows = (1 + spec.mtp_layers) * tokens
         head, modules = ends_bytes(spec, held)
@@ -292,25 +289,22 @@ class ContextLayers:
     wide: int
     elementwise: bool = False
 
-    def per_own_token(self, tp: float, alone: bool) -> KeptWorking:
-        """Of what a rank with 1/tp of a layer has for every token of its member; ``alone``: it is its whole group."""
+    def per_own_token(self, tp: float, alone: bool) -> float:
+        """Kept by a rank with 1/tp of a layer for every token of its member; ``alone``: it is its whole group."""
         queries, _, keys, _ = self._core(self.spec.num_heads, self.spec.num_kv_heads)
 
         def whole(recompute: str) -> float:
             outside = layer_activation_bytes(self.spec, 4096, recompute, self.item, tp) / 4096
             return outside - (queries + keys) / tp + self._home(alone) / tp
 
-        plain, inputs = whole("none"), self.full * self.spec.hidden_size * self.item / tp
-        if self.elementwise:
-            kept = whole("elementwise")
-            return self.layers * kept, plain - kept
-        return inputs + (self.layers - self.full) * plain, plain if self.full else 0.0
+        rest = whole("elementwise" if self.elementwise else "none")
+        return self.full * self.spec.hidden_size * self.item / tp + (self.layers - self.full) * rest
 
     def per_core_token(self, q: Any, kv: Any) -> tuple[KeptWorking, KeptWorking]:
         """Of the attention core on a rank with ``q`` query heads and ``kv`` KV heads: for every query token of its
         group, and for every token whose keys it has."""
         queries, d_queries, keys, d_keys = self._core(q, kv)
-        kept, again = 0 if self.selective else self.layers - self.full, bool(self.selective or self.full)
+        kept, again = 0 if self.selective else self.layers - self.full, self.selective
         return (kept * queries, again * queries + d_queries), (kept * keys, again * keys + d_keys)
 
     def blocks(self, kv: Any, block: int) -> Any:
@@ -367,7 +361,8 @@ def own_tokens(member: Member) -> int:
 
 
 def member_bytes(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, float]:
-    """(kept, working) bytes of one sequence on one rank, all layers of a chunk; without the head."""
+    """Bytes of one sequence on one rank: (kept by all layers of a chunk without the head, what the attention core of one
+    works with in backward)."""
     layers = ContextLayers(
         context.spec, chunk.layers, chunk.full, chunk.recompute == "selective", chunk.item, max(chunk.item, 4),
         chunk.recompute == "elementwise",
@@ -375,10 +370,9 @@ def member_bytes(context: StageContext, group: ContextGroup, member: Member, chu
     gather = context.transport == "gather"
     seen = sum(b - a for a, b in seen_tokens(group.tokens)) if gather else group.num_tokens
     q, kv = (b - a for a, b in (member.computed.q_heads, member.computed.kv_heads))
-    own, (queries, keys) = layers.per_own_token(chunk.tp, len(group.members) == 1), layers.per_core_token(q, kv)
-    kept, work = (
-        own_tokens(member) * own[i] + group.num_tokens * queries[i] + seen * keys[i] for i in (0, 1)
-    )
+    queries, keys = layers.per_core_token(q, kv)
+    kept, core = (group.num_tokens * queries[i] + seen * keys[i] for i in (0, 1))
+    kept += own_tokens(member) * layers.per_own_token(chunk.tp, len(group.members) == 1)
     if not gather and len(context.groups) > 1:
-        work += layers.blocks(kv, max((x.size for x in context.blocks), default=0))
-    return kept, work if chunk.layers else 0.0
+        core += layers.blocks(kv, max((x.size for x in context.blocks), default=0))
+    return kept, core

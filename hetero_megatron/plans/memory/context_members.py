@@ -11,14 +11,13 @@ from hetero_megatron.plans.context_plan import stage_contexts
 from hetero_megatron.plans.memory.activations import (
     RankWork,
     beside_layers,
-    boundary_bytes,
     ends_bytes,
-    linear_bytes,
     member_bytes,
     member_layers,
     most_held,
     operand_bytes,
     own_tokens,
+    working_bytes,
 )
 from hetero_megatron.schedule import Held
 from hetero_megatron.spec import ModelSpec
@@ -46,30 +45,16 @@ def context_activations(
                 chunks = [replace(chunk, tokens=rows * own_tokens(member), rows=rows) for chunk in work[member.rank]]
                 kept, working, host, splitting = list[int](), list[int](), list[int](), list[int]()
                 for chunk in chunks:
-                    each, whole = member_bytes(context, group, member, chunk)
-                    ends = replace(chunk, shards=max(1, round(chunk.tp)))
-                    head = sum(ends_bytes(spec, ends)) if chunk.head else 0
-                    layers = member_layers(context, group, member, chunk) if chunk.offloaded or moments else ()
-                    host.append(round(rows * sum(layer.host for layer in layers)))
-                    kept.append(round(rows * each) + head - host[-1])
-                    linear = linear_bytes(spec, chunk) if chunk.layers else None
-                    if linear is not None:
-                        whole = max(whole, linear(spec.hidden_size, spec.ffn_hidden_size / chunk.tp) / rows)
-                    rest = "selective" if chunk.recompute == "selective" else "none"
-                    one = replace(chunk, layers=1, recompute=rest, first=0)
-                    backward = member_bytes(context, group, member, one)[1]
-                    if chunk.offloaded:
-                        from hetero_megatron.plans.memory.offloaded import worst_layer
-
-                        passed = boundary_bytes(spec, chunk) / rows
-                        whole = worst_layer(layers, chunk.ahead, backward, 0.0 if chunk.head else passed)
-                    working.append(round(rows * whole))
+                    each, core = member_bytes(context, group, member, chunk)
+                    layers = [x.times(rows) for x in member_layers(context, group, member, chunk)]
+                    head = sum(ends_bytes(spec, chunk)) if chunk.head else 0
+                    host.append(round(sum(layer.host for layer in layers)))
+                    kept.append(round(rows * each) + head - host[-1] + beside_layers(spec, chunk))
+                    working.append(working_bytes(spec, chunk, layers, rows * core))
                     if moments:
                         from hetero_megatron.plans.memory.split_backward import splitting_bytes
 
-                        of_rows = [layer.times(rows) for layer in layers]
-                        kept[-1] += beside_layers(spec, chunk)
-                        splitting.append(splitting_bytes(spec, chunk, of_rows, kept[-1], round(rows * backward)))
+                        splitting.append(splitting_bytes(spec, chunk, layers, kept[-1], rows * core))
                 if moments:
                     from hetero_megatron.plans.memory.split_backward import most_at_moments
 
