@@ -347,13 +347,14 @@ def member_layers(
     context: StageContext, group: ContextGroup, member: Member, chunk: RankWork
 ) -> tuple[LayerBytes, ...]:
     """Of one sequence, on one rank."""
-    from hetero_megatron.plans.memory.offloaded import chunk_layers, input_goes
+    from hetero_megatron.plans.memory.offloaded import chunk_layers, input_goes, product_bytes
 
     def kept(kind: str) -> float:
         return member_bytes(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
 
     given = own_tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
-    return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else given)
+    product = product_bytes(context.spec, chunk, own_tokens(member))
+    return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else given, product)
 
 
 def own_tokens(member: Member) -> int:

@@ -56,10 +56,10 @@ def splitting_bytes(
     # All that no layer has: rotary tables, and the output that the next stage got.
     there = sum(layer.kept - layer.host for layer in layers)
     beside = kept - head - there
-    # By then the product alone is made again; of 16 bits, what is normed, too.
-    if held.recompute == "elementwise" and not held.full and spec.moe is None:
-        wide = common_columns(spec, 0.0) / held.tp + (spec.hidden_size if held.item == 2 else 0)
-        layers = [replace(layer, again=min(layer.again, held.tokens * held.item * wide)) for layer in layers]
+    if held.recompute == "elementwise" and not held.full and spec.moe is None and held.item == 2:
+        # What is normed is made again while all gradients before it wait.
+        normed = held.tokens * held.item * spec.hidden_size
+        layers = [replace(layer, again=layer.again + normed) for layer in layers]
     operands = layer_operand_bytes(spec, held.tokens, held.item, held.tp, held.load)
     inside = beside + of_head + in_layer + _moving(held) * boundary_bytes(spec, held)
     inside += held.tokens * (NUMBERS * held.layers / held.shards + DATA)
