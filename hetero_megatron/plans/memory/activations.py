@@ -362,8 +362,8 @@ def own_tokens(member: Member) -> int:
 
 
 def member_bytes(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, float]:
-    """Bytes of one sequence on one rank: (kept by all layers of a chunk without the head, what the attention core of one
-    works with in backward)."""
+    """Bytes of one sequence on one rank: (kept by all layers of a chunk without the head, what the attention core of
+    one works with in backward)."""
     layers = ContextLayers(
         context.spec, chunk.layers, chunk.full, chunk.recompute == "selective", chunk.item, max(chunk.item, 4),
         chunk.recompute == "elementwise",
