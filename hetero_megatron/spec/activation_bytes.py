@@ -105,6 +105,15 @@ def turned_copies(spec: ModelSpec) -> float:
     return copied / len(spec.layer_kinds)
 
 
+def normed_copies(kind: str, itemsize: int) -> int:
+    """What norms of queries and keys keep, in widths of both: their inputs; before weights of each head, or of a whole
+    projection, what these multiply, too; of 16 bits, a whole projection as it is, which values lie beside, and twice in
+    fp32."""
+    if kind == "projection":
+        return 6 if itemsize == 2 else 2
+    return 2 if kind == "each_head" else 1
+
+
 def value_widths(spec: ModelSpec) -> int:
     """The input of ``o_proj``, where it is not the output of the attention operator (whose heads are filled up)."""
     return 0 if spec.mla is None or spec.mla.v_dim == spec.head_dim else spec.num_heads * spec.mla.v_dim
@@ -154,7 +163,7 @@ def layer_activation_bytes(
     cut = 2 * q + 2 * kv + value_widths(spec) + widths * common_columns(spec, routed)
     cut += turned_copies(spec) * (q + kv)
     if spec.qk_norm:
-        cut += (q + kv) * (2 if spec.qk_norm == "each_head" else 1)  # what is multiplied with weights of each head too
+        cut += (q + kv) * normed_copies(spec.qk_norm, itemsize)
     for whole, part in (dropped_inputs(spec), scaled_outputs(spec)):
         gathered, cut = gathered + whole, cut + part
     lse = 0 if recompute == "selective" else 4 * spec.num_heads

@@ -104,11 +104,11 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int, elemen
 
 def expert_backward_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:
     """Bytes that backward through the experts needs beside what they keep, at the worst moment: the gradients of the
-    rows, of 16-bit ones also rows and gradients in fp32; or gate's and up's gradients and those of their inputs,
-    when output and product are gone. Beside the last two is what is made of frozen weights in 8 bits."""
+    rows and their products with the rows, of 16-bit ones all in fp32; or gate's and up's gradients and those of their
+    inputs, when output and product are gone. Beside the last two is what is made of frozen weights in 8 bits."""
     h, wide = spec.hidden_size, max(item, 4)
-    come = load.arriving * item * h  # gradients of what was sent back
-    outputs = load.rows * h * (2 * wide if item < wide else item)
+    come = load.arriving * item * h if load.members > 1 else 0.0  # gradients of what was sent back
+    outputs = load.rows * h * (3 * wide if item < wide else 2 * item)
     inputs = load.rows * item * (2 * load.columns + 2 * h) - load.rows * item * (h + load.columns)
     made = load.experts * load.columns * h * item * spec.in_few_bits
     return come + max(outputs, load.rows * item * (h + 2 * load.columns), inputs + made, load.rows * item * h + made)

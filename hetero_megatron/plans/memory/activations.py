@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
-from hetero_megatron.plans.canonical import Recompute, Stage
-from hetero_megatron.plans.context_plan import ContextGroup, Member, StageContext, seen_tokens, stage_contexts
+from hetero_megatron.plans.canonical import Recompute
 from hetero_megatron.plans.fp8 import BLOCK
 from hetero_megatron.schedule import Held
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
@@ -21,8 +20,14 @@ from hetero_megatron.spec.activation_bytes import (
     layer_operand_bytes,
     module_activation_bytes,
     module_operand_bytes,
+    turned_copies,
 )
-from hetero_megatron.spec.backward_bytes import head_backward_bytes, layer_backward_bytes
+from hetero_megatron.spec.backward_bytes import (
+    head_backward_bytes,
+    layer_backward_bytes,
+    norm_backward_bytes,
+    scatter_bytes,
+)
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.model_spec import module_layer
@@ -180,14 +185,28 @@ def working_bytes(
     backward = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held), attention)
     layer = round(worst_layer(layers, held.ahead, backward, passed))
     coming_back = round(coming(layers, held.ahead))
+    if held.layers and held.tp > 1:  # or in forward, where the last layer's sums meet
+        layer = max(layer, round(_summing_bytes(spec, held)) - passed)
     if held.head:
         rows = (1 + spec.mtp_layers) * tokens
         head, modules = ends_bytes(spec, held)
         in_head = head_backward_bytes(spec, rows, held.item, held.tp, held.limit is not None) + coming_back
+        own = boundary_bytes(spec, held)  # in the norm, whose input is still there
+        in_head = max(in_head, norm_backward_bytes(own, held.item) + own + coming_back - head)
         if modules:
             in_head, head = max(in_head, _in_module(spec, held) - head), head + modules
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
     return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
+
+
+def _summing_bytes(spec: ModelSpec, held: RankWork) -> float:
+    """Bytes in the forward of a layer while what its MLP put out is added up over the TP group: beside what it keeps,
+    what its norms put out and the layer before it added, and what elementwise recompute will make again."""
+    whole = float(held.tokens * spec.hidden_size * held.item)
+    summed = scatter_bytes(whole, held.shards, held.item, held.rows) + 3 * whole / held.shards
+    if held.recompute != "elementwise" or spec.moe is not None:
+        return summed
+    return summed + whole + held.tokens * held.item * spec.ffn_hidden_size / held.tp
 
 
 def _in_module(spec: ModelSpec, held: RankWork) -> int:
@@ -308,8 +327,9 @@ class ContextLayers:
         return (kept * queries, again * queries + d_queries), (kept * keys, again * keys + d_keys)
 
     def blocks(self, kv: Any, block: int) -> Any:
-        """Of the ring's buffers: two blocks of keys and values, and of their gradients."""
-        return kv * 2 * self.spec.head_dim * (self.item + self.wide) * 2 * block
+        """Of the ring's buffers: three blocks of keys and values, one that is computed with, one that arrives and the
+        parts that it is put together from; and three of gradients, one made, one sent and one that comes."""
+        return kv * 2 * self.spec.head_dim * (self.item + self.wide) * 3 * block
 
     def _core(self, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
         """Of one layer's attention core, per query token (queries, output and log-sum-exp; dQ and the output's
@@ -318,62 +338,12 @@ class ContextLayers:
         keys, d_keys = 2 * d * self.item * kv, 2 * d * self.wide * kv
         return (2 * d * self.item + 4) * q, d * (self.wide + self.item) * q, keys, d_keys
 
-    def _home(self, alone: bool) -> int:
+    def _home(self, alone: bool) -> float:
         """Per own token and layer, over all heads, that attention keeps besides its core: the output before the
-        projection (shared with the core where a member is ``alone``); with selective recompute also q, k and v."""
+        projection (shared with the core where a member is ``alone``); with selective recompute also q, k and v. What is
+        exchanged is a copy: nothing keeps what was turned, but what is normed keeps the values that lie beside it."""
         q, kv = self.spec.num_heads * self.spec.head_dim, self.spec.num_kv_heads * self.spec.head_dim
+        copied = 0.0 if alone else kv * bool(self.spec.qk_norm) - turned_copies(self.spec) * (q + kv)
         if self.selective:
-            return self.item * (2 * q + 2 * kv)
-        return 0 if alone else self.item * q
-
-
-def context_host_layers(
-    spec: ModelSpec, stage: Stage, seq_length: int, work: Mapping[int, Sequence[RankWork]]
-) -> dict[int, list[list[float]]]:
-    """By rank and chunk, bytes of a micro-batch in host memory of each layer; empty without context groups."""
-    contexts = stage_contexts(spec, stage, seq_length)
-    return {
-        member.rank: [
-            [rows * layer.host for layer in member_layers(context, group, member, chunk)]
-            for chunk in work[member.rank]
-        ]
-        for context, rows in zip(contexts, stage.dp_split if contexts else ())
-        for group in context.groups
-        for member in group.members
-    }
-
-
-def member_layers(
-    context: StageContext, group: ContextGroup, member: Member, chunk: RankWork
-) -> tuple[LayerBytes, ...]:
-    """Of one sequence, on one rank."""
-    from hetero_megatron.plans.memory.offloaded import chunk_layers, input_goes, product_bytes
-
-    def kept(kind: str) -> float:
-        return member_bytes(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
-
-    given = own_tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
-    product = product_bytes(context.spec, chunk, own_tokens(member))
-    return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else given, product)
-
-
-def own_tokens(member: Member) -> int:
-    return sum(b - a for a, b in member.tokens)
-
-
-def member_bytes(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, float]:
-    """Bytes of one sequence on one rank: (kept by all layers of a chunk without the head, what the attention core of
-    one works with in backward)."""
-    layers = ContextLayers(
-        context.spec, chunk.layers, chunk.full, chunk.recompute == "selective", chunk.item, max(chunk.item, 4),
-        chunk.recompute == "elementwise",
-    )  # fmt: skip
-    gather = context.transport == "gather"
-    seen = sum(b - a for a, b in seen_tokens(group.tokens)) if gather else group.num_tokens
-    q, kv = (b - a for a, b in (member.computed.q_heads, member.computed.kv_heads))
-    queries, keys = layers.per_core_token(q, kv)
-    kept, core = (group.num_tokens * queries[i] + seen * keys[i] for i in (0, 1))
-    kept += own_tokens(member) * layers.per_own_token(chunk.tp, len(group.members) == 1)
-    if not gather and len(context.groups) > 1:
-        core += layers.blocks(kv, max((x.size for x in context.blocks), default=0))
-    return kept, core
+            return self.item * (2 * q + 2 * kv + copied)
+        return self.item * (copied + (0 if alone else q))
