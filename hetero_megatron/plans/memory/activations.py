@@ -32,6 +32,9 @@ from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.model_spec import module_layer
 
+NUMBERS = 16  # bytes of each token that norms and the like keep of a layer beside its activations
+DATA = 128  # bytes of each token for its number, label, place and the like
+
 if TYPE_CHECKING:
     from hetero_megatron.plans.memory.offloaded import LayerBytes
 
@@ -196,7 +199,12 @@ def working_bytes(
         if modules:
             in_head, head = max(in_head, _in_module(spec, held) - head), head + modules
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
-    return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
+    return max(in_head, layer - head) + moving * boundary_bytes(spec, held) + numbers_bytes(held)
+
+
+def numbers_bytes(held: RankWork) -> int:
+    """Bytes of numbers, labels and places of tokens, and of what norms keep of each, of the micro-batches in flight."""
+    return round(held.tokens * (NUMBERS * held.layers / held.shards + DATA))
 
 
 def _summing_bytes(spec: ModelSpec, held: RankWork) -> float:

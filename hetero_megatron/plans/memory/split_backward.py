@@ -20,6 +20,7 @@ from hetero_megatron.plans.memory.activations import (
     ends_operand_bytes,
     kept_bytes,
     linear_bytes,
+    numbers_bytes,
     operand_bytes,
     working_bytes,
 )
@@ -30,9 +31,6 @@ from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.activation_bytes import layer_operand_bytes
 from hetero_megatron.spec.backward_bytes import layer_backward_bytes
 from hetero_megatron.spec.flops import common_columns
-
-NUMBERS = 16  # bytes of each token that norms and the like keep of a layer beside its activations
-DATA = 128  # bytes of each token for its number, label, place and the like, of the micro-batches that are held
 
 
 def splitting_bytes(
@@ -62,7 +60,7 @@ def splitting_bytes(
         layers = [replace(layer, again=layer.again + normed) for layer in layers]
     operands = layer_operand_bytes(spec, held.tokens, held.item, held.tp, held.load)
     inside = beside + of_head + in_layer + _moving(held) * boundary_bytes(spec, held)
-    inside += held.tokens * (NUMBERS * held.layers / held.shards + DATA)
+    inside += numbers_bytes(held)
     return round(max(most, inside + there + worst_layer(layers, held.ahead, 0.0, 0.0, operands)))
 
 
