@@ -118,7 +118,8 @@ def _mlp(x: _Sizes) -> Iterator[Moment]:
     # The product is gone; its gradient, those of gate and up, and one helper.
     yield Moment(x.whole + x.row * (4 if x.spec.gated else 2) * f, x.whole + x.row * f)
     inputs = (2 if x.spec.gated else 1) * f
-    yield Moment(x.row * (inputs + h), x.row * mlp_widths(x.spec) * f, x.weight(inputs, h))
+    joint = inputs if x.spec.lora is None else f  # a frozen matrix is made, and multiplied, by itself
+    yield Moment(x.row * (inputs + h), x.row * mlp_widths(x.spec) * f, x.weight(joint, h))
 
 
 def _attention(x: _Sizes, gone: float, own: float, core: float | None) -> Iterator[Moment]:

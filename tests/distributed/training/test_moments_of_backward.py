@@ -31,7 +31,8 @@ GELU = {"model_type": "gpt_neox", "num_key_value_heads": 8, "use_parallel_residu
 MODELS = {
     "swiglu": BASE | {"model_type": "llama"}, "gelu": BASE | GELU,
     "experts": BASE | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 32},
-    "latents": BASE | LATENT | {"model_type": "deepseek_v3"}, "normed heads": BASE | {"model_type": "qwen3", "head_dim": 32},
+    "latents": BASE | LATENT | {"model_type": "deepseek_v3"},
+    "normed heads": BASE | {"model_type": "qwen3", "head_dim": 32},
     "norms after": BASE | {"model_type": "olmo2"}, "one input": BASE | GELU | {"use_parallel_residual": True},
 }  # fmt: skip
 
