@@ -239,7 +239,7 @@ class Prediction:
 
 def predict(
     plan: Plan, cluster: Cluster, *, memory_margin: float = CostOptions.margin, routing_stats: str | None = None,
-    reference: bool = False,
+    reference: bool = False, grad_reduce_in_bf16: bool = False,
 ) -> Prediction:  # fmt: skip
     """Simulate one step.
 
@@ -247,6 +247,7 @@ def predict(
         memory_margin: share of a chip's memory that stays free.
         routing_stats: file that a run wrote, of how often experts were chosen; None: all alike.
         reference: every step runs the base without adapters, too, as the reference of preference pairs.
+        grad_reduce_in_bf16: gradients travel between ranks in bf16, as the run's flag of this name says.
 
     Raises:
         UserError: the plan does not match the cluster, or rates or links are missing. A plan that does not fit into
@@ -256,6 +257,7 @@ def predict(
     options = CostOptions(
         margin=memory_margin, moments=moments_of(plan.optimizer), muon=plan.optimizer == "muon",
         routing=routing_of(routing_stats, spec), fp8=plan.fp8, reference=reference,
+        gradient_bytes=2.0 if grad_reduce_in_bf16 else None,
     )  # fmt: skip
     costs = CostModel(spec, described, plan.seq_length, plan.dtype, options)
     compiled = compiled_plan(plan)

@@ -169,8 +169,8 @@ class Found:
 
 def plan(
     model: Model | str, cluster: Cluster, *, seq_length: int, global_batch_size: int, dtype: str = DTYPE,
-    optimizer: str = OPTIMIZER, fp8: Fp8 | None = None, micro_batch_size: int | None = None,
-    recompute: str | None = None, context: str = "auto", offload: str = "auto",
+    optimizer: str = OPTIMIZER, fp8: Fp8 | None = None, grad_reduce_in_bf16: bool = False,
+    micro_batch_size: int | None = None, recompute: str | None = None, context: str = "auto", offload: str = "auto",
     offload_activations: str = "auto", more_schedules: str = "auto",
     schedule_effort: float = SearchSpace.schedule_effort,
     shares: bool = True, routing_stats: str | None = None,
@@ -185,6 +185,7 @@ def plan(
         seq_length: tokens per sequence; global_batch_size: sequences per optimizer step.
         dtype: of weights and activations: "bf16", "fp16", "fp32", "fp64"; optimizer: "adam", "sgd", "muon".
         fp8: what linear modules may compute in.
+        grad_reduce_in_bf16: gradients travel between ranks in bf16, as the run's flag of this name says.
         micro_batch_size, recompute ("none", "selective", "elementwise", "full"): only this; None: the search chooses.
         context, offload, offload_activations, more_schedules: "auto", "always" or "never", as the flags of
             ``hetero-megatron plan``.
@@ -210,7 +211,7 @@ def plan(
     )  # fmt: skip
     costs = CostOptions(
         margin=memory_margin, moments=moments_of(optimizer), muon=optimizer == "muon", fp8=fp8,
-        routing=routing_of(routing_stats, shapes.spec),
+        routing=routing_of(routing_stats, shapes.spec), gradient_bytes=2.0 if grad_reduce_in_bf16 else None,
     )  # fmt: skip
     options = SearchOptions(dtype=dtype, time_limit=time_limit, space=space, costs=costs, seed=seed)
     problem = PlanningProblem(shapes.spec, cluster.described, seq_length, global_batch_size, options)

@@ -166,6 +166,7 @@ def configure_arguments(
         logging=logging,
         distributed=distributed,
         check_nan=not args["no_check_for_nan_in_loss_and_grad"],
+        reduce_in_bf16=args["grad_reduce_in_bf16"],
         deterministic=args["deterministic_mode"],
         logits_bytes=int(args["max_logits_mib"]) << 20,
         alignment=alignment,

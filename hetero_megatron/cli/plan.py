@@ -141,18 +141,19 @@ def _parser() -> ArgumentParser:
     add("--dtype", default="bf16", choices=tuple(ITEM_BYTES), help="of weights and activations (bf16)")
     add("--optimizer", default="adam", choices=OPTIMIZERS, help="for its state (adam)")
     add_fp8(parser)
+    add("--grad-reduce-in-bf16", action="store_true", help="gradients travel in bf16, as the run's flag says")
     add_lora(parser)
     add("--micro-batch-size", type=count(), metavar="N", help="only this one (default: all that make sense)")
     add("--recompute", choices=("none", "selective", "elementwise", "full"),
         help="the same everywhere (default: chosen per stage)")  # fmt: skip
     add("--context", default="auto", choices=("auto", "always", "never"),
-        help="context groups: for long sequences and where nothing fits without (auto), or as said")  # fmt: skip
+        help="context groups: where sequences are long (auto)")  # fmt: skip
     add("--routing-stats", metavar="FILE",
         help="how often experts were chosen (default: all alike)")  # fmt: skip
     add("--more-schedules", default="auto", choices=("auto", "always", "never"),
         help="adaptive schedules: up to 64 chips (auto), or as said")  # fmt: skip
     add("--schedule-effort", type=Number(float, 1e-3, 1e6), default=SearchSpace.schedule_effort, metavar="X",
-        help="how much longer than by default better plans are looked for (%(default)g)")  # fmt: skip
+        help="effort for better plans, beside the default (%(default)g)")  # fmt: skip
     add("--offload", default="auto", choices=("auto", "always", "never"),
         help="optimizers in host memory: where nothing fits without (auto), also to be faster, or never")  # fmt: skip
     add("--offload-activations", default="auto", choices=("auto", "always", "never"),
@@ -243,9 +244,9 @@ def _exportable(args: Namespace) -> dict[str, Any]:
 
 
 _ASKED = (
-    "seq_length", "global_batch_size", "dtype", "optimizer", "micro_batch_size", "recompute", "context", "offload",
-    "offload_activations", "more_schedules", "schedule_effort", "routing_stats", "memory_margin", "time_limit", "seed",
-    "objective", "deadline_hours", "train_tokens",
+    "seq_length", "global_batch_size", "dtype", "optimizer", "grad_reduce_in_bf16", "micro_batch_size", "recompute",
+    "context", "offload", "offload_activations", "more_schedules", "schedule_effort", "routing_stats", "memory_margin",
+    "time_limit", "seed", "objective", "deadline_hours", "train_tokens",
 )  # fmt: skip
 
 

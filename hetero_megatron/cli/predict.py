@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
                         help="how often experts were chosen, as a run wrote it (default: all alike)")  # fmt: skip
     parser.add_argument("--preference", choices=tuple(LOSSES), metavar="LOSS",
                         help="of a run on preference pairs: with adapters a step runs the reference, too")  # fmt: skip
+    parser.add_argument("--grad-reduce-in-bf16", action="store_true",
+                        help="gradients travel in bf16, as the run's flag says")  # fmt: skip
     args = parser.parse_args(list(argv))
     check_writable(args.html, "--html")
     check_writable(args.trace, "--trace")
@@ -82,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
     found = predict(
         plan, cluster, memory_margin=args.memory_margin, routing_stats=args.routing_stats,
         reference=args.preference not in (None, *WITHOUT_REFERENCE) and plan.model.spec.lora is not None,
+        grad_reduce_in_bf16=args.grad_reduce_in_bf16,
     )  # fmt: skip
     if args.html:
         write_text(args.html, "--html", found.page())

@@ -74,7 +74,7 @@ def _options(config: RunConfig) -> CostOptions:
     preference = config.preference
     return CostOptions(
         moments=moments_of(config.optimizer.name), muon=config.optimizer.name == "muon", fp8=config.fp8,
-        logits_bytes=config.logits_bytes,
+        logits_bytes=config.logits_bytes, gradient_bytes=2.0 if config.reduce_in_bf16 else None,
         reference=preference is not None and preference.refers and preference.in_step,
     )  # fmt: skip
 

@@ -77,7 +77,7 @@ class Reporter:
         self.first_loss: float | None = None
         self.last_loss = 0.0
         self._since: list[tuple[float, float, int, int]] = []  # loss, seconds, tokens, those in the loss
-        self._rewards: list[Mapping[str, float]] = []  # of the same steps
+        self._averaged: list[Mapping[str, float]] = []  # of the same steps: rewards, losses of further tokens
         self._busy: deque[Sequence[float]] = deque(maxlen=SPREAD_STEPS)  # of full steps, by rank
         self._skipped = self._nan = 0
         self._experts = ExpertTotals()
@@ -156,8 +156,7 @@ class Reporter:
         self._nan += not math.isfinite(stats.loss)
         tokens = size * self.config.plan.seq_length
         self._since.append((stats.loss, seconds, tokens, tokens if stats.rewards else stats.tokens))
-        if stats.rewards:
-            self._rewards.append(stats.rewards)
+        self._averaged.append({**stats.rewards, **_of_modules(stats)})
         self._timeline(step, stats, seconds)
         if size == self.config.plan.global_batch_size:
             self._busy.append(stats.busy)
@@ -200,18 +199,21 @@ class Reporter:
     ) -> None:  # fmt: skip
         losses, seconds, tokens, counting = map(sum, zip(*self._since, strict=True))
         count = len(self._since)
+        means = {name: sum(each[name] for each in self._averaged) / count for name in self._averaged[-1]}
+        rewards = {name: mean for name, mean in means.items() if name in stats.rewards}
+        further = {name: mean for name, mean in means.items() if name not in stats.rewards}
         rate = self.flops * size * count / seconds
         progress = ConsoleLine(
             step, self.config.steps, consumed, seconds / count, lr, size, losses / count, stats.grad_norm, scale,
             tokens_per_second=tokens / seconds, tflops=rate / len(self.config.plan.ranks) / 1e12, mfu=rate / self.peak,
             skipped=self._skipped, nan=self._nan, busiest=experts.worst if experts is not None else None,
-            balance=(dict(experts.losses) if experts is not None else {}) | _of_modules(stats),
+            balance=(dict(experts.losses) if experts is not None else {}) | further,
             loss_tokens_per_second=counting / seconds if counting != tokens else None,
-            rewards={name: sum(each[name] for each in self._rewards) / count for name in stats.rewards},
+            rewards=rewards,
         )  # fmt: skip
         print((format_line if self.config.logging.log_format == "megatron" else format_short)(progress), flush=True)
         self._since.clear()
-        self._rewards.clear()
+        self._averaged.clear()
         self._skipped = self._nan = 0
 
     def evaluated(self, step: int, loss: float, split: str, rewards: Mapping[str, float]) -> None:

@@ -60,11 +60,13 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class ExitConfig:
-    """Stop after a step that is a multiple of ``interval``, after ``minutes``, or on a signal (its name)."""
+    """Stop after a step that is a multiple of ``interval``, after ``minutes``, on a signal (its name), or once ``file``
+    appears on some rank's host."""
 
     minutes: int | None = None
     interval: int | None = None
     signal: str | None = None
+    file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,7 @@ class RunConfig:
         loss_scale: constant 1 except for fp16.
         check_nan: end the run at the first loss or gradient that is not finite, instead of skipping the step; what a
             gradient of fp16 does is the loss scale's affair.
+        reduce_in_bf16: gradients are rounded to bf16 where they travel between ranks.
         deterministic: refuse operators that do not give the same bits every time.
         platform: name of the platform to run on; None: the one that is here.
         compile: backend of torch.compile; None: layers run as they are.
@@ -285,6 +288,7 @@ class RunConfig:
     logging: LoggingConfig = LoggingConfig()
     distributed: DistributedConfig = DistributedConfig()
     check_nan: bool = True
+    reduce_in_bf16: bool = False
     deterministic: bool = False
     logits_bytes: int = LOGITS_BYTES
     balancing: Balancing = UNBALANCED

@@ -211,7 +211,7 @@ class ElasticRank:
         training = set_up(config, comm, self.platform, self.plugins, emulation, resume)
         training.on_step = self._on_step
         if exit is not None:
-            training.exit.reason = training.exit.reason or exit.reason
+            training.exit.go_on_from(exit)
         if self.before is not None and resume is not None:
             training.checkpoints.source_dtypes = self.before.source_dtypes
         self.before = _Kept(

@@ -14,7 +14,6 @@ from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.peer_replicas import PeerReplicas, hand_over
 
 STOP, LEAVE, PAUSE = "stop", "leave", "pause"
-LEAVING = "received SIGTERM"  # reason of a rank's ``ExitConditions`` by which only that rank leaves
 
 
 class HandOver(Exception):
@@ -129,10 +128,10 @@ class ElasticState:
         raise HandOver(leaves, hand_over(runtime.world, self.node, live.moment, live.tensors, leaves))
 
     def _wish(self, training: Training) -> str:
-        reason = training.exit.reason
-        if training.checkpoints.failed or self._watch.called_off or reason not in ("", LEAVING):
+        exit = training.exit
+        if training.checkpoints.failed or self._watch.called_off or (exit.reason and not exit.leaves):
             return STOP
-        return LEAVE if reason else PAUSE if self._watch.paused else ""
+        return LEAVE if exit.reason else PAUSE if self._watch.paused else ""
 
     def _copy(self) -> None:
         training, replicas = self.training, self.replicas

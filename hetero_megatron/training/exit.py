@@ -111,9 +111,11 @@ class ExitConditions:
     """
     Args:
         first: whether it is this rank that says that Ctrl-C came.
+        file: its appearance is a notice that this host is going away.
 
     Attributes:
         reason: why this rank wants to stop; empty while it does not.
+        leaves: the reason is this host's alone (SIGTERM, the file): where ranks may leave, the others go on.
     """
 
     def __init__(
@@ -122,7 +124,9 @@ class ExitConditions:
         interval: int | None = None,
         signals: Iterable[str] = (),
         first: bool = True,
+        file: str | None = None,
     ) -> None:
+        self._file, self.leaves = file, False
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._minutes, self._interval, self._first = minutes, interval, first
         self.reason = ""
@@ -131,7 +135,7 @@ class ExitConditions:
             signal.signal(number, self._received)
 
     def _received(self, number: int, _: FrameType | None) -> None:
-        self.reason = f"received {signal.Signals(number).name}"
+        self._stop(f"received {signal.Signals(number).name}", leaves=number == signal.SIGTERM)
         note_hang_up(number)
         if number == signal.SIGINT:
             now, first = time.monotonic(), self._interrupted
@@ -150,7 +154,17 @@ class ExitConditions:
     def check(self, step: int) -> bool:
         """Whether to stop after ``step`` completed steps."""
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            self.reason = f"--exit-duration-in-mins {self._minutes:g} are over"
+            self._stop(f"--exit-duration-in-mins {self._minutes:g} are over")
         if self._interval and step and step % self._interval == 0:
-            self.reason = f"step {step} is a multiple of --exit-interval {self._interval}"
+            self._stop(f"step {step} is a multiple of --exit-interval {self._interval}")
+        if not self.reason and self._file is not None and os.path.lexists(self._file):
+            self._stop(f"--exit-file {self._file} appeared", leaves=True)
         return bool(self.reason)
+
+    def go_on_from(self, earlier: ExitConditions) -> None:
+        """Where nothing has come since, ``earlier``'s wish is this one's."""
+        if not self.reason:
+            self.reason, self.leaves = earlier.reason, earlier.leaves
+
+    def _stop(self, reason: str, leaves: bool = False) -> None:
+        self.reason, self.leaves = reason, leaves

@@ -141,7 +141,8 @@ class Runtime:
         """Of the trained parameters; weights whose gradient is one product get it in place."""
         built, head = self.stage_model, self.loss.head
         params = {name: p for name, p in built.module.named_parameters() if p.requires_grad}
-        sync = GradientSync(self.comm, params, built.boxes, compiled.buckets, built.chunk_names())
+        sent_as = torch.bfloat16 if self.options.reduce_in_bf16 else None
+        sync = GradientSync(self.comm, params, built.boxes, compiled.buckets, built.chunk_names(), sent_as)
         gradients = built.kernels.weight_gradients
         if self.options.compile_backend is None:
             sync.fuse_wgrad_accumulation(built.products(head=head is None), gradients)

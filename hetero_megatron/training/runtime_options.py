@@ -28,6 +28,7 @@ class RuntimeOptions:
         dropout: in training; seed: of its masks.
         graphs_after: optimizer steps after which layers run as device graphs (``cli/flags/training.py`` says where
             they can); None: they never do.
+        reduce_in_bf16: gradients are rounded to bf16 where they travel between ranks.
     """
 
     compile_backend: str | None = None
@@ -38,12 +39,13 @@ class RuntimeOptions:
     seed: int = 0
     graphs_after: int | None = None
     preference: Preference | None = None
+    reduce_in_bf16: bool = False
 
     @staticmethod
     def of(config: RunConfig) -> RuntimeOptions:
         return RuntimeOptions(
             config.compile, config.logits_bytes, config.balancing, config.fp8, config.dropout, config.seed,
-            config.graphs_after, config.preference,
+            config.graphs_after, config.preference, config.reduce_in_bf16,
         )  # fmt: skip
 
 

@@ -206,7 +206,8 @@ def _exit_conditions(config: RunConfig, comm: Comm, saves: bool) -> ExitConditio
     """Where there is something to save, being told to stop means saving first."""
     asked = config.exit.signal or ("SIGTERM" if saves or config.elastic is not None else "SIGINT")
     signals = {asked, "SIGINT", *(("SIGHUP",) if asked == "SIGTERM" else ())}
-    return ExitConditions(config.exit.minutes, config.exit.interval, signals, comm.launcher.rank == 0)
+    first = comm.launcher.rank == 0
+    return ExitConditions(config.exit.minutes, config.exit.interval, signals, first, config.exit.file)
 
 
 def train(

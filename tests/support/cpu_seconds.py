@@ -20,8 +20,6 @@ from pathlib import Path
 
 import pytest
 
-MEASURED: list[dict[str, object]] = []  # of this process
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu-seconds", type=Path, metavar="DIR", help="write CPU and wall seconds of every test there")
@@ -57,15 +55,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         seconds = {"cpu": round(cpu_seconds() - cpu, 3), "wall": round(time.perf_counter() - wall, 3)}
-        MEASURED.append({"test": item.nodeid, **seconds})
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    folder = session.config.getoption("--cpu-seconds")
-    if folder is not None and MEASURED:
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = "".join(json.dumps(row) + "\n" for row in MEASURED)
-        (folder / f"{os.environ.get('PYTEST_XDIST_WORKER', 'all')}.jsonl").write_text(lines)
+        folder = item.config.getoption("--cpu-seconds")
+        if folder is not None:  # at once: a run that is stopped has what it measured
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"{os.environ.get('PYTEST_XDIST_WORKER', 'all')}.jsonl").open("a") as file:
+                file.write(json.dumps({"test": item.nodeid, **seconds}) + "\n")
 
 
 def main() -> None:

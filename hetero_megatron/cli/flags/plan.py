@@ -186,7 +186,10 @@ def _searched(
         if args[key] is None:
             raise flag_error(key, None, "missing beside --auto-plan", "an integer >= 1")
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
-    costs = CostOptions(moments=moments_of(args["optimizer"]), muon=args["optimizer"] == "muon", fp8=fp8)
+    costs = CostOptions(
+        moments=moments_of(args["optimizer"]), muon=args["optimizer"] == "muon", fp8=fp8,
+        gradient_bytes=2.0 if args["grad_reduce_in_bf16"] else None,
+    )  # fmt: skip
     fixed = args["compile"] or args["cuda_graph_impl"] == "local"  # neither goes with activations in host memory
     space = SearchSpace(micro_batch_sizes=sizes, offload_activations="never" if fixed else "auto")
     options = SearchOptions(dtype=dtype or "fp32", space=space, costs=costs)

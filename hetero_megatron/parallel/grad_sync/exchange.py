@@ -17,6 +17,10 @@ class HopExchange:
     """One hop on one rank: arrays of ``sources`` are summed into arrays of ``targets``; back, values go from targets
     into sources.
 
+    Args:
+        sent_as: dtype in which partial sums travel; they are rounded to it for each hop, never this rank's own, and
+            added up in their own dtype. None: as they are.
+
     Attributes:
         runs: of its routes; None packs and unpacks also where that is not needed.
         fills: False for a dry run: messages and sums take their memory, and nothing is copied or added there.
@@ -25,11 +29,13 @@ class HopExchange:
     fills = True
 
     def __init__(
-        self, routes: HopRoutes, group: Group, sources: Sequence[OwnedPiece], targets: Sequence[OwnedPiece]
-    ) -> None:
-        self.routes, self.group, self.me = routes, group, group.comm.rank
+        self, routes: HopRoutes, group: Group, sources: Sequence[OwnedPiece], targets: Sequence[OwnedPiece],
+        sent_as: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.routes, self.group, self.me, self.sent_as = routes, group, group.comm.rank, sent_as
         self.sources, self.targets, self.runs = sources, targets, routes.runs
         self._handle: Work | None = None
+        self._dtype = torch.float32  # of what is summed
         self._used: list[torch.Tensor] = []  # by the exchange, on other streams of a device than their own
         self._queued = group.comm.accelerator is not None
 
@@ -71,8 +77,9 @@ class HopExchange:
         ``memory``: [elements of the bucket]."""
         if self.group.size == 1:
             return
+        self._dtype = empty.dtype
         if self.runs is None:
-            send = empty.new_empty(self.given)
+            send = empty.new_empty(self.given, dtype=self.sent_as)
             if self.fills and self.given:  # straight into the message: parts with gaps would need copies of their own
                 parts = [arrays[i][at] for i, at in self.routes.given]
                 rows = send.split([part.numel() for part in parts])
@@ -81,13 +88,22 @@ class HopExchange:
             self._handle = self.group.all_to_all(send, self.routes.give_counts, self.routes.take_counts)
             return
         assert memory is not None
-        if self.group.size == 2:
-            send, mine = memory[self.runs[1 - self.group.index]], 0
-        else:  # with my own part, so that it is one piece
-            send, mine = memory, self.size
-        counts = [x.stop - x.start for x in self.runs]
-        counts[self.group.index] = mine
+        counts, me = [x.stop - x.start for x in self.runs], self.group.index
+        mine = self.size if self._own_travels else 0
+        if self.sent_as is not None:
+            others = [memory[run] for i, run in enumerate(self.runs) if i != me]
+            send = memory.new_empty(len(memory) - self.size, dtype=self.sent_as)
+            torch._foreach_copy_(list(send.split([len(part) for part in others])), others)
+            self._hold(send)
+        else:  # of more than two, with my own part, so that it is one piece
+            send = memory if self._own_travels else memory[self.runs[1 - me]]
+        counts[me] = mine
         self._handle = self.group.all_to_all(send, counts, self._counts(mine, self.size))
+
+    @property
+    def _own_travels(self) -> bool:
+        """With ``runs``: whether this rank's own part is among what it sends and gets."""
+        return self.group.size > 2 and self.sent_as is None
 
     def finish(
         self, arrays: Sequence[torch.Tensor | None], memory: torch.Tensor | None = None
@@ -107,20 +123,22 @@ class HopExchange:
             mine = memory[self.runs[self.group.index]]
             if self.group.size == 2:  # which of two is added to the other does not matter
                 mine += received
-            elif self.size:
+            elif self.size and self._own_travels:
                 torch.sum(received.view(self.group.size, self.size), 0, out=mine)
+            elif self.size:
+                mine += received.view(-1, self.size).sum(0, dtype=mine.dtype)
             return [mine[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
         # Who sends nothing has no chunk: of hundreds of members most may hold nothing of what is summed up here.
         senders = [r for r in self.group.ranks if r != self.me and r in self.routes.take]
         begin = senders[0] if senders and senders[0] in self.routes.sends_all else self.me
         if begin == self.me:
-            total = received.new_empty(self.size)
+            total = received.new_empty(self.size, dtype=self._dtype)
             if self.size and self.me not in self.routes.sends_all:
                 total.zero_()
         elif len(senders) == 1:  # its part becomes the sum; of the first two it does not matter which is added
-            total = received
+            total = received.to(self._dtype)
         else:
-            total = received.new_empty(self.size).copy_(received[: self.size])
+            total = received[: self.size].to(self._dtype, copy=True)
         views = [total[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
         if self.fills:
             self._add_up(views, total, received, arrays, begin)
@@ -235,12 +253,14 @@ class BucketExchange:
 
     Args:
         boxes: of this rank's parameters in their logical tensors.
+        sent_as: dtype in which gradients travel; None: as they are.
         routes: routes by layouts (which live as long as the buckets do), of other buckets of this rank; added to.
     """
 
     def __init__(
-        self, bucket: Bucket, comm: Comm, boxes: Mapping[str, Box], routes: dict[tuple[object, ...], HopRoutes]
-    ) -> None:
+        self, bucket: Bucket, comm: Comm, boxes: Mapping[str, Box], routes: dict[tuple[object, ...], HopRoutes],
+        sent_as: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self.bucket = bucket
         layers = [local_pieces(bucket.hops[0].sources, comm.rank, boxes)]
         layers += [local_pieces(hop.targets, comm.rank, boxes) for hop in bucket.hops]
@@ -251,7 +271,7 @@ class BucketExchange:
             key = (ranks, bucket.dense, *map(id, hop.sources.values()), *map(id, hop.targets.values()))
             if key not in routes:
                 routes[key] = HopRoutes(hop, ranks, comm.rank, sources, targets, bucket.dense)
-            self.hops.append(HopExchange(routes[key], comm.group(ranks, lane=-1), sources, targets))
+            self.hops.append(HopExchange(routes[key], comm.group(ranks, lane=-1), sources, targets, sent_as))
         self._arrays: list[torch.Tensor | None] = []
         self._memory = torch.empty(0)
 

@@ -40,6 +40,7 @@ class GradientSync:
             are moved to one piece of memory, so that new values can come and go without being packed; what was
             together stays together.
         buckets: of the plan.
+        sent_as: dtype in which gradients travel between ranks; None: that of their sums.
         chunks: names of the parameters of each of the stage's chunks; a name may be in several. None: all in one.
 
     Attributes:
@@ -57,10 +58,11 @@ class GradientSync:
         boxes: Mapping[str, Box],
         buckets: Sequence[Bucket],
         chunks: Sequence[Collection[str]] | None = None,
+        sent_as: torch.dtype | None = None,
     ) -> None:
         self.params = params
         routes: dict[tuple[object, ...], HopRoutes] = {}
-        self.exchanges = [BucketExchange(b, comm, boxes, routes) for b in buckets if comm.rank in b.ranks]
+        self.exchanges = [BucketExchange(b, comm, boxes, routes, sent_as) for b in buckets if comm.rank in b.ranks]
         self.by_bucket = {e.bucket.index: e for e in self.exchanges}
         self.divided = {index: e for index, e in self.by_bucket.items() if e.bucket.weights is not None}
         self.reduces, self.all_gathers = sync_actions(buckets, comm.rank)

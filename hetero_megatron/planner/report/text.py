@@ -29,6 +29,7 @@ from hetero_megatron.predictor.report.timeline import format_layers
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural, rank_ranges, word
 
+PLAIN = ("1f1b", "gpipe")  # schedules under which plans are searched first
 SHOWN = 8  # names of idle nodes in the report
 
 
@@ -143,8 +144,8 @@ def _loss_text(loss: NodeLoss, before: float) -> str:
 def _schedule_lines(summary: Summary) -> list[str]:
     """Why the schedule is not the one under which the plan was searched; nothing where it is."""
     best = summary.result.best
-    plain = [x for x in summary.result.others if x.template == best.template and x.plan.schedule in ("1f1b", "gpipe")]
-    if not summary.result.more_schedules or not plain:
+    plain = [x for x in summary.result.others if x.template == best.template and x.plan.schedule in PLAIN]
+    if best.plan.schedule in PLAIN or not plain:
         return []
     other, ranks = plain[0], best.plan.ranks
     bubbles, most = zip(*((bubble_share(x.prediction), max(x.prediction.memory[r].total for r in ranks))

@@ -59,7 +59,6 @@ class SearchResult:
     method: "programs" or "islands".
     context: outcome of trying context groups; context_tried: whether they were tried.
     offload_tried: plans with optimizers in host memory were considered.
-    more_schedules: the best plan splits backwards or stages.
     alone: by chip type, the result of searching its chips alone.
     experts: outcome of trying plans that divide experts; empty for dense models.
     divided: outcome of trying plans that divide weights; empty where they were not tried.
@@ -77,7 +76,6 @@ class SearchResult:
     context: str = ""
     context_tried: bool = False
     offload_tried: bool = False
-    more_schedules: bool = False
     experts: str = ""
     divided: str = ""
     ranked: tuple[PlanTemplate, ...] = ()
@@ -123,7 +121,7 @@ def _search_all(
         scorer.work.most = scorer.work.done + problem.options.work * problem.space.schedule_effort
     result = _search(problem, scorer, budget, progress)
     with budget.catching():
-        result.more_schedules = _improve(result, ScheduleSearch(result.by_groups), problem, budget, progress)
+        _improve(result, ScheduleSearch(result.by_groups), problem, budget, progress)
     result.complete = result.complete and not budget.cut
     result.work_ended = scorer.work.cut
     if problem.space.offload_activations == "auto":
@@ -165,17 +163,14 @@ def _recomputed(result: SearchResult, problem: PlanningProblem) -> SimulatedPlan
 
 def _improve(
     result: SearchResult, proposer: Proposer, problem: PlanningProblem, budget: TimeBudget, progress: Progress | None
-) -> bool:
-    """Whether a proposer of plans that no template describes found a better one than the result's, which it then is."""
+) -> None:
+    """Take what a proposer of plans that no template describes found, where it is better than the result's best."""
     if budget.over():
-        return False
+        return
     incumbent = Incumbent(problem, result.scorer, budget, progress=progress)
     incumbent.plans[:] = [result.best, *result.others]
     proposer.propose(problem, incumbent)
-    if incumbent.plans[0] is result.best:
-        return False
     result.best, result.others = incumbent.plans[0], incumbent.plans[1:]
-    return True
 
 
 def _search_in_fp8(

@@ -34,7 +34,7 @@ from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, plan
 
 SEED = int(os.environ.get("SEED", "2026"))
-COUNT, QUICK = int(os.environ.get("N", "20")), (3, 7)  # random pairs of plans, and those of `make test`
+COUNT, QUICK = int(os.environ.get("N", "12")), (3, 7)  # random pairs of plans, and those of `make test`
 BEFORE, AFTER = 2, 2
 Seen = dict[str, Any]
 

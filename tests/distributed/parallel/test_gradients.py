@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -120,3 +121,47 @@ def test_optimizers_are_torchs(kind: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
     keys = {key for p in mine for key in optimizer.state.get(p, {})}
     assert keys == {key for state in want.state.values() for key, value in state.items() if value is not None}
+
+
+def sums_in_bf16(comm: Comm, plan: Plan) -> tuple[dict[str, Any], list[Any]]:
+    """On one rank: (boxes and values of gradients that were made up, names, boxes and sums of what it owns)."""
+    compiled = CompiledPlan(plan, SPEC, bucket_bytes=8 << 10)
+    comm.create_groups(compiled.groups)
+    if comm.rank not in plan.ranks:
+        return {}, []
+    runtime = Runtime(
+        compiled, comm, torch.float64, lambda t, box: initial_values(t, box, SPEC, 0).double(),
+        lambda groups: AdamW(groups, adamw_aten, (0.9, 0.95), 1e-8), options=RuntimeOptions(reduce_in_bf16=True),
+    )  # fmt: skip
+    sync, boxes = runtime.sync, runtime.stage_model.boxes
+    generator = torch.Generator().manual_seed(comm.rank)
+    given = {}
+    for name, param in sync.params.items():
+        values = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        sync.sums.sum(name).copy_(values)
+        given[name] = (boxes[name], values.numpy())
+    owned = sync.finish()
+    return given, [
+        (piece.name, piece.box, tensor.clone().numpy())
+        for exchange, tensors in zip(sync.exchanges, owned, strict=True)
+        for piece, tensor in zip(exchange.pieces, tensors, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("tps", [[1, 1], [1, 1, 1], [2, 1], [2, 3, 1]])
+def test_gradients_travel_in_bf16(tps: list[int]) -> None:
+    """A rank's own part as it is, those of others rounded once, added up in the dtype of the sums."""
+    ranks = shared_pool().run(sums_in_bf16, replicas(tps))[: sum(tps)]
+    pieces = 0
+    for owner, (_, owned) in enumerate(ranks):
+        for name, box, got in owned:
+            want, pieces = np.zeros(box.shape), pieces + 1
+            for rank, (given, _) in enumerate(ranks):
+                part = given[name][0].intersect(box) if name in given else None
+                if part is None:
+                    continue
+                values = torch.from_numpy(given[name][1][part.slices(given[name][0])])
+                sent = values if rank == owner else values.bfloat16().double()
+                want[part.slices(box)] += sent.numpy()
+            np.testing.assert_allclose(got, want, rtol=1e-14, atol=1e-15, err_msg=name)
+    assert pieces > 10

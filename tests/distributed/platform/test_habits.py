@@ -61,7 +61,7 @@ def test_training_equals_one_process(name: str) -> None:
     check_case(case, pool_of(habits, 3 if case.plan is DOCUMENTS else 2))
 
 
-SEEDS = [int(os.environ.get("SEED", "50")) + i for i in range(int(os.environ.get("N", "16")))]
+SEEDS = [int(os.environ.get("SEED", "50")) + i for i in range(int(os.environ.get("N", "8")))]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from tests.support.pool import Pool, shared_pool
 from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
-SEED, COUNT = int(os.environ.get("SEED", "51")), int(os.environ.get("N", "16"))
+SEED, COUNT = int(os.environ.get("SEED", "51")), int(os.environ.get("N", "8"))
 QUICK = range(COUNT if "N" in os.environ else 2)  # in `make test`
 
 

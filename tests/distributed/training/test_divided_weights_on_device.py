@@ -13,7 +13,7 @@ from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 EMULATED_RANKS = 4
-COUNT = int(os.environ.get("N", "12"))
+COUNT = int(os.environ.get("N", "6"))
 pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.timeout(1800)]  # building takes minutes
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.families import DENSE, PARALLEL_BLOCKS
+from tests.support.families import DENSE
 from tests.support.parity import check_case, fixed_case
 from tests.support.pool import shared_pool
 from tests.support.selection import quick
@@ -35,33 +35,37 @@ def pipeline(layers: int, heads: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def context_stage(ranks: list[int], layers: list[int], heads: int) -> dict[str, Any]:
+    """A context group of unlike members, each a TP group, keys passing by in small blocks."""
+    a, b, c, d = ranks
+    groups = [
+        {"ranks": [d, a], "tokens": [4, 3], "heads": [1, heads - 1]},
+        {"ranks": [b, c], "tokens": [2, 1], "heads": [heads, 0]},
+    ]
+    return stage(ranks, layers, kv={"block": 2}, recompute="elementwise", context=groups)
+
+
 def context(layers: int, heads: int) -> dict[str, Any]:
-    """Context groups of unlike size, one member a TP group, keys passing by in small blocks; elementwise results are
-    recomputed."""
-    return plan(
-        [
-            pipe(
-                1, 2,
-                stage([0, 1, 2, 3], [0, layers], kv={"block": 2}, recompute="elementwise", context=[
-                    {"ranks": [3, 0], "tokens": [4, 3], "heads": [1, heads - 1]},
-                    {"ranks": [1, 2], "tokens": [2, 1], "heads": [heads, 0]},
-                ]),
-            )
-        ]
-    )  # fmt: skip
+    return plan([pipe(1, 2, context_stage([0, 1, 2, 3], [0, layers], heads))])
 
 
-PLANS = {"uneven_tp": uneven_tp, "pipeline": pipeline, "context": context}
+def together(layers: int, heads: int) -> dict[str, Any]:
+    """Uneven TP, then a context group, beside a pipeline of one rank; each has a layer of either kind where a model
+    has two kinds in turn."""
+    cut = layers // 2
+    tp = stage([0, 1, 2], [0, cut], tp=3, tp_split=[2, 1, 1], recompute="elementwise")
+    alone = stage([7], [0, layers], recompute="selective")
+    return plan([pipe(1, 2, tp, context_stage([3, 4, 5, 6], [cut, layers], heads)), pipe(1, 1, alone)])
+
+
+PLANS = {"uneven_tp": uneven_tp, "pipeline": pipeline, "context": context, "together": together}
 QUICK = [
     ("gemma2", "uneven_tp"), ("gemma2", "context"), ("gemma3", "pipeline"), ("phi4_mini", "uneven_tp"),
     ("olmo2_one_kv_head", "uneven_tp"), ("olmo3", "context"), ("smollm3", "pipeline"), ("glm4", "uneven_tp"),
     ("granite", "pipeline"), ("gpt_neox_three_heads", "pipeline"), ("phi_qk_norm", "uneven_tp"),
     ("falcon_three_heads", "uneven_tp"), ("stablelm_parallel", "uneven_tp"), ("cohere2_mixed", "context"),
 ]  # fmt: skip
-# Every family under every plan; those that differ in their tables alone under one.
-CASES = [(family, name) for family in DENSE if family not in PARALLEL_BLOCKS for name in PLANS]
-CASES += [(family, [*PLANS][i % len(PLANS)]) for i, family in enumerate(PARALLEL_BLOCKS)]
-CASES = list(dict.fromkeys(CASES + QUICK))
+CASES = [*QUICK, *((family, "together") for family in DENSE)]
 
 
 @pytest.mark.parametrize("case", quick(CASES, QUICK), ids=lambda case: "-".join(case))
@@ -71,4 +75,4 @@ def test_families_under_plans(case: tuple[str, str]) -> None:
     found = PLANS[name](model["num_hidden_layers"], model["num_attention_heads"])
     # Long or short factors go by the run's sequence length here, by the longest document of a batch in transformers.
     packed = name != "uneven_tp" and "longrope" not in str(model)
-    check_case(fixed_case(model, found, packed=packed, chunked_loss=name == "pipeline"), shared_pool())
+    check_case(fixed_case(model, found, packed=packed, chunked_loss=name in ("pipeline", "together")), shared_pool())

@@ -35,9 +35,10 @@ HOLD = (
 
 @pytest.fixture
 def own_handler() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_an_echo_of_ctrl_c_is_not_a_second_one(own_handler: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +59,32 @@ def test_one_rank_says_that_ctrl_c_came(first: bool, own_handler: None, capfd: p
     conditions = ExitConditions(signals=("SIGINT",), first=first)
     os.kill(os.getpid(), signal.SIGINT)
     assert conditions.check(1) and ("stopping after this step" in capfd.readouterr().err) == first
+
+
+def test_a_file_that_appears_ends_a_run(tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+    words = [*RUN[2:], "--train-iters", "100000", "--save", str(tmp_path / "out"), "--exit-file", str(notice)]
+    process = Program(words)
+    process.until(" iteration ")
+    notice.touch()
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0 and f"--exit-file {notice} appeared" in out and not err
+    assert (tmp_path / "out" / "latest").exists()
+    _, err = inside(words, code=2)
+    assert f"--exit-file = {notice}: it exists" in err and len(err.splitlines()) == 1
+
+
+def test_a_wish_of_this_host_alone_is_told_from_one_of_the_job(tmp_path: Path, own_handler: None) -> None:
+    conditions = ExitConditions(interval=4, signals=("SIGTERM",), file=str(tmp_path / "notice"))
+    assert not conditions.check(3) and not conditions.leaves
+    (tmp_path / "notice").touch()
+    assert conditions.check(3) and conditions.leaves
+    later = ExitConditions(interval=4)
+    later.go_on_from(conditions)
+    assert later.check(3) and later.leaves
+    assert later.check(4) and not later.leaves, "all stop there"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert conditions.check(3) and conditions.leaves and conditions.reason == "received SIGTERM"
 
 
 @pytest.mark.parametrize("saves", [True, False])

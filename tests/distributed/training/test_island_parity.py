@@ -19,7 +19,7 @@ from tests.support.small_plans import LLAMA, plan
 from tests.support.vendors import build_emulated
 
 SEED = int(os.environ.get("SEED", "34"))
-COUNT = int(os.environ.get("N", "20"))
+COUNT = int(os.environ.get("N", "8"))
 QUICK = range(COUNT // 2 if "N" in os.environ else 1)  # of each kind in `make test`
 # So that most groups cross.
 HOSTS = ("cpu", "walled", "walled", "cpu", "walled", "cpu", "cpu", "walled")

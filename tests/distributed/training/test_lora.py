@@ -113,24 +113,24 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
             assert error <= 1e-9, (name, error, made)
 
 
-@pytest.mark.parametrize("seed", quick(range(24), range(3)))
+@pytest.mark.parametrize("seed", quick(range(12), range(3)))
 def test_random_plans(seed: int) -> None:
     check_random(seed, None)
 
 
-@pytest.mark.parametrize("seed", quick(range(200, 212), range(200, 202)))
+@pytest.mark.parametrize("seed", quick(range(200, 206), range(200, 202)))
 def test_random_plans_of_dora(seed: int) -> None:
     """Rows of which several ranks have columns, too; the base as it is, or in 8 bits."""
     check_random(seed, "int8" if seed % 3 == 0 else None, dora=True)
 
 
-@pytest.mark.parametrize("seed", quick(range(100, 112), range(100, 102)))
+@pytest.mark.parametrize("seed", quick(range(100, 106), range(100, 102)))
 def test_random_plans_of_a_base_in_8_bits(seed: int) -> None:
     """The base is rounded as NumPy rounds it, wherever a plan cuts its channels."""
     check_random(seed, "int8")
 
 
-@pytest.mark.parametrize("seed", quick(range(400, 412), range(400, 402)))
+@pytest.mark.parametrize("seed", quick(range(400, 406), range(400, 402)))
 def test_random_plans_of_a_base_in_4_bits(seed: int) -> None:
     """Of whole rows of blocks, wherever a plan cuts them: heads of 16, columns anywhere."""
     rng = random.Random(seed)
@@ -143,7 +143,7 @@ def test_random_plans_of_a_base_in_4_bits(seed: int) -> None:
     check(config, made, lora, Case(seed, 4, config, made, optimizer="sgd", packed=rng.random() < 0.5))
 
 
-@pytest.mark.parametrize("seed", quick(range(300, 316), range(300, 302)))
+@pytest.mark.parametrize("seed", quick(range(300, 308), range(300, 302)))
 def test_random_plans_that_divide_the_base(seed: int) -> None:
     """It is gathered and never reduced; every third one in 8 bits."""
     check_random(seed, "int8" if seed % 3 == 0 else None, divided=True)

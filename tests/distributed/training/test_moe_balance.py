@@ -20,7 +20,7 @@ from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
 
 SEED = int(os.environ.get("SEED", "3026"))
-COUNT = int(os.environ.get("N", "24"))
+COUNT = int(os.environ.get("N", "12"))
 QUICK = range(COUNT if "N" in os.environ else 3)
 OLMOE = MOE_FAMILIES["olmoe"]
 SIGMOID = {"score": "sigmoid", "score_bias": True, "normalize": True, "scale": 2.5}

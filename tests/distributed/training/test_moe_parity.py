@@ -16,7 +16,7 @@ from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
 
 SEED = int(os.environ.get("SEED", "2026"))
-COUNT = int(os.environ.get("N", "30"))
+COUNT = int(os.environ.get("N", "14"))
 QUICK = range(COUNT if "N" in os.environ else 4)  # in `make test`
 MODELS = {
     "qwen2_moe": MOE_FAMILIES["qwen2_moe"] | {"num_hidden_layers": 3},

@@ -13,7 +13,7 @@ from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 SEED = int(os.environ.get("SEED", "2026"))
-COUNT = int(os.environ.get("N", "48"))
+COUNT = int(os.environ.get("N", "28"))
 QUICK = range(COUNT if "N" in os.environ else 8)  # in `make test`
 
 @pytest.mark.parametrize("index", quick(range(COUNT), QUICK))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from tests.support.moe_models import DEEPSEEK_V3, GLM4_MOE
 from tests.support.mtp_reference import add_predictions
 from tests.support.parity import Case, check_case, fixed_case, random_case
 from tests.support.pool import shared_pool
+from tests.support.programs import inside
 from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
@@ -155,3 +158,14 @@ def test_targets_ahead_are_those_of_the_whole_sequence() -> None:
                 assert ahead.mask[row, column] == counts
                 assert ahead.tokens[row, column] == (labels[row, i + k - 1] if inside else 0)
                 assert ahead.labels[row, column] == (labels[row, i + k] if counts else 0)
+
+
+def test_the_console_has_means_over_the_interval(tmp_path: Path) -> None:
+    words = "--model tiny --mock-data --seq-length 16 --micro-batch-size 1 --global-batch-size 2 --lr 1e-2"
+    words += f" --mtp-num-layers 1 --train-iters 3 --log-interval 3 --log-format megatron --save {tmp_path}"
+    out, _ = inside(words.split())
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for name in ("lm loss", "mtp_1 loss"):
+        key = "loss" if name == "lm loss" else name
+        (shown,) = re.findall(rf"{name}: ([0-9.E+-]+)", out)
+        assert float(shown) == pytest.approx(sum(step[key] for step in steps if key in step) / 3, rel=1e-4)

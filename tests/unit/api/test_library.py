@@ -69,6 +69,20 @@ def test_it_says_what_the_commands_say(
     assert hm.Memory is MemoryBytes
 
 
+def test_gradients_in_bf16_take_half_the_bytes(tmp_path: Path) -> None:
+    """Each of two replicas behind a slow link sends half of its gradients, and gets half of the parameters."""
+    links = {"intra_node": {"bandwidth": "100GB/s"}, "inter_node": {"bandwidth": "10MB/s", "latency": "0us"}}
+    cluster = hm.Cluster.of({"nodes": [NODES[0] | {"count": 2, "chips_per_node": 1}], "links": links})
+    (tmp_path / "plan.yaml").write_text(
+        "seq_length: 256\nglobal_batch_size: 2\npipelines:\n"
+        "  - {micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 0, layers: [0, 6]}]}\n"
+        "  - {micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 1, layers: [0, 6]}]}\n"
+    )
+    plan = hm.Plan.read(tmp_path / "plan.yaml", cluster, "tiny", dtype="fp32")
+    wide, narrow = (hm.predict(plan, cluster, grad_reduce_in_bf16=given).step_seconds for given in (False, True))
+    assert wide - narrow == pytest.approx(wide / 4, rel=0.02), "gradients take as long as parameters, computing nothing"
+
+
 def test_plans_and_clusters_are_written_and_read_as_they_are(
     found: hm.Found, cluster: hm.Cluster, tmp_path: Path
 ) -> None:

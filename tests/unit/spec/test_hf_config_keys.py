@@ -240,12 +240,12 @@ def test_keys_together_give_transformers_numbers_or_a_refusal(family: str) -> No
     draw = random.Random(family)
     pool = [m for m in mutations(family) if _accepted(base(family) | m)]
     seen = []
-    for _ in range(25):
+    for _ in range(12):
         config = base(family)
         for change in draw.sample(pool, 3):
             config |= change
         seen.append(compare(config))
-    assert seen.count("equal") > 8
+    assert seen.count("equal") > 3
 
 
 def _accepted(config: dict[str, Any]) -> bool:

@@ -83,6 +83,8 @@ FLAGS = (
         choices=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"),
         needs=needs("--exit-signal-handler"),
     ),
+    value("--exit-file", str, None, "stop after the step during which this file appears on the host of any rank, as a "
+          "cloud's or a scheduler's notice may leave it; with --elastic that host leaves, and the others go on"),
     refused("--iterations-to-skip", "steps cannot be left out", nargs="+"),
     value(
         "--rerun-mode",

@@ -249,8 +249,9 @@ PRECISION = (
     *family(only_fp32, "--main-grads-dtype= --main-params-dtype= --exp-avg-dtype= --exp-avg-sq-dtype="),
     *family(notice, "--disable-bf16-reduced-precision-matmul",
             "matrix products accumulate in fp32 where the kernel in use says so; the conformance kit checks it"),
-    notice("--accumulate-allreduce-grads-in-fp32", "gradients are always accumulated and reduced in fp32 or better"),
-    refused("--grad-reduce-in-bf16", "gradients are always reduced in fp32 or better"),
+    notice("--accumulate-allreduce-grads-in-fp32", "gradients are always accumulated and added up in fp32 or better"),
+    switch("--grad-reduce-in-bf16", "gradients travel between ranks in bf16: half the bytes, rounded once for each hop",
+           differs="accumulated and added up in bf16 in Megatron; here in fp32, and a rank's own part is not rounded"),
     refused("--fp16-lm-cross-entropy", "the loss is always computed in fp32 or better"),
 )  # fmt: skip
 
