@@ -52,8 +52,8 @@ def layer_backward_bytes(
     after = norm_backward_bytes(own, itemsize) if spec.norm_placement != "pre" else 0  # in a norm after the MLP
     moments = [Moment(after), *_mlp(sizes), Moment(summed, gone), *_attention(sizes, gone, own, attention)]
     if load is not None and routed:
-        waiting = routed * expert_operand_bytes(spec, load, itemsize)
-        moments.append(Moment(expert_backward_bytes(spec, load, itemsize), waiting=waiting))
+        before, inside = expert_backward_bytes(spec, load, itemsize)
+        moments += [Moment(before), Moment(inside, waiting=routed * expert_operand_bytes(spec, load, itemsize))]
     if split:
         return round(2 * own + max(x.made + x.waiting for x in moments))
     return round(own + max(x.made - x.freed + x.weight for x in moments))
