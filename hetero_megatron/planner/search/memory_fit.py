@@ -275,8 +275,8 @@ class _OneFit:
             shares = {at: max(1, round(FINEST * w / largest)) for at, w in weights.items()}
             common = math.gcd(*shares.values())
             shared = {
-                at: (seconds, replace(stage, share=shares[at] // common), *sizes)
-                for at, (seconds, stage, *sizes) in levels.items()
+                at: (level[0], replace(level[1], share=shares[at] // common), *level[2:])
+                for at, level in levels.items()
             }
             shapes = [part.shape for part in _with_levels(self.placed.template, shared).parts]
             pipelines = tuple((shape, *p[1:]) for shape, p in zip(shapes, self.placed.pipelines, strict=True))
