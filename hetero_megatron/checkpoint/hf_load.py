@@ -78,12 +78,14 @@ class HFWeights:
         self._check_copies()
 
     def _predictions(self) -> tuple[str, ...]:
-        """How the tensors of layers after the last one begin that predict further tokens (DeepSeek-V3, GLM-4.5), and
-        that the model has not."""
+        """How the tensors of layers after the last one begin that predict further tokens (DeepSeek-V3, GLM-4.5,
+        Qwen3-Next), and that the model has not."""
         layer = self._prefix + FAMILIES[self.spec.hf_model_type].names.layer.format(r"(\d+)").replace(".", r"\.")
         found = [re.fullmatch(rf"({layer}\.)eh_proj\.weight", name) for name in self._shapes]
         first = self.spec.predictions.stop
         starts = tuple(match[1] for match in found if match is not None and int(match[2]) >= first)
+        unread = FAMILIES[self.spec.hf_model_type].unread
+        starts += tuple(start for start in unread if any(name.startswith(start) for name in self._shapes))
         if starts:
             tensors, layers = sum(n.startswith(starts) for n in self._shapes), ", ".join(sorted(starts))
             said = f"{tensors} tensors of layers that predict further tokens ({layers}) are not read"
@@ -213,8 +215,9 @@ class HFWeights:
     def _part(self, source: HFSource, slices: tuple[slice, ...]) -> torch.Tensor:
         """What ``slices`` are of a stored tensor."""
         values: torch.Tensor
-        if source.width:
-            return self._files.whole(source.name).flatten()[slices]
+        if source.width or source.filters:
+            whole = self._files.whole(source.name)
+            return whole.view(source.view(tuple(whole.shape)))[slices]
         if source.step == 1 and tuple(s.stop - s.start for s in slices) == self._shapes[source.name]:
             values = self._files.whole(source.name)  # mapped, not copied
         else:  # safetensors takes no steps

@@ -31,6 +31,8 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
 - Layers that predict further tokens (`num_nextn_predict_layers` of `deepseek_v3` and `glm4_moe`) are trained and
   exported where `--mtp-num-layers` asks for them ([Multi-token prediction](mtp.md)), else left out with a notice, as
   transformers leaves them out.
+- `qwen3_next` mixes layers of linear attention (Gated DeltaNet) with layers of attention; see
+  [Linear attention](linear_attention.md).
 - *Export*: `--save-hf`, as transformers writes it. *Generation*: `hetero-megatron generate`.
 
 ## Supported
@@ -50,6 +52,8 @@ Any other `model_type` is refused too, without a reason of its own.
 
 def adapters(family: Family) -> str:
     """Which projections of the family may have adapters."""
+    if family.linear:
+        return "-"
     if family.mixture:
         experts = family.names.experts
         return "attention, experts" + (", merged" if experts is not None and not experts.interleaved else "")
@@ -62,7 +66,10 @@ def markdown() -> str:
     rows = []
     for name, family in FAMILIES.items():
         experts = "yes" if family.mixture else "-"
-        rows.append(f"| `{name}` | {family.examples} | yes | yes | yes | {experts} | {adapters(family)} | yes | yes |")
+        context = "-" if family.linear else "yes"
+        rows.append(
+            f"| `{name}` | {family.examples} | yes | yes | {context} | {experts} | {adapters(family)} | yes | yes |"
+        )
     refused = [f"| `{name}` | {lacks} | `{near}` |" for name, (lacks, near) in sorted(REFUSED.items())]
     return _INTRO + "\n".join(rows) + "\n" + _REFUSED + "\n".join(refused) + "\n"
 

@@ -1,14 +1,17 @@
-"""Attention with a key-value cache, applied to a plain model stage from outside."""
+"""Attention with a key-value cache, and linear attention with its state, applied to a plain model stage from
+outside."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hetero_megatron.model.gated_delta_net import DeltaCore
 from hetero_megatron.model.gpt import GPTStage
 from hetero_megatron.model.layers import Context, CoreAttention
 from hetero_megatron.ops import softcap
@@ -107,7 +110,42 @@ class CachedAttention(nn.Module):
         return seen[:, None, None]
 
 
+class CachedDelta(nn.Module):
+    """Keeps the state of a layer's linear attention, [b, value heads, dk, dv], and what its convolutions look back at:
+    of queries, keys and values the last taps - 1 tokens."""
+
+    def __init__(self, inner: DeltaCore, rows: Rows) -> None:
+        super().__init__()
+        self.inner, self.rows = inner, rows
+        self.state = torch.empty(0)
+        self.before: list[torch.Tensor] = []
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor, a: torch.Tensor,
+        weights: tuple[torch.Tensor, ...], context: Context,
+    ) -> torch.Tensor:  # fmt: skip
+        """As :class:`~hetero_megatron.model.gated_delta_net.DeltaCore` of the current tokens."""
+        *filters, a_log, dt_bias = weights
+        count, behind, rows = q.shape[1], self.inner.delta.kernel - 1, self.rows
+        decay, write, state = self.inner.decay(a, a_log, dt_bias), b.sigmoid(), None if rows.first else self.state
+        if rows.first:
+            self.before = [x.new_zeros(len(x), behind, x.shape[-1]) for x in (q, k, v)]
+            if rows.even != count:  # what a row was filled up with neither decays its state nor is written to it
+                real = (torch.arange(count, device=q.device) < rows.filled[:, None])[..., None]
+                decay, write = decay * real, write * real
+        joined = [torch.cat(pair, 1) for pair in zip(self.before, (q, k, v), strict=True)]
+        convolve = self.inner.kernels.causal_conv
+        q, k, v = (convolve(x, w, None)[:, behind:] for x, w in zip(joined, filters, strict=True))
+        ends = rows.filled if rows.first else torch.ones_like(rows.filled)
+        at = ends[:, None] + torch.arange(behind, device=q.device)  # the last tokens of each row, of what was joined
+        self.before = [x.gather(1, at[..., None].expand(-1, -1, x.shape[-1])) for x in joined]
+        out, self.state = self.inner.rule(q, k, v, decay, write, state, context)
+        return out
+
+
 def apply_cache(stage: GPTStage, rows: Rows) -> None:
     """Give every layer of ``stage`` a cache."""
     for layer in stage.layers():
-        layer.self_attn.core_attention = CachedAttention(layer.self_attn.core_attention, rows)  # type: ignore[assignment]
+        mixer: Any = layer.mixer
+        cached = CachedDelta if layer.kind.linear else CachedAttention
+        mixer.core_attention = cached(mixer.core_attention, rows)

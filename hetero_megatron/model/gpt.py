@@ -110,14 +110,20 @@ class Layer(nn.Module):
         norm = partial(Norm, spec, spec.hidden_size, kernels)
         if spec.norm_placement != "post":
             self.input_layernorm = norm()
-        attention = Attention if spec.mla is None else LatentAttention
-        self.self_attn = attention(spec, number, share, kernels, dropout.attention)
+        self.kind = spec.layer(number)
+        if self.kind.linear:
+            from hetero_megatron.model.gated_delta_net import GatedDeltaNet
+
+            self.linear_attn = GatedDeltaNet(spec, share, kernels)
+        else:
+            attention = Attention if spec.mla is None else LatentAttention
+            self.self_attn = attention(spec, number, share, kernels, dropout.attention)
         self.parallel = spec.parallel_block is not None
         if spec.parallel_block != "one_norm":
             self.post_attention_layernorm = norm()
         if spec.norm_placement == "pre_post":
             self.pre_feedforward_layernorm = norm()
-        self.mlp = _mlp(spec, spec.layer(number), share, kernels)
+        self.mlp = _mlp(spec, self.kind, share, kernels)
         if spec.norm_placement != "pre":
             self.post_feedforward_layernorm = norm()
         names: dict[str, tuple[str | None, ...]] = {
@@ -136,6 +142,11 @@ class Layer(nn.Module):
         """Before attention, after it, before the MLP, after it."""
         return tuple(None if name is None else getattr(self, name) for name in self._names)
 
+    @property
+    def mixer(self) -> nn.Module:
+        """Where tokens meet: attention, or linear attention; both have a ``core_attention`` and an ``o_proj``."""
+        return cast(nn.Module, self.linear_attn if self.kind.linear else self.self_attn)
+
     def forward(self, x: torch.Tensor, context: Context, added: torch.Tensor | None = None) -> ResidualStream:
         """x, added: [b, s, h]; between the blocks, of a TP rank's own tokens."""
         before_attention, after_attention, before_mlp, after_mlp = self.norms()
@@ -146,7 +157,7 @@ class Layer(nn.Module):
         else:
             y, x = before_attention(added, x)
         inputs = y
-        y = self._added(self.self_attn(y, context), after_attention, AFTER_ATTENTION, context)
+        y = self._added(self.mixer(y, context), after_attention, AFTER_ATTENTION, context)
         if self.parallel:
             inputs = inputs if before_mlp is None else before_mlp(x)
             return ResidualStream(x, y + self._added(self._fed_forward(inputs, context), after_mlp, AFTER_MLP, context))

@@ -19,8 +19,13 @@ def initial_values(tensor: LogicalTensor, box: Box, spec: ModelSpec, seed: int) 
 
     The projections that write into the residual stream (``o_proj``, ``down_proj``) get
     ``init_std / sqrt(2 * num_layers)``, as in GPT-2 and Megatron. Of an adapter, B is 0 and A uniform within
-    1 / sqrt(inputs), as in PEFT.
+    1 / sqrt(inputs), as in PEFT. Of linear attention, the gated norm's weights and dt_bias are 1 and A_log is as in
+    transformers.
     """
+    if tensor.name.endswith("A_log"):
+        return _decays(tensor, seed)[box.lo[0] : box.hi[0]]
+    if tensor.name.endswith(("linear_attn.dt_bias", "linear_attn.norm.weight")):
+        return torch.ones(box.shape)
     if tensor.is_bias or tensor.name.endswith("sinks"):
         return torch.zeros(box.shape)
     if len(tensor.shape) == 1:
@@ -51,6 +56,12 @@ def initial_values(tensor: LogicalTensor, box: Box, spec: ModelSpec, seed: int) 
         if lo < hi:
             out[lo - box.lo[0] : hi - box.lo[0]] = values[lo - start : hi - start, box.lo[1] : box.hi[1]]
     return out.mul_(std)
+
+
+def _decays(tensor: LogicalTensor, seed: int) -> torch.Tensor:
+    """[value heads], logarithms of numbers drawn evenly from 0.01 to 16."""
+    generator = torch.Generator().manual_seed(_block_seed(seed, tensor.name, 0))
+    return torch.rand(tensor.shape, generator=generator).mul_(16 - 0.01).add_(0.01).log_()
 
 
 def _block_seed(seed: int, name: str, block: int) -> int:

@@ -111,10 +111,12 @@ def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Te
 
 class Norm(nn.Module):
     def __init__(
-        self, spec: ModelSpec, width: int, kernels: KernelPlan, kind: str | None = None, eps: float | None = None
-    ) -> None:
+        self, spec: ModelSpec, width: int, kernels: KernelPlan, kind: str | None = None, eps: float | None = None,
+        offset: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.kernels, self.eps, self.offset = kernels, spec.norm_eps if eps is None else eps, spec.norm_offset
+        self.kernels, self.eps = kernels, spec.norm_eps if eps is None else eps
+        self.offset = spec.norm_offset if offset is None else offset
         self.weight = nn.Parameter(torch.empty(width))
         self.bias: torch.Tensor | None = None
         if (kind or spec.norm) == "layer":
@@ -257,7 +259,11 @@ class Attention(nn.Module):
         self.q_proj = Linear(h, self.heads * d, bias=spec.qkv_bias, kernels=kernels)
         self.k_proj = Linear(h, self.kv_heads * d, bias=spec.qkv_bias, kernels=kernels)
         self.v_proj = Linear(h, self.kv_heads * d, bias=spec.qkv_bias, kernels=kernels)
-        self.together = lay_together(self.q_proj, self.k_proj, self.v_proj)
+        of_x = [self.q_proj, self.k_proj, self.v_proj]
+        if spec.attn_gate:
+            self.g_proj = Linear(h, self.heads * d, bias=spec.qkv_bias, kernels=kernels)
+            of_x.append(self.g_proj)
+        self.together = lay_together(*of_x)
         self.o_proj = Linear(self.heads * d, h, bias=spec.out_bias, kernels=kernels)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
@@ -291,7 +297,7 @@ class Attention(nn.Module):
         b, s, _ = x.shape
         heads = (self.heads, self.kv_heads, self.kv_heads)
         projected = joint_products(self.together, x)
-        q, k, v = (y.unflatten(-1, (n, self.head_dim)) for y, n in zip(projected, heads, strict=True))
+        q, k, v = (y.unflatten(-1, (n, self.head_dim)) for y, n in zip(projected[:3], heads, strict=True))
         if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
             totals = self.sum_heads(self.q_norm.squares(q), self.k_norm.squares(k))
             q, k = self.q_norm(q, totals[..., 0]), self.k_norm(k, totals[..., 1])
@@ -308,6 +314,8 @@ class Attention(nn.Module):
         if self.kv_of_query is not None:
             k, v = k.index_select(2, self.kv_of_query), v.index_select(2, self.kv_of_query)
         out = self.core_attention(q, k, v, self.sinks, context).reshape(b, s, self.heads * self.head_dim)
+        for gate in projected[3:]:
+            out = out * gate.sigmoid()
         return cast(torch.Tensor, self.o_proj(out))
 
     def _growth(self, context: Context, dtype: torch.dtype) -> torch.Tensor:

@@ -26,6 +26,7 @@ def stage_operators(spec: ModelSpec, share: Share, head: bool, tp: int) -> Itera
     ffn, vocabulary = share.ffn[1] - share.ffn[0], share.vocab[1] - share.vocab[0]
     yield "gemm", {"inputs": (h, heads * d, ffn), "outputs": (heads * d, kv_heads * d, h, ffn)}
     rms_widths = ((h,) if spec.norm == "rms" else ()) + ((d,) if spec.qk_norm == "head" else ())
+    rms_widths += () if spec.delta is None else (spec.delta.value_dim,)
     if rms_widths:
         yield "rms_norm", {"width": rms_widths}
     if spec.norm == "rms" and spec.norm_placement != "post":
@@ -45,6 +46,13 @@ def stage_operators(spec: ModelSpec, share: Share, head: bool, tp: int) -> Itera
         yield "moe_unpermute", {"width": (h,)}
         yield "router_topk", {"experts": (spec.moe.num_experts,)}
     yield "attention", {"head_dim": (d,), "heads": (heads,), "kv_heads": (kv_heads,)}
+    if spec.delta is not None:
+        own = share.key_heads[1] - share.key_heads[0]
+        key_heads, value_heads = own, own * spec.delta.values_per_key
+        widths = key_heads * spec.delta.key_dim, value_heads * spec.delta.value_dim
+        yield "causal_conv", {"width": widths, "taps": (spec.delta.kernel,)}
+        heads_of = {"key_heads": (key_heads,), "value_heads": (value_heads,)}
+        yield "gated_delta_rule", {"key_dim": (spec.delta.key_dim,), "value_dim": (spec.delta.value_dim,), **heads_of}
     if head:
         yield ("vocab_cross_entropy" if tp > 1 else "cross_entropy"), {"vocabulary": (vocabulary,)}
     yield "adamw", {}

@@ -35,13 +35,14 @@ def apply_elementwise(layer: Layer, keep: Keep) -> None:
     results = Results(keep)
     for norm in _norms(layer):
         norm.forward = partial(results.norm, norm.forward)  # type: ignore[method-assign]
-    mlp, blocks = layer.mlp, [layer.self_attn, cast(nn.Module | None, layer.mlp)]
+    mlp, blocks = layer.mlp, [layer.mixer, cast(nn.Module | None, layer.mlp)]
     if isinstance(mlp, MoEMLP):
         mlp.experts.activate = partial(results.of, mlp.experts.activate)  # type: ignore[method-assign]
         blocks.append(mlp.shared_expert)
     for block in blocks:
-        if isinstance(block, MLP):
-            block.activate = partial(results.of, block.activate)  # type: ignore[method-assign]
+        if isinstance(block, MLP) or (block is layer.mixer and layer.kind.linear):
+            owner = cast(Any, block)
+            owner.activate = partial(results.of, owner.activate)
         gathered = getattr(block, "gathered", None)
         if isinstance(gathered, GatheredInput):
             gathered.run = partial(results.of, gathered.run)
@@ -51,7 +52,7 @@ def apply_elementwise(layer: Layer, keep: Keep) -> None:
 def _norms(layer: Layer) -> Iterable[Norm]:
     """Those whose outputs are inputs of products. Queries and keys are not: attention keeps them turned."""
     before_attention, _, before_mlp, _ = layer.norms()
-    attention = layer.self_attn
+    attention = layer.mixer
     latents = (getattr(attention, name, None) for name in ("q_a_layernorm", "kv_a_layernorm"))
     found = (before_attention, before_mlp, *(latents if isinstance(attention, LatentAttention) else ()))
     return (norm for norm in found if norm is not None)

@@ -44,7 +44,7 @@ def apply_recompute(stage: GPTStage, recompute: Recompute, keep: Keep = keep_her
     layers = list(stage.layers())
     if recompute.kind == "selective":
         for layer in layers:
-            _recompute(layer.self_attn.core_attention, keep)
+            _recompute(cast(nn.Module, layer.mixer.core_attention), keep)
     if recompute.kind == "elementwise":
         from hetero_megatron.parallel.elementwise import apply_elementwise
 
@@ -152,7 +152,8 @@ def apply_compile(stage: GPTStage, backend: str) -> None:
     """Compile attention, MLP and norms of every layer, one graph each and one compilation for all layers of a kind.
 
     Collectives stay outside: they are in hooks around the modules or in modules that are left as they are. Of a mixture
-    of experts only the shared expert is compiled: how many rows an expert has is known when it runs.
+    of experts only the shared expert is compiled: how many rows an expert has is known when it runs. Linear attention
+    is not: its operators are no torch operators.
     """
     for layer in stage.layers():
         for module in layer.modules():
@@ -161,7 +162,7 @@ def apply_compile(stage: GPTStage, backend: str) -> None:
             if again or dropped or isinstance(module, (RowParallelLinear, ContextAttention)):
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         mlp = layer.mlp.shared_expert if isinstance(layer.mlp, MoEMLP) else layer.mlp
-        for block in (layer.norms()[0], layer.self_attn, mlp):
+        for block in (layer.norms()[0], None if layer.kind.linear else layer.mixer, mlp):
             if block is None:
                 continue
             block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]

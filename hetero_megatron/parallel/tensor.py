@@ -15,7 +15,7 @@ from torch import nn
 
 from hetero_megatron.comm import Group
 from hetero_megatron.model.gpt import Embedding, GPTStage
-from hetero_megatron.model.layers import Linear, sum_heads
+from hetero_megatron.model.layers import Attention, Linear, sum_heads
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.parallel.collectives import gather_tokens, max_over_ranks, scatter_tokens, sum_over_ranks
 from hetero_megatron.parallel.vocab import VocabParallelEmbedding
@@ -112,10 +112,12 @@ def apply_tensor_parallel(
 
     stage.own_tokens = own_tokens
     for layer in stage.layers():
-        layer.self_attn.sum_heads = SumHeads(group, kv_heads)
+        mixer = layer.mixer
+        if isinstance(mixer, Attention):
+            mixer.sum_heads = SumHeads(group, kv_heads)
         # A mixture of experts routes the tokens that a rank has; only what they share is cut as a dense MLP is.
         mlp = layer.mlp.shared_expert if isinstance(layer.mlp, MoEMLP) else layer.mlp
-        for block, row in ((layer.self_attn, "o_proj"), *(((mlp, "down_proj"),) if mlp is not None else ())):
+        for block, row in ((mixer, "o_proj"), *(((mlp, "down_proj"),) if mlp is not None else ())):
             gather_input(block, group, shards)
             for name, linear in block.named_children():
                 if isinstance(linear, Linear):

@@ -11,8 +11,7 @@ from hetero_megatron.comm import Comm, Group
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage
-from hetero_megatron.model.gpt import MLP
-from hetero_megatron.model.layers import Attention, Linear
+from hetero_megatron.model.layers import Linear
 from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss
@@ -184,8 +183,9 @@ class StageModel:
         for module in self.module.modules():
             if isinstance(module, kinds) and module.weight.requires_grad:
                 yield (module.weight,)
-            if isinstance(module, (Attention, MLP)) and module.together[0].weight.requires_grad:
-                yield [linear.weight for linear in module.together]
+            together: Sequence[Linear] = getattr(module, "together", ())
+            if together and together[0].weight.requires_grad:
+                yield [linear.weight for linear in together]
         spec, stage = self.here.spec, self.here.stage
         if head and stage.head and spec.lora is None and not (spec.tied and (stage.embed or spec.mtp_layers)):
             yield (self.module.lm_head.matrix,)

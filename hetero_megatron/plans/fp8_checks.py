@@ -62,6 +62,7 @@ def cut_fits(spec: ModelSpec, tp: int, fp8: Fp8) -> bool:
 def _cut_is_allowed(
     stage: Stage, seq_length: int, path: str, spec: ModelSpec, fp8: Fp8, dtype: str, source: Source
 ) -> None:
+    _mixers_are_known(path, spec, dtype, source)
     _latents_are_whole(stage, path, spec, dtype, source)
     _key_heads_are_whole(stage, path, spec, dtype, source)
     _tokens_are_whole(stage, seq_length, path, fp8, dtype, source)
@@ -87,6 +88,13 @@ def _chips_have_it(stage: Stage, path: str, dtype: str, cluster: Cluster, source
                 f"rank {rank} is a {chip.name}, which does not compute in fp8", f"{path}.dtype", stage.dtype or "fp8",
                 f"{dtype}, or chips that have fp8",
             )  # fmt: skip
+
+
+def _mixers_are_known(path: str, spec: ModelSpec, dtype: str, source: Source) -> None:
+    if spec.delta is not None:
+        raise source.error(
+            "models with linear attention compute nothing in fp8", f"{path}.dtype", "fp8", f"{dtype}, no --fp8-format"
+        )
 
 
 def _latents_are_whole(stage: Stage, path: str, spec: ModelSpec, dtype: str, source: Source) -> None:

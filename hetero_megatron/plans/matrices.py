@@ -24,10 +24,10 @@ LEAST_SHARE = 1e-9  # a share of zero: what only such ranks hold must still find
 
 def is_matrix(tensor: LogicalTensor) -> bool:
     """Whether Muon updates a trained tensor: weights of projections, of routers, and of every expert. Embeddings, head,
-    norms, biases and what else is a vector have AdamW."""
+    norms, biases, the filters of convolutions and what else is a vector have AdamW."""
     axes = len(tensor.shape) - tensor.per_expert
     inside = isinstance(tensor.layer, int) or tensor.name.startswith("model.layers.")  # of a module that predicts
-    return inside and axes == 2 and not tensor.is_bias and not tensor.by_load
+    return inside and axes == 2 and not tensor.is_bias and not tensor.by_load and tensor.axes[-1].role != "taps"
 
 
 def matrix_boxes(tensor: LogicalTensor) -> list[Box]:

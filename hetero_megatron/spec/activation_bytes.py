@@ -10,7 +10,14 @@ from hetero_megatron.spec.expert_load import (
     expert_operand_bytes,
     plain_load,
 )
-from hetero_megatron.spec.flops import CHUNK_ELEMENTS, TILE, adapted_layers, chunk_tokens, common_columns
+from hetero_megatron.spec.flops import (
+    CHUNK_ELEMENTS,
+    TILE,
+    adapted_layers,
+    chunk_tokens,
+    common_columns,
+    linear_layers,
+)
 from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec, module_layer
 from hetero_megatron.spec.tensors import LogicalTensor
 
@@ -100,7 +107,7 @@ def turned_copies(spec: ModelSpec) -> float:
     the rotation does not overwrite them, and values, which lie beside them, keep them. Norms before it let them go."""
     if spec.mla is not None or spec.qk_norm not in (None, "l2"):
         return 0.0
-    ropes = [kind.rope for kind in spec.layer_kinds if kind.rope is not None]
+    ropes = [kind.rope for kind in spec.layer_kinds if kind.rope is not None and not kind.linear]
     copied = sum(rope.interleaved or rope.width(spec.head_dim) < spec.head_dim for rope in ropes)
     return copied / len(spec.layer_kinds)
 
@@ -134,6 +141,9 @@ def layer_activation_bytes(
     - cut by ``tp``: q, k, v (q and k after rotation) and the attention output, 2 q + 2 kv; with SwiGLU gate, up
       and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv, and a
       rotation of some features what it turns (:func:`turned_copies`); the log-sum-exp is one fp32 number per head;
+    - with a gate on attention's output, cut: what it is the sigmoid of, that, and the product, 3 q;
+    - of linear attention, instead of attention's part, what
+      :func:`~hetero_megatron.spec.delta_bytes.delta_activation_bytes` says;
     - of multi-head latent attention, whole: the latents before and after their norms; cut: what ``o_proj`` gets;
     - of adapters, whole: what is between A and B, their rank each; and, under dropout, their inputs; with DoRA,
       the outputs before they are scaled.
@@ -160,13 +170,18 @@ def layer_activation_bytes(
     if again:
         inputs, latents, widths = ungathered_inputs(spec, routed, shards or tp) * h, latents // 2, widths - 1
     gathered = inputs + adapter_widths(spec) + latents
-    cut = 2 * q + 2 * kv + value_widths(spec) + widths * common_columns(spec, routed)
-    cut += turned_copies(spec) * (q + kv)
+    cut = 2 * q + 2 * kv + value_widths(spec) + turned_copies(spec) * (q + kv) + 3 * q * spec.attn_gate
     if spec.qk_norm:
         cut += (q + kv) * normed_copies(spec.qk_norm, itemsize)
+    linear = linear_layers(spec)
+    cut = (1 - linear) * cut + widths * common_columns(spec, routed)
     for whole, part in (dropped_inputs(spec), scaled_outputs(spec)):
         gathered, cut = gathered + whole, cut + part
-    lse = 0 if recompute == "selective" else 4 * spec.num_heads
+    lse = 0 if recompute == "selective" else 4 * (1 - linear) * spec.num_heads
+    if linear:
+        from hetero_megatron.spec.delta_bytes import delta_activation_bytes
+
+        lse += linear * delta_activation_bytes(spec, recompute, itemsize)
     experts = routed * expert_activation_bytes(spec, load, itemsize, again) if load is not None else 0.0
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
 
@@ -185,7 +200,13 @@ def layer_operand_bytes(
     load = load or plain_load(spec, tokens, 1 / tp, max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
     dropped = dropped_inputs(spec)
-    cut = 2 * q + 2 * kv + (3 if spec.gated else 2) * common_columns(spec, routed) + dropped[1]
+    linear = linear_layers(spec)
+    cut: float = 2 * q + 2 * kv + q * spec.attn_gate
+    if linear:
+        from hetero_megatron.spec.delta_bytes import delta_operands
+
+        cut = (1 - linear) * cut + linear * delta_operands(spec)
+    cut += (3 if spec.gated else 2) * common_columns(spec, routed) + dropped[1]
     of_mlp = shared_inputs(spec, routed, tp)
     outputs = 1 if spec.parallel_block is not None and tp <= 1 else 1 + of_mlp
     inputs = (1 + of_mlp + outputs) * h + 2 * adapter_widths(spec) + dropped[0]

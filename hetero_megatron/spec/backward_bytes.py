@@ -7,8 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from hetero_megatron.spec.activation_bytes import mlp_widths, shared_inputs
-from hetero_megatron.spec.expert_load import ExpertLoad, expert_backward_bytes, expert_operand_bytes, plain_load
-from hetero_megatron.spec.flops import common_columns
+from hetero_megatron.spec.expert_load import (
+    ExpertLoad,
+    expert_activation_bytes,
+    expert_backward_bytes,
+    expert_operand_bytes,
+    plain_load,
+)
+from hetero_megatron.spec.flops import common_columns, linear_layers
 from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
 from hetero_megatron.spec.model_spec import ModelSpec
 
@@ -54,6 +60,12 @@ def layer_backward_bytes(
     if load is not None and routed:
         before, inside = expert_backward_bytes(spec, load, itemsize)
         moments += [Moment(before), Moment(inside, waiting=routed * expert_operand_bytes(spec, load, itemsize))]
+    if linear_layers(spec):
+        from hetero_megatron.spec.delta_bytes import delta_backward_bytes
+
+        experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
+        freed = gone + row * spec.hidden_size + experts
+        moments.append(Moment(tokens * delta_backward_bytes(spec, itemsize) / tp, freed, 0.0, row * spec.hidden_size))
     if split:
         return round(2 * own + max(x.made + x.waiting for x in moments))
     return round(own + max(x.made - x.freed + x.weight for x in moments))

@@ -34,14 +34,14 @@ def visible_pairs(length: int, window: int | None = None, chunk: int | None = No
 def attention_pairs(spec: ModelSpec, length: int, layers: Iterable[int] | None = None) -> int:
     """(query, key) pairs of causal attention in a document of ``length`` tokens, summed over ``layers`` (all)."""
     kinds = spec.layers if layers is None else [spec.layer(i) for i in layers]
-    limits = Counter((kind.window, kind.chunk) for kind in kinds)
+    limits = Counter((kind.window, kind.chunk) for kind in kinds if not kind.linear)
     return sum(count * visible_pairs(length, *limit) for limit, count in limits.items())
 
 
 def mean_attention_pairs(spec: ModelSpec, length: int) -> float:
     """The same of an average layer: where layers see unlike many tokens, what a cost that counts layers goes by."""
     limits = {(kind.window, kind.chunk) for kind in spec.layer_kinds}
-    if len(limits) == 1:
+    if len(limits) == 1 and spec.delta is None:
         return visible_pairs(length, *limits.pop())
     return attention_pairs(spec, length) / spec.num_layers
 
@@ -62,21 +62,42 @@ def common_columns(spec: ModelSpec, routed: float) -> float:
     return (1 - routed) * spec.ffn_hidden_size + routed * shared
 
 
-def projection_elements(spec: ModelSpec) -> int:
-    """Elements of the matrices before and after attention, biases and norms left out."""
+def linear_layers(spec: ModelSpec) -> float:
+    """The share of layers with linear attention."""
+    return sum(kind.linear for kind in spec.layers) / spec.num_layers if spec.delta is not None else 0.0
+
+
+def delta_flops(spec: ModelSpec) -> float:
+    """Forward FLOPs per token of the gated delta rule in an average layer: per value head, what the state has under a
+    key, its correction, and what it has under the query."""
+    delta = spec.delta
+    return 0.0 if delta is None else linear_layers(spec) * 6 * delta.value_width * delta.key_dim
+
+
+def projection_elements(spec: ModelSpec) -> float:
+    """Elements of the matrices before and after attention of an average layer, biases and norms left out."""
+    if spec.delta is None:
+        return _attention_elements(spec)
+    linear, delta = linear_layers(spec), spec.delta
+    own = spec.hidden_size * (delta.projected + delta.value_width)
+    return (1 - linear) * _attention_elements(spec) + linear * own
+
+
+def _attention_elements(spec: ModelSpec) -> int:
     h, heads, mla = spec.hidden_size, spec.num_heads, spec.mla
     if mla is None:
-        return 2 * h * (heads + spec.num_kv_heads) * spec.head_dim
+        return 2 * h * (heads + spec.num_kv_heads) * spec.head_dim + h * heads * spec.head_dim * spec.attn_gate
     queries = heads * mla.qk_dim * (h if mla.q_rank is None else mla.q_rank)
     return h * mla.latents + queries + heads * (mla.kv_rank * (mla.nope_dim + mla.v_dim) + mla.v_dim * h)
 
 
 def layer_matmul_flops(spec: ModelSpec) -> float:
-    """Forward FLOPs per token of one (average) layer's projections and MLP: 2 x the matrix elements that it passes."""
+    """Forward FLOPs per token of one (average) layer's projections and MLP: 2 x the matrix elements that it passes; and
+    of linear attention, which are as many for every token."""
     h = spec.hidden_size
     matrices = 3 if spec.gated else 2
     router = 0.0 if spec.moe is None else moe_layers(spec) * h * spec.moe.num_experts
-    return 2 * (projection_elements(spec) + matrices * h * mlp_columns(spec) + router)
+    return 2 * (projection_elements(spec) + matrices * h * mlp_columns(spec) + router) + delta_flops(spec)
 
 
 def layer_attention_flops(spec: ModelSpec, pairs: float) -> float:
@@ -162,7 +183,7 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def layer_parameters(spec: ModelSpec) -> int:
-    """Parameters of one decoder layer."""
+    """Parameters of the first decoder layer."""
     return sum(t.size for t in logical_tensors(spec) if t.layer == 0)
 
 

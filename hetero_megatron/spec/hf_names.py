@@ -22,7 +22,8 @@ class HFSource:
 
     ``expert``: (number, of how many), where the stored tensor has all experts along a further first axis. ``block``:
     only so many rows lie together, and the next ones begin ``period`` rows after them; 0: all do. ``width``: what is
-    stored is this vector as a matrix of so many columns; 0: as it is.
+    stored is this vector as a matrix of so many columns; 0: as it is. ``filters``: what is stored has a second axis of
+    one channel (Conv1d).
     """
 
     name: str
@@ -34,6 +35,7 @@ class HFSource:
     block: int = 0
     period: int = 0
     width: int = 0
+    filters: bool = False
 
     def shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the stored tensor, given the logical one's."""
@@ -41,10 +43,13 @@ class HFSource:
             return (logical[0] // self.width, self.width)
         whole = logical if self.rows is None else (self.rows, *logical[1:])
         whole = whole[::-1] if self.transpose else whole
+        whole = (whole[0], 1, *whole[1:]) if self.filters else whole
         return whole if self.expert is None else (self.expert[1], *whole)
 
     def view(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The form of the stored tensor, given its shape, in which ``slices`` are."""
+        if self.filters:
+            return (stored[0], *stored[2:])
         return (stored[0] * stored[1],) if self.width else stored
 
     def order(self, dims: int) -> tuple[int, ...]:
@@ -105,12 +110,13 @@ class NameTable:
         layer: their decoder layer ``{}``.
         modules: logical module in a layer -> theirs, ``{}`` for the number of an expert; others have the same name.
         fused: their module in a layer -> the logical modules whose rows it holds, one after the other.
-        by_group: those of them with such rows of each key-value group: its queries, its key, its value.
+        by_group: those of them with such rows of one group after the other -> which groups: of a key-value head with
+            its queries, of a query head, or of a key head of linear attention with its value heads.
         two_norms: logical norm -> theirs in layers whose attention and MLP take one input through norms of their own,
             where it is called otherwise there.
         heads_apart: logical modules whose vector is stored as a tensor for each head, ``{}`` in theirs for its number.
         head_rows: logical modules whose vector is stored as a matrix, with a row for each head.
-        transposed: their modules whose weights are stored transposed.
+        transposed: their modules whose weights are stored transposed; filters: as those of a Conv1d.
         experts: how they are stored, where not one by one.
         outside: logical tensor outside of the layers -> theirs; others have the same name.
     """
@@ -118,11 +124,12 @@ class NameTable:
     layer: str = "model.layers.{}"
     modules: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    by_group: frozenset[str] = frozenset()
+    by_group: Mapping[str, str] = field(default_factory=dict)
     two_norms: Mapping[str, str] = field(default_factory=dict)
     heads_apart: frozenset[str] = frozenset()
     head_rows: frozenset[str] = frozenset()
     transposed: frozenset[str] = frozenset()
+    filters: frozenset[str] = frozenset()
     experts: FusedExperts | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
 
@@ -149,20 +156,35 @@ class NameTable:
                 sizes = [_rows(spec, part) for part in parts]
                 theirs, rows = fused, sum(sizes)
                 if fused in self.by_group:
-                    sizes = [size // spec.num_kv_heads for size in sizes]
+                    sizes = [size // _groups(spec, self.by_group[fused]) for size in sizes]
                     block, period = sizes[parts.index(module)], sum(sizes)
                 start = sum(sizes[: parts.index(module)])
         full = f"{self.layer.format(layer)}.{theirs}" + (f".{kind}" if kind else "")
         width = spec.head_dim if module in self.head_rows else 0
         transpose = theirs in self.transposed and kind == "weight"
-        return HFSource(full, start, rows, transpose, block=block, period=period, width=width)
+        return HFSource(
+            full, start, rows, transpose, block=block, period=period, width=width, filters=theirs in self.filters
+        )
+
+
+def _groups(spec: ModelSpec, kind: str) -> int:
+    """How many there are of what ``NameTable.by_group`` names."""
+    if kind == "key_heads":
+        assert spec.delta is not None
+        return spec.delta.key_heads
+    return spec.num_kv_heads if kind == "kv_heads" else spec.num_heads
 
 
 def _rows(spec: ModelSpec, module: str) -> int:
-    """Output features of a projection."""
+    """Output features of a projection, or features of a convolution."""
+    if module.startswith("linear_attn."):
+        delta = spec.delta
+        assert delta is not None
+        kinds = {"qk": delta.key_width, "vz": delta.value_width, "ba": delta.value_heads}
+        return next(size for letters, size in kinds.items() if module.split(".")[1][0] in letters)
     sizes = {
         "q_proj": spec.num_heads * spec.head_dim, "k_proj": spec.num_kv_heads * spec.head_dim,
         "v_proj": spec.num_kv_heads * spec.head_dim, "gate_proj": spec.ffn_hidden_size,
-        "up_proj": spec.ffn_hidden_size,
+        "up_proj": spec.ffn_hidden_size, "g_proj": spec.num_heads * spec.head_dim,
     }  # fmt: skip
     return sizes[module.rpartition(".")[2]]

@@ -7,11 +7,13 @@ is no class per family.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec.gated_delta import GatedDelta
 from hetero_megatron.spec.lora import Lora
 from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.moe import MoE
@@ -42,6 +44,7 @@ class LayerKind:
         chunk: a document is cut into chunks of so many tokens from its start, and a token sees those of its own chunk
             (Llama 4); None: all.
         query_growth: queries grow with the position, if those of the model do (``ModelSpec.query_growth``).
+        mixer: ``attention``, or ``gated_delta``: linear attention as ``ModelSpec.delta`` says.
     """
 
     window: int | None = None
@@ -49,14 +52,21 @@ class LayerKind:
     mlp: str = "dense"
     chunk: int | None = None
     query_growth: bool = True
+    mixer: str = "attention"
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UserError("must be a positive integer", field=name, value=value, accepted="1 or more, none")
-        if self.mlp not in MLP_KINDS:
-            raise UserError("unknown value", field="mlp", value=self.mlp, accepted=" | ".join(MLP_KINDS))
+        for name, known in (("mlp", MLP_KINDS), ("mixer", MIXERS)):
+            if getattr(self, name) not in known:
+                raise UserError("unknown value", field=name, value=getattr(self, name), accepted=" | ".join(known))
+
+    @property
+    def linear(self) -> bool:
+        """Its tokens meet in a state, not pair by pair."""
+        return self.mixer == "gated_delta"
 
     @property
     def reach(self) -> int | None:
@@ -65,6 +75,7 @@ class LayerKind:
 
 
 MLP_KINDS = ("dense", "moe")
+MIXERS = ("attention", "gated_delta")
 
 
 # Fields that change numbers, but neither memory nor time.
@@ -107,6 +118,8 @@ class ModelSpec:
         sinks: every query head has a learned logit that takes part in the softmax, with no value (gpt-oss).
         mla: attention is multi-head latent attention; ``head_dim`` is what the attention operator sees, and there are
             as many key-value heads as heads.
+        attn_gate: what attention puts out is multiplied by the sigmoid of a projection of the token (Qwen3-Next).
+        delta: what the mixer of a layer of kind ``gated_delta`` is.
         lora: adapters; all that is not of them is frozen.
         mtp_layers: modules after the last layer that predict tokens further ahead (``model/prediction.py``), each with
             a layer of the last one's kind; their numbers follow those of the layers.
@@ -151,7 +164,9 @@ class ModelSpec:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     sinks: bool = False
+    attn_gate: bool = False
     mla: MLA | None = None
+    delta: GatedDelta | None = None
     moe: MoE | None = None
     lora: Lora | None = None
     mtp_layers: int = 0
@@ -227,6 +242,13 @@ class ModelSpec:
             raise UserError(
                 "not an activation of experts", field="activation", value=self.activation,
                 accepted=" | ".join(EXPERT_ACTIVATIONS),
+            )  # fmt: skip
+        if self.delta is None and any(kind.linear for kind in self.layer_kinds):
+            raise UserError("some layer has linear attention", field="delta", value=None, accepted="what it is")
+        if self.delta is not None and self.lora is not None:
+            raise UserError(
+                "models with linear attention have no adapters", field="--lora-rank", value=self.lora.rank,
+                accepted="no adapters, or another model",
             )  # fmt: skip
         if self.mla is not None and (self.head_dim, self.num_kv_heads) != (self.mla.head_dim, self.num_heads):
             raise UserError(
@@ -314,13 +336,16 @@ class ModelSpec:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name not in _CONSTANTS and f.name != "layer_kinds" and (f.default is MISSING or value != f.default):
-                values[f.name] = value.shape() if isinstance(value, MoE | MLA) else value
+                values[f.name] = value.shape() if isinstance(value, MoE | MLA | GatedDelta) else value
         if self.lora is not None:
             values["lora"] = self.lora.shape()
         kinds: list[tuple[Any, ...]] = [
-            (k.window, k.mlp, k.rope and k.rope.turned(self.head_dim), *(() if k.chunk is None else (k.chunk,)))
+            (
+                k.window, k.mlp, k.rope and k.rope.turned(self.head_dim), *(() if k.chunk is None else (k.chunk,)),
+                *((k.mixer,) if k.linear else ()),
+            )
             for k in self.layer_kinds
-        ]
+        ]  # fmt: skip
         plain = (None, "dense", self.head_dim if self.position == "rope" else None)
         return values if set(kinds) == {plain} else values | {"layer_kinds": kinds}
 
@@ -339,6 +364,17 @@ def _shortest(kinds: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...
         if all(whole[i] == whole[i - n] for i in range(n, layers)):
             return kinds[:n]
     return kinds
+
+
+def layers_alone(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
+    """A model of these layers and no others, of a model with linear attention in some: for what an average one of them
+    costs, as layers with and without it cost unlike much. Any other model, and of no layers, as it is."""
+    return spec if spec.delta is None or not layers else _layers_alone(spec, tuple(map(spec.layer, layers)))
+
+
+@lru_cache(maxsize=1024)
+def _layers_alone(spec: ModelSpec, kinds: tuple[LayerKind, ...]) -> ModelSpec:
+    return replace(spec, num_layers=len(kinds), layer_kinds=kinds, notices=())
 
 
 @lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut, cut_in_tiles
+from hetero_megatron.spec.gated_delta import GatedDelta
 from hetero_megatron.spec.lora import (
     EVERY_TARGET,
     MLP_TARGETS,
@@ -29,8 +30,9 @@ MAGNITUDE = "lora_magnitude_vector"  # DoRA's lengths of rows, as peft calls the
 class Axis:
     """What an axis counts, and the ``unit`` of elements on whose multiples cuts fall.
 
-    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim, position, rank (of an adapter) or latent; of a mixture of
-    experts: experts (which are divided over ranks), expert_ffn, shared_ffn, and router (one per expert, never cut).
+    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim, position, rank (of an adapter) or latent; of linear
+    attention: key_heads (each with its value heads) and taps (of a convolution); of a mixture of experts: experts
+    (which are divided over ranks), expert_ffn, shared_ffn, and router (one per expert, never cut).
     """
 
     role: str
@@ -139,7 +141,11 @@ def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
     base = f"model.layers.{i}"
     if spec.norm_placement != "post":
         yield from _norm(spec, f"{base}.input_layernorm", i)
-    yield from _attention(spec, base, i) if spec.mla is None else _latent_attention(spec, spec.mla, base, i)
+    if spec.layer(i).linear:
+        assert spec.delta is not None
+        yield from _gated_delta(spec.delta, f"{base}.linear_attn", spec.hidden_size, i)
+    else:
+        yield from _attention(spec, base, i) if spec.mla is None else _latent_attention(spec, spec.mla, base, i)
     if spec.parallel_block != "one_norm":
         yield from _norm(spec, f"{base}.post_attention_layernorm", i)
     if spec.norm_placement == "pre_post":
@@ -164,7 +170,8 @@ def _prediction(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
 def _attention(spec: ModelSpec, base: str, i: int) -> Iterator[LogicalTensor]:
     q, kv = Axis("q_heads", spec.head_dim), Axis("kv_heads", spec.head_dim)
     nq, nkv, h = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
-    projections = (("q_proj", nq, q), ("k_proj", nkv, kv), ("v_proj", nkv, kv))
+    projections = [("q_proj", nq, q), ("k_proj", nkv, kv), ("v_proj", nkv, kv)]
+    projections += [("g_proj", nq, q)] if spec.attn_gate else []
     yield from _rows_of_one(f"{base}.self_attn", projections, h, spec.qkv_bias, i)
     if spec.qk_norm not in (None, "l2"):
         common, per_head = spec.qk_norm in ("head", "head_layer"), ((spec.head_dim,), (Axis("head_dim"),))
@@ -177,6 +184,21 @@ def _attention(spec: ModelSpec, base: str, i: int) -> Iterator[LogicalTensor]:
     yield LogicalTensor(f"{base}.self_attn.o_proj.weight", (h, nq), (_HIDDEN, q), i)
     if spec.out_bias:
         yield LogicalTensor(f"{base}.self_attn.o_proj.bias", (h,), (_HIDDEN,), i)
+
+
+def _gated_delta(delta: GatedDelta, base: str, h: int, i: int) -> Iterator[LogicalTensor]:
+    """All but the norm is cut by key heads, each with its value heads."""
+    each, taps = delta.values_per_key, Axis("taps")
+    keys, values, heads = (Axis("key_heads", n) for n in (delta.key_dim, each * delta.value_dim, each))
+    wide = (("q", delta.key_width, keys), ("k", delta.key_width, keys), ("v", delta.value_width, values))
+    rows = (*wide, ("z", delta.value_width, values), ("b", delta.value_heads, heads), ("a", delta.value_heads, heads))
+    yield from _rows_of_one(base, [(f"{letter}_proj", n, axis) for letter, n, axis in rows], h, False, i)
+    for letter, n, axis in wide:
+        yield LogicalTensor(f"{base}.{letter}_conv.weight", (n, delta.kernel), (axis, taps), i)
+    for name in ("A_log", "dt_bias"):
+        yield LogicalTensor(f"{base}.{name}", (delta.value_heads,), (heads,), i)
+    yield LogicalTensor(f"{base}.norm.weight", (delta.value_dim,), (Axis("head_dim"),), i)
+    yield LogicalTensor(f"{base}.o_proj.weight", (h, delta.value_width), (_HIDDEN, values), i)
 
 
 def _latent_attention(spec: ModelSpec, mla: MLA, base: str, i: int) -> Iterator[LogicalTensor]:
@@ -284,7 +306,8 @@ Interval = tuple[int, int]
 class Share:
     """One rank's half-open part of each cut axis, in units (heads, feed-forward columns, vocabulary, experts).
 
-    ``expert_ffn``: columns of each of its experts; ``shared_ffn``: of what all tokens share in a mixture of experts.
+    ``expert_ffn``: columns of each of its experts; ``shared_ffn``: of what all tokens share in a mixture of experts;
+    ``key_heads``: of linear attention.
     """
 
     q_heads: Interval
@@ -294,6 +317,7 @@ class Share:
     experts: Interval = (0, 0)
     expert_ffn: Interval = (0, 0)
     shared_ffn: Interval = (0, 0)
+    key_heads: Interval = (0, 0)
 
 
 def whole_share(spec: ModelSpec) -> Share:
@@ -336,7 +360,8 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
     sizes = (0, 0, 0) if moe is None else (moe.num_experts, moe.ffn_hidden_size, moe.shared_ffn)
     experts = [(0, sizes[0])] * len(tp_split)
     columns, shared = (cut_in_tiles(size, tuple(tp_split)) for size in sizes[1:])
-    return tuple(map(Share, q, kv, ffn, vocab, experts, columns, shared))
+    keys = cut(0 if spec.delta is None else spec.delta.key_heads, tp_split)
+    return tuple(map(Share, q, kv, ffn, vocab, experts, columns, shared, keys))
 
 
 def tensor_box(tensor: LogicalTensor, share: Share) -> Box:

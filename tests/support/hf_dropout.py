@@ -26,7 +26,7 @@ def _first(module: Any, *names: str) -> Any:
 
 
 def _attention(layer: Any) -> Any:
-    return _first(layer, "self_attn", "attn", "attention", "self_attention")
+    return _first(layer, "self_attn", "linear_attn", "attn", "attention", "self_attention")
 
 
 def _added(layer: Any) -> tuple[torch.nn.Module, torch.nn.Module]:

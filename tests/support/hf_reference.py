@@ -24,6 +24,7 @@ from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
+from tests.support.qwen_next_reference import by_document, make_exact_delta
 
 
 def make_hf(
@@ -40,7 +41,7 @@ def make_hf(
             noise = torch.randn(param.shape, dtype=torch.float32)
             is_norm = "norm" in name or ".ln_" in name
             scale = 0.02 if is_norm or name.endswith("bias") else 0.15
-            offset = config["model_type"].startswith("gemma")  # 1 + w
+            offset = config["model_type"].startswith(("gemma", "qwen3_next")) and "linear_attn" not in name  # 1 + w
             param.copy_(noise * scale + (1.0 if is_norm and name.endswith("weight") and not offset else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # large enough to change choices
@@ -83,6 +84,8 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             module.forward = _exact_rms_norm(module)  # type: ignore[method-assign]
+        elif kind in ("Qwen3NextGatedDeltaNet", "Qwen3NextRMSNormGated"):
+            make_exact_delta(module, dtype)
         elif kind in ("CohereLayerNorm", "Cohere2LayerNorm"):
             module.forward = _exact_cohere_norm(module)  # type: ignore[method-assign]
         elif kind == "GPTJAttention":
@@ -98,8 +101,8 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _exact_rms_norm(module: Any) -> Any:
-    """Gemma's multiplies with 1 + w."""
-    gemma, eps = type(module).__name__.startswith("Gemma"), getattr(module, "variance_epsilon", None)
+    """Gemma's and Qwen3-Next's multiply with 1 + w."""
+    gemma, eps = type(module).__name__.startswith(("Gemma", "Qwen3Next")), getattr(module, "variance_epsilon", None)
     eps = module.eps if eps is None else eps
     return lambda x: F.rms_norm(x, (x.shape[-1],), 1.0 + module.weight if gemma else module.weight, eps)
 
@@ -374,6 +377,8 @@ def hf_logits(
     model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, documents: list[list[int]] | None
 ) -> torch.Tensor:
     """Logits [b, s, V]; packed documents through an explicit block-diagonal causal mask."""
+    if documents is not None and "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
+        return by_document(lambda x, at: hf_logits(model, x, at, None), tokens, positions, documents)
     b, s = tokens.shape
     dtype, window = next(model.parameters()).dtype, getattr(model.config, "sliding_window", None)
     allowed = torch.ones(s, s, dtype=torch.bool).tril().expand(b, 1, s, s).clone()
@@ -390,6 +395,7 @@ def hf_logits(
     kinds = getattr(model.config, "layer_types", None)
     mask: Any = sliding if kinds is None else {
         "full_attention": full, "sliding_attention": sliding, "chunked_attention": chunked,
+        "linear_attention": None,
     }  # fmt: skip
     return model(input_ids=tokens, position_ids=positions, use_cache=False, attention_mask=mask).logits  # type: ignore[no-any-return]
 

@@ -43,6 +43,11 @@ LLAMA4 = _BASE | {
     "num_experts_per_tok": 1, "intermediate_size_mlp": 28, "attention_chunk_size": 6, "floor_scale": 3,
     "attn_scale": 0.3, "interleave_moe_layer_step": 2,
 }  # fmt: skip
+QWEN3_NEXT = _BASE | {
+    "model_type": "qwen3_next", "num_hidden_layers": 4, "head_dim": 8, "num_experts": 5, "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 14, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 4, "pad_token_id": None,
+}  # fmt: skip
 MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 4, "head_dim": 8},
     "qwen2_moe": _QWEN | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 14, "norm_topk_prob": False},
@@ -90,3 +95,14 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmoe": _BASE | {"model_type": "olmoe", "num_experts": 6, "norm_topk_prob": False, "pad_token_id": None},
 }  # fmt: skip
+
+# Linear attention in some layers.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next_odd": QWEN3_NEXT | {
+        "num_hidden_layers": 3, "hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 97,
+        "head_dim": 12, "partial_rotary_factor": 0.5, "attention_bias": True, "tie_word_embeddings": True,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"], "mlp_only_layers": [1],
+        "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3, "norm_topk_prob": False,
+    },
+}

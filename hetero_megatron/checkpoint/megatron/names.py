@@ -85,7 +85,7 @@ def source(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> MegatronSource
     if found is None and name in _OUTSIDE:
         return MegatronSource((_OUTSIDE[name],), shape, lambda whole: whole[: shape[0]])
     modules = _MODULES if spec.mla is None else _LATENT
-    if found is None or found[2] not in modules or spec.parallel_block is not None:
+    if found is None or found[2] not in modules or spec.parallel_block is not None or spec.attn_gate:
         raise UserError(
             "is not read from Megatron's checkpoints", field="SOURCE", value=name,
             accepted="models with norms before attention and MLP, one after the other, and without sinks",

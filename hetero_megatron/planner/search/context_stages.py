@@ -56,6 +56,8 @@ class ContextStages:
         self.why = "not supported"
         if supports("context"):
             self.why = why_no_context(problem.space, problem.seq_length, bool(plans))
+        if not self.why and problem.model.delta is not None:
+            self.why = "not tried: states of linear attention do not pass through context groups"
         if not self.why and sizes is not None and 1 not in sizes:
             self.why = "not tried: its micro-batches have one sequence"
         if not self.why and plans and incumbent.budget is not None and incumbent.budget.over():

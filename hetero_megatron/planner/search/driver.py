@@ -4,7 +4,8 @@
 :mod:`graph_partition` for many kinds of nodes), local search, the same on parts of the cluster (:mod:`parts`), and
 more where the cluster is small (:mod:`small_clusters`); optimizers in host memory if asked for or if nothing fits
 otherwise. The best few by estimate become concrete plans that the step simulator times. Plans with context groups
-(:mod:`context_stages`) and divided experts (:mod:`expert_stages`) are compared with those.
+(:mod:`context_stages`) and divided experts (:mod:`expert_stages`) are compared with those. Where layers cost unlike
+much, single ones of the best plan are moved (:mod:`unlike_layers`).
 """
 
 from __future__ import annotations
@@ -122,6 +123,10 @@ def _search_all(
     result = _search(problem, scorer, budget, progress)
     with budget.catching():
         _improve(result, ScheduleSearch(result.by_groups), problem, budget, progress)
+        if problem.model.delta is not None:
+            from hetero_megatron.planner.search.unlike_layers import UnlikeLayers
+
+            _improve(result, UnlikeLayers(), problem, budget, progress)
     result.complete = result.complete and not budget.cut
     result.work_ended = scorer.work.cut
     if problem.space.offload_activations == "auto":

@@ -73,6 +73,7 @@ class RankWork:
         rows: sequences of the tokens.
         untrained: the first layers, to which no gradient goes, so that they keep nothing.
         offloaded: the first layers, whose activations are in host memory; ahead: whose copies are under way at once.
+        own: a model of these layers alone, where layers have unlike mixers; None: they are as the model's average one.
     """
 
     layers: int
@@ -91,6 +92,7 @@ class RankWork:
     untrained: int = 0
     offloaded: int = 0
     ahead: int = 1
+    own: ModelSpec | None = None
 
     @property
     def full(self) -> int:
@@ -126,6 +128,7 @@ def boundary_bytes(spec: ModelSpec, held: RankWork) -> int:
 def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps in a stage from forward to backward on the device: in its layers, for all of
     them the rotary tables, and in the head, or the output that the next stage gets."""
+    spec = held.own or spec
     rest = held.recompute if held.recompute in ("selective", "elementwise") else "none"
     sizes = (held.item, held.tp, held.shards)
     total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes, held.load)
@@ -177,6 +180,7 @@ def working_bytes(
     Args:
         layers, attention: of a rank of a context group: bytes of the layers, and what the attention core works with.
     """
+    spec = held.own or spec
     tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
     if held.untrained == held.layers > 0 and not held.head:  # forward alone, of one layer at a time
         forward = layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
@@ -239,6 +243,7 @@ def linear_bytes(spec: ModelSpec, held: RankWork) -> Callable[[float, float], fl
 
 def operand_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps in a stage from B_INPUT to W, where backward is split."""
+    spec = held.own or spec
     sizes = (held.tokens, held.item, held.tp)
     total = held.layers * layer_operand_bytes(spec, *sizes, held.load)
     return total + (ends_operand_bytes(spec, held) if held.head else 0)
@@ -278,6 +283,7 @@ def graph_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[He
     for flying, chunk in zip(most, chunks, strict=True):
         if not chunk.layers:
             continue
+        spec = chunk.own or spec
         sizes = (chunk.item, chunk.tp, chunk.shards, chunk.load)
         whole = layer_activation_bytes(spec, chunk.tokens, "none", *sizes)
         # Recomputed whole, a layer takes the sum of its input: a copy, and two tensors of output where one was kept.

@@ -29,6 +29,7 @@ from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.adapted_model import stored_bytes
 from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.spec.model_spec import layers_alone
 from hetero_megatron.spec.tensors import untrained_layers
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -288,7 +289,9 @@ def stage_work(
     limit, dtype = logits_limit(stage, spec, item, logits_bytes), stage_fp8(stage, fp8)
     recipe = dtype.recipe if dtype is not None else None
     loads = [mean_loads(spec, stage, range(*chunk), routing, islands) for chunk in stage.chunks]
-    chunks = [(*chunk, load) for chunk, load in zip(_chunks(stage, untrained_layers(spec)), loads, strict=True)]
+    models = [None if spec.delta is None else layers_alone(spec, range(*chunk)) for chunk in stage.chunks]
+    runs = _chunks(stage, untrained_layers(spec))
+    chunks = [(*run, load, own) for run, load, own in zip(runs, loads, models, strict=True)]
     found = {}
     ahead = stage.activations.ahead if stage.activations is not None else 1
     for unit in stage.units:
@@ -298,7 +301,8 @@ def stage_work(
                 RankWork(
                     layers, embed, head, stage.recompute.kind, first, tokens, item, sum(unit.tp_split) / weight,
                     unit.tp, limit if head else None, load[rank], recipe, rows, untrained, offloaded, ahead,
-                ) for layers, embed, head, first, untrained, offloaded, load in chunks
+                    own,
+                ) for layers, embed, head, first, untrained, offloaded, load, own in chunks
             )  # fmt: skip
     return found
 

@@ -45,6 +45,7 @@ def splitting_bytes(
             of the layers, on the device and in host memory; what the chunk keeps on the device; what the attention core
             works with.
     """
+    spec = held.own or spec
     head, of_head = (sum(ends_bytes(spec, held)), ends_operand_bytes(spec, held)) if held.head else (0, 0)
     sizes = (held.item, held.tp, held.shards, held.load, linear_bytes(spec, held))
     in_layer = layer_backward_bytes(spec, held.tokens, *sizes, attention, split=True)
@@ -71,6 +72,7 @@ def _moving(held: RankWork) -> int:
 
 def _weight_working(spec: ModelSpec, held: RankWork) -> float:
     """While W makes the gradients of weights: the largest one before it is added up, and messages."""
+    spec = held.own or spec
     if spec.lora is not None:
         return _moving(held) * boundary_bytes(spec, held)
     columns = max(common_columns(spec, 0.0), spec.num_heads * spec.head_dim) / held.tp

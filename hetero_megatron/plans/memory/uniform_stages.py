@@ -203,12 +203,12 @@ def _layer_elements(spec: ModelSpec, share: Share, trained: bool) -> float:
 
 
 def _mean_over_layers(spec: ModelSpec, size: Callable[[Iterable[LogicalTensor]], int]) -> float:
-    """Of the tensors of an average layer; dense MLPs and mixtures of experts have unlike ones, and layers may have
-    adapters of their own."""
+    """Of the tensors of an average layer; dense MLPs and mixtures of experts have unlike ones, so have attention and
+    linear attention, and layers may have adapters of their own."""
     sites = spec.lora.sites if spec.lora is not None else ()
     kinds: dict[object, list[int]] = {}
     for layer, kind in enumerate(spec.layers):
-        kinds.setdefault((kind.mlp, *(layer in site.layers for site in sites)), []).append(layer)
+        kinds.setdefault((kind.mlp, kind.mixer, *(layer in site.layers for site in sites)), []).append(layer)
     sizes = [len(alike) * size(stage_tensors(spec, alike[:1], False, False)) for alike in kinds.values()]
     return sum(sizes) / spec.num_layers
 

@@ -125,14 +125,15 @@ class CostModel:
         return self.rates.chips[chip]
 
     @cached_method
-    def operators(self, chip: str, fp8: bool = False) -> Operators:
-        """``fp8``: with linear modules in fp8, on a chip that has it."""
+    def operators(self, chip: str, fp8: bool = False, model: ModelSpec | None = None) -> Operators:
+        """``fp8``: with linear modules in fp8, on a chip that has it; ``model``: of the layers in question, None: of
+        all."""
         products = None
         if fp8:
             assert self.options.fp8 is not None and chip in self.rates.fp8, f"{chip} has no fp8"
             products = Fp8Products(self.rates.fp8[chip], self.options.fp8.recipe, self.item)
         return Operators(
-            self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel,
+            model or self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel,
             self.options.softmax_batches, products, self.options.logits_bytes,
         )  # fmt: skip
 

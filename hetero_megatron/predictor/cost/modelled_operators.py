@@ -21,7 +21,9 @@ from hetero_megatron.spec.flops import (
     LOGITS_BYTES,
     adapter_products,
     common_columns,
+    delta_flops,
     layer_attention_flops,
+    linear_layers,
     mean_attention_pairs,
     visible_pairs,
 )
@@ -29,6 +31,7 @@ from hetero_megatron.utils.cached_method import cached_method
 
 Seconds = tuple[float, float]  # forward, backward
 ATTENTION_BACKWARD = 2.5  # a flash backward runs five products for the forward's two
+LINEAR_BACKWARD = 3.0  # the gated delta rule's, with its forward again
 UNFUSED = 0.2  # cast, scale, mask, softmax, cast for one kernel: four more launches to a layer's about twenty
 NF4_MOVED = 27  # bytes per element that is made of 4 bits: these, indices and numbers in fp32, written and read
 UPDATE_BYTES = 28  # Adam reads gradient, master and two moments in fp32 and writes the last three
@@ -78,11 +81,22 @@ class ModelledOperators:
         found = self.rates.attention
         if not found:
             forward = flops / self.rates.attention_flops
-            scores = self.rates.score_seconds * share * rows * self.model.num_heads * length**2
+            scored = rows * self.model.num_heads * length**2 * (1 - linear_layers(self.model))
+            scores = self.rates.score_seconds * share * scored
             return forward + scores, ATTENTION_BACKWARD * forward + 2 * scores
         row = min(found, key=lambda r: (abs(math.log(r[0] / length)), abs(math.log(r[2] / self.model.head_dim))))
         work = 4 * row[1] * row[2] * visible_pairs(round(row[0]))
         return flops / work * row[3], flops / work * row[4]
+
+    def linear_attention(self, share: float, rows: float, length: int) -> float:
+        """Forward of the gated delta rule of this rank's heads, with its convolutions, in an average layer: at the rate
+        of attention, and what goes through memory: projections, and what convolutions and norm make of them."""
+        delta, tokens = self.model.delta, rows * length * share
+        if delta is None:
+            return 0.0
+        widths = 2 * delta.projected + 2 * (2 * delta.key_width + delta.value_width) + 4 * delta.value_width
+        moved = widths * linear_layers(self.model) * self.item
+        return tokens * (delta_flops(self.model) / self.rates.attention_flops + moved / self.rates.bytes_per_second)
 
     def elementwise(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> float:
         """Norms before products and activations of an average layer, in forward: what reads and writes 4 h on the token
@@ -145,12 +159,22 @@ class ModelledOperators:
         return in_all(found)
 
     def _projections(self, share: float, tokens: float) -> Products:
-        """Those before and after attention; latents are computed by every rank of a TP group."""
+        """Those before and after attention, or linear attention, of an average layer."""
+        delta, h = self.model.delta, self.model.hidden_size
+        if delta is None:
+            return self._of_attention(share, tokens)
+        linear, out = linear_layers(self.model), share * delta.value_width
+        own = in_all([self.linear(tokens, (share * delta.projected,), h), self.linear(tokens, (h,), out)])
+        return in_all([self._of_attention(share, tokens).times(1 - linear), own.times(linear)])
+
+    def _of_attention(self, share: float, tokens: float) -> Products:
+        """Latents are computed by every rank of a TP group."""
         model, mla = self.model, self.model.mla
         h, heads = model.hidden_size, share * model.num_heads
         if mla is None:
             q, kv = heads * model.head_dim, share * model.num_kv_heads * model.head_dim
-            return in_all([self.linear(tokens, (q, kv, kv), h), self.linear(tokens, (h,), q)])
+            of_x = (q, kv, kv, q) if model.attn_gate else (q, kv, kv)
+            return in_all([self.linear(tokens, of_x, h), self.linear(tokens, (h,), q)])
         return in_all([
             self.linear(tokens, (mla.q_rank or 0, mla.latents - (mla.q_rank or 0)), h),
             self.linear(tokens, (heads * mla.qk_dim,), mla.q_rank or h),
@@ -184,10 +208,11 @@ class ModelledOperators:
         columns = (2 if model.gated else 1) * common
         products = self.products(share, tokens)
         # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).
-        local = 2 * (q + kv) * bool(model.ropes) + columns + common
+        local = 2 * (q + kv) * bool(model.ropes) * (1 - linear_layers(model)) + columns + common
         norms = 10 * h * (share if self.sequence_parallel else 1.0)
         small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
-        core = self.attention(share, rows, length)
+        core, linear = self.attention(share, rows, length), self.linear_attention(share, rows, length)
+        core = (core[0] + linear, core[1] + LINEAR_BACKWARD * linear)
         # Kernels are launched ahead of the device, so launching only counts where it takes longer than running them.
         unfused = self.softmax_batches and round(rows * share * model.num_heads) % self.softmax_batches
         launches = 1 + UNFUSED if unfused else 1.0

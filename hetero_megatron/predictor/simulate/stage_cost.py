@@ -27,6 +27,7 @@ from hetero_megatron.schedule import Costs, Schedule
 from hetero_megatron.schedule.simulate import ChunkSeconds
 from hetero_megatron.spec.expert_load import INDEX, ExpertLoad
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs, mlp_columns
+from hetero_megatron.spec.model_spec import layers_alone
 
 Piece = tuple[int, int, int]  # local index upstream, local index downstream, elements
 
@@ -234,7 +235,8 @@ class StageCosts:
         collective, host_seconds = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
         chip = self.network.ranks[unit.ranks[t]].chip
         share = work_share(model, unit.tp_split, t)
-        operators = model.operators(chip, model.computes_in_fp8(stage))
+        own = layers_alone(model.model, tuple(stage.layer_indices()))
+        operators = model.operators(chip, model.computes_in_fp8(stage), own)
         kind, chunked = stage.recompute.kind, model.head_in_chunks(stage)
         return model.unit_seconds(operators, share, rows, collective, kind, host_seconds, load, routed, chunked)
 

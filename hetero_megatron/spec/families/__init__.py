@@ -26,6 +26,7 @@ from hetero_megatron.spec.families import (
     olmo,
     phi3,
     qwen,
+    qwen_next,
     smollm3,
     stablelm,
 )
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Family] = {
         llama.FAMILY, mistral.MISTRAL, mistral.MINISTRAL, mistral.MINISTRAL3, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA,
         gemma.GEMMA2, gemma.GEMMA3, phi3.FAMILY, olmo.OLMO2, olmo.OLMO3, smollm3.FAMILY, glm.GLM, glm.GLM4,
         granite.FAMILY, gpt2.FAMILY, mixtral.MIXTRAL, mixtral.QWEN2_MOE, mixtral.QWEN3_MOE, mixtral.OLMOE,
+        qwen_next.FAMILY,
         gpt_oss.FAMILY, llama4.FAMILY, deepseek.DEEPSEEK_V2, deepseek.DEEPSEEK_V3, glm_moe.GLM4_MOE, glm_moe.DOTS1,
         near_llama.ARCEE, near_llama.SEED_OSS, near_llama.HELIUM, near_llama.ERNIE, exaone.FAMILY,
         layer_norm.STARCODER2, layer_norm.NEMOTRON, gpt_neox.GPT_NEOX, gpt_neox.GPTJ, gpt_neox.PHI, falcon.FAMILY,

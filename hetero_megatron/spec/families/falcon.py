@@ -94,7 +94,7 @@ FAMILY = Family(
         },
         two_norms={"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"},
         fused={"self_attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
-        by_group=frozenset({"self_attention.query_key_value"}),
+        by_group={"self_attention.query_key_value": "kv_heads"},
         outside={
             "model.embed_tokens.weight": "transformer.word_embeddings.weight",
             "model.norm.weight": "transformer.ln_f.weight", "model.norm.bias": "transformer.ln_f.bias",

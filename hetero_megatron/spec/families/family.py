@@ -11,7 +11,7 @@ from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.hf_rope import ROPE_KEYS, read_rope, write_rope
 from hetero_megatron.spec.model_spec import MAX_LAYERS, LayerKind, ModelSpec
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -55,6 +55,7 @@ class Family:
         names: how it calls the logical tensors.
         examples: released models, for the documentation.
         inside: what its models may be a part of.
+        unread: how names in released files begin of layers that predict further tokens, where none is read.
         absent_dropout: what transformers takes for dropout rates that are absent; null_dropout: ``null`` is one for it.
     """
 
@@ -66,6 +67,7 @@ class Family:
     names: NameTable = field(default_factory=NameTable)
     examples: str = ""
     inside: Wrapper | None = None
+    unread: tuple[str, ...] = ()
     absent_dropout: float = 0.0
     null_dropout: bool = False
 
@@ -78,6 +80,11 @@ class Family:
     def latent(self) -> bool:
         """With multi-head latent attention."""
         return "kv_lora_rank" in self.keys
+
+    @property
+    def linear(self) -> bool:
+        """With linear attention in some layers."""
+        return "linear_num_key_heads" in self.keys
 
     @property
     def architectures(self) -> tuple[str, ...]:

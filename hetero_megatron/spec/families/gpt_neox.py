@@ -120,7 +120,7 @@ GPT_NEOX = Family(
             "self_attn.o_proj": "attention.dense", "mlp.up_proj": "mlp.dense_h_to_4h",
             "mlp.down_proj": "mlp.dense_4h_to_h",
         },
-        fused={"attention.query_key_value": _QKV}, by_group=frozenset({"attention.query_key_value"}),
+        fused={"attention.query_key_value": _QKV}, by_group={"attention.query_key_value": "kv_heads"},
         outside={
             "model.embed_tokens.weight": "gpt_neox.embed_in.weight", "lm_head.weight": "embed_out.weight",
             "model.norm.weight": "gpt_neox.final_layer_norm.weight",

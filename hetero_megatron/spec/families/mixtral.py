@@ -76,7 +76,7 @@ def _write_mixtral(spec: ModelSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _sparse_layers(read: ConfigReader) -> list[str]:
+def sparse_layers(read: ConfigReader) -> list[str]:
     """Kinds of the layers' MLPs: every ``decoder_sparse_step``-th, but none of ``mlp_only_layers``."""
     step, layers = read.integer("decoder_sparse_step", 1), num_layers(read)
     dense = read.value("mlp_only_layers", [], nullable=True)
@@ -102,7 +102,7 @@ def _read_qwen2(read: ConfigReader, name: str) -> ModelSpec:
         normalize=read.flag("norm_topk_prob"), shared_ffn=read.integer("shared_expert_intermediate_size", 5632),
         shared_gate=True,
     )  # fmt: skip
-    return with_experts(spec, moe, _sparse_layers(read))
+    return with_experts(spec, moe, sparse_layers(read))
 
 
 def _read_qwen3(read: ConfigReader, name: str) -> ModelSpec:
@@ -120,7 +120,7 @@ def _read_qwen3(read: ConfigReader, name: str) -> ModelSpec:
         read, experts, ffn_hidden_size=read.integer("moe_intermediate_size", 768),
         normalize=read.flag("norm_topk_prob"),
     )  # fmt: skip
-    return with_experts(spec, moe, _sparse_layers(read))
+    return with_experts(spec, moe, sparse_layers(read))
 
 
 def _qwen_config(spec: ModelSpec) -> dict[str, Any]:

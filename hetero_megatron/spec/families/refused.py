@@ -55,7 +55,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "phimoe": ("routers of SparseMixer", "mixtral"),
     "qwen3_5": (_IMAGES, "qwen3"),
     "qwen3_5_text": (_LINEAR, "qwen3"),
-    "qwen3_next": ("layers of linear attention (gated delta rule), and gates on attention", "qwen3_moe"),
     "recurrent_gemma": ("recurrent layers", "gemma2"),
     "rwkv": ("recurrent layers", "llama"),
     "xlstm": ("recurrent layers", "llama"),

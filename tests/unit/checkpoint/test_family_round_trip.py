@@ -16,9 +16,9 @@ from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import to_hf_config
 from tests.support.families import DENSE
 from tests.support.hf_reference import make_hf
-from tests.support.moe_models import MOE_FAMILIES
+from tests.support.moe_models import HYBRIDS, MOE_FAMILIES
 
-FAMILIES = DENSE | MOE_FAMILIES
+FAMILIES = DENSE | MOE_FAMILIES | HYBRIDS
 _SECOND = "model.layers.1."
 BACK = [
     "gemma2", "gemma3", "phi4_mini", "olmo3_yarn", "smollm3", "glm4", "granite", "mixtral", "gpt_oss", "deepseek_v2",
@@ -74,6 +74,20 @@ def test_layers_that_predict_further_tokens_are_left_out(family: str, tmp_path: 
     assert any("num_nextn_predict_layers = 1" in text for text in from_hf_config(config).notices)
     from_native(str(native), str(target))
     assert json.loads((target / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    back, want = AutoModelForCausalLM.from_pretrained(target).state_dict(), hf.state_dict()
+    assert back.keys() == want.keys() and all(torch.equal(back[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_linear_attention_comes_back_without_what_predicts_further_tokens(family: str, tmp_path: Path) -> None:
+    """One matrix by key heads becomes the projections of a layer, and is the same again."""
+    hf, _ = make_hf(HYBRIDS[family], seed=3, dtype=torch.float32)
+    source, native, target = (tmp_path / name for name in ("source", "native", "target"))
+    hf.save_pretrained(source)
+    weights = load_file(source / "model.safetensors") | {"mtp.fc.weight": torch.ones(2, 4)}
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    assert any("mtp." in text for text in to_native(str(source), str(native))["notices"])
+    from_native(str(native), str(target))
     back, want = AutoModelForCausalLM.from_pretrained(target).state_dict(), hf.state_dict()
     assert back.keys() == want.keys() and all(torch.equal(back[name], want[name]) for name in want)
 

@@ -27,7 +27,7 @@ from hetero_megatron.spec.hf_export import export_config
 from hetero_megatron.spec.hf_reader import FIXED, HARMLESS
 from tests.support.families import DENSE, PARALLEL_BLOCKS
 from tests.support.hf_reference import attention_of, hf_to_logical, make_exact
-from tests.support.moe_models import MOE_FAMILIES
+from tests.support.moe_models import HYBRIDS, MOE_FAMILIES
 from tests.support.selection import quick
 from tests.unit.model.test_hf import build, error, micro_batch
 
@@ -38,7 +38,7 @@ BASE: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 QUICK = ("llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox")  # the others have what these have, in other combinations
-MIXTURES = {c["model_type"]: c for c in reversed(MOE_FAMILIES.values())}  # the first of each family
+MIXTURES = {c["model_type"]: c for c in reversed((MOE_FAMILIES | HYBRIDS).values())}  # the first of each family
 _PARALLEL_FAMILIES = {config["model_type"] for config in PARALLEL_BLOCKS.values()}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -48,6 +48,7 @@ def base(family: str) -> dict[str, Any]:
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
     if family in MIXTURES:
         of_every_head = {"num_key_value_heads": 4} if family.startswith("deepseek") else {}
+        of_every_head |= {"num_hidden_layers": 4} if family == "qwen3_next" else {}  # one with attention
         return MIXTURES[family] | BASE | of_every_head
     if family in ("gptj", "falcon"):
         return next(c for c in DENSE.values() if c["model_type"] == family) | {"num_hidden_layers": 2}
@@ -166,6 +167,18 @@ MOE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+LINEAR = "linear_attention"
+HYBRID: list[dict[str, Any]] = [
+    {"layer_types": [LINEAR, FULL, FULL, LINEAR]}, {"layer_types": [LINEAR] * 3}, {"layer_types": ["mamba"] * 4},
+    {"full_attention_interval": 2}, {"full_attention_interval": 1}, {"full_attention_interval": 0},
+    {"full_attention_interval": 9, "layer_types": None}, {"linear_num_key_heads": 2}, {"linear_num_key_heads": 4},
+    {"linear_num_value_heads": 3}, {"linear_num_value_heads": 7}, {"linear_key_head_dim": 9},
+    {"linear_value_head_dim": 12}, {"linear_conv_kernel_dim": 2}, {"linear_conv_kernel_dim": 0},
+    {"linear_key_head_dim": "6"}, {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0},
+    {"norm_topk_prob": False}, {"attention_bias": True}, {"rms_norm_eps": 0.1}, {"attn_output_gate": False},
+]
+
+
 PARALLEL: list[dict[str, Any]] = [
     {"use_parallel_residual": False}, {"use_parallel_residual": True}, {"use_parallel_residual": None},
     {"rotary_pct": 0.5}, {"rotary_pct": 1.0}, {"rotary_pct": 0.0}, {"rotary_pct": 1.5}, {"rotary_emb_base": 500},
@@ -198,6 +211,8 @@ def mutations(family: str) -> list[dict[str, Any]]:
         known = FAMILIES[family].keys
         own = [change for change in PARALLEL if change.keys() & known]
         return own + (GPT2 if family == "gptj" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE
+    if family == "qwen3_next":
+        return [*HYBRID, *ROPE, *SHAPES, *MOE, *EVERYWHERE]
     if family in MIXTURES:
         return [*ROPE, *WINDOWS, *SHAPES, *MOE, *EVERYWHERE]
     return (GPT2 if family == "gpt2" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE

@@ -17,7 +17,7 @@ from hetero_megatron.spec.families.refused import REFUSED
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.lora import MLP_TARGETS, all_linear
 from tests.support.families import BASE, DENSE
-from tests.support.moe_models import MOE_FAMILIES
+from tests.support.moe_models import HYBRIDS, MOE_FAMILIES
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -25,7 +25,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 def sample(family: str) -> dict[str, Any]:
     if family == "gpt2":
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
-    known = (config for config in (DENSE | MOE_FAMILIES).values() if config["model_type"] == family)
+    known = (config for config in (DENSE | MOE_FAMILIES | HYBRIDS).values() if config["model_type"] == family)
     return next(known, BASE | {"model_type": family})
 
 
@@ -46,6 +46,9 @@ def test_adapters_and_experts_are_as_the_page_says(family: str) -> None:
             return False
         return True
 
+    if said == "-":
+        assert not any(map(works, all_linear(spec.gated))) and spec.delta is not None
+        return
     latent = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     outside = ATTENTION if spec.mla is None else latent
     assert works(*outside) and works(*all_linear(spec.gated)) == (said.startswith("all") or spec.mla is None)

@@ -1,0 +1,117 @@
+"""The gated delta rule as an operator: linear attention of Gated DeltaNet (Yang et al., 2024). Its definition, token by
+token; the chunks that serve it are in ``ops/gated_delta_chunks.py``.
+
+Documents that are packed into one row do not meet: a state begins anew at each one's first token. (transformers' and
+FLA's plain functions go on along the row.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hetero_megatron.ops.gated_delta_chunks import backward, forward
+from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward, uniform, wide
+
+Tensor = torch.Tensor
+Documents = Sequence[Sequence[int]] | None
+
+
+def normalised(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(sum of x^2 + eps) over the last axis, in at least fp32."""
+    x = x.to(wide(x.dtype))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, documents: Documents, eps: float
+) -> tuple[Tensor, Tensor]:
+    """For each value head, with q and k of its key head normalised and q divided by sqrt(key features), token by token
+
+        S <- exp(g) S;  S <- S + k outer (beta (v - k S));  out = q S
+
+    Args:
+        q, k: [b, s, key heads, dk]; v: [b, s, value heads, dv], of which consecutive ones share a key head.
+        g: [b, s, value heads], at most 0, in at least fp32; beta: the same, in the dtype of v.
+        state: [b, value heads, dk, dv] in at least fp32, before the first token; None: zeros.
+        documents: starts of each row's documents, the first 0; at those after it the state is zeros again.
+        eps: of the normalisation.
+
+    Returns:
+        out [b, s, value heads, dv] in the dtype of v, and the state after the last token, as ``state``.
+    """
+    kind, repeat = wide(v.dtype), v.shape[2] // max(k.shape[2], 1)
+    wide_q, wide_k = (normalised(x, eps).repeat_interleave(repeat, dim=2) for x in (q, k))
+    wide_q = wide_q * q.shape[-1] ** -0.5
+    now = v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1], dtype=kind) if state is None else state.to(kind)
+    starts = [set(row[1:]) for row in documents or ()]
+    columns = (x.to(kind)[..., None].unbind(1) for x in (wide_q, wide_k, g.exp()[..., None], beta))
+    outs = []
+    for t, (q_t, k_t, decay, write, v_t) in enumerate(zip(*columns, v.to(kind).unbind(1), strict=True)):
+        fresh = [t in row for row in starts]
+        if any(fresh):
+            now = now.masked_fill(torch.tensor(fresh, device=v.device)[:, None, None, None], 0.0)
+        now = now * decay
+        change = (v_t - (k_t * now).sum(-2)) * write
+        now = now + k_t * change[:, :, None]
+        outs.append((q_t * now).sum(-2))
+    out = torch.stack(outs, 1) if outs else torch.zeros_like(v, dtype=kind)
+    return out.to(v.dtype), now
+
+
+def _reference_backward(grad: Tensor, grad_state: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+    """Autograd through the definition."""
+    *tensors, documents, eps = saved
+    given: list[Any] = [None if x is None else x.detach().requires_grad_() for x in tensors]
+    with torch.enable_grad():
+        q, k, v, g, beta, state = given
+        results = definition(q, k, v, g, beta, state, documents, eps)
+        wanted = [x for x in given if x is not None]
+        found = iter(torch.autograd.grad(results, wanted, (grad, grad_state), allow_unused=True))
+    made = [None if x is None else next(found) for x in given]
+    return tuple(torch.zeros_like(x) if d is None and x is not None else d for x, d in zip(given, made, strict=True))
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    state = v.new_empty(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1], dtype=wide(v.dtype))
+    return torch.empty_like(v), state
+
+
+def flops(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    """Of the definition: k S, its correction and q S."""
+    return 6 * v.numel() * q.shape[-1]
+
+
+def random_case(
+    name: str, b: int, s: int, heads: tuple[int, int], dims: tuple[int, int], documents: Documents = None,
+    state: bool = False, seed: int = 0, eps: float = 1e-6,
+) -> Case:  # fmt: skip
+    """Arguments with ``heads`` key and value heads of ``dims`` features."""
+    (key_heads, value_heads), (dk, dv) = heads, dims
+    q, k = (normal(b, s, key_heads, dk, seed=seed + i) for i in (0, 1))
+    v = normal(b, s, value_heads, dv, seed=seed + 2)
+    g = -uniform(b, s, value_heads, seed=seed + 3, low=0.0, high=2.0).square()
+    beta = uniform(b, s, value_heads, seed=seed + 4, low=0.0, high=1.0)
+    first = normal(b, value_heads, dk, dv, seed=seed + 5) if state else None
+    return Case(name, (q, k, v, g, beta, first, documents, eps))
+
+
+def _cases() -> Iterable[Case]:
+    yield random_case("one chunk", 2, 5, (2, 2), (8, 8))
+    yield random_case("odd", 1, 7, (3, 3), (5, 7), seed=9, eps=0.37)
+    yield random_case("a state before", 2, 4, (1, 2), (8, 4), state=True)
+    yield random_case("one token", 2, 1, (2, 4), (8, 8), state=True)
+    yield random_case("chunks and documents", 2, 66, (1, 2), (4, 6), documents=[[0, 1, 63, 64], [0]], state=True)
+
+
+_TENSORS = ("q", "k", "v", "g", "beta", "state")
+SPEC = OpSpec(
+    name="gated_delta_rule", tensors=_TENSORS, options=("documents", "eps"), results=("out", "last"), saves=_TENSORS,
+    gradients=_TENSORS, optional=("state",), wide=("g", "state"), definition=definition,
+    forward=reference_forward(definition), backward=_reference_backward, fake=_fake, flops=flops, cases=_cases,
+    schema=None, bounds=Bounds((1e-5, 1e-5), (3e-3, 3e-3), (2e-2, 2e-2)),
+    speed=lambda: random_case("1x1024, 4 heads of 64", 1, 1024, (2, 4), (64, 64)),
+)  # fmt: skip
+KERNELS = (Kernel("gated_delta_rule", "aten", ATEN, forward, backward),)

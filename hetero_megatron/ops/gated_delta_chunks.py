@@ -1,0 +1,248 @@
+"""The gated delta rule by chunks of tokens, in plain torch: products of matrices inside a chunk, and one state from
+chunk to chunk (Yang et al., 2024, section 3.3; formulas of backward are derived from theirs).
+
+Inside a chunk of C tokens that begins with state S, with G the running sum of g, lambda = exp(G), kappa = exp(G_C - G)
+and D_ij = exp(G_i - G_j) for j <= i:
+
+    (1 + M) [U, W] = beta [v, lambda k]     M = beta (k k' D) below the diagonal
+    V = U - W S                             what is written
+    out = (lambda q) S + A V                A = q k' D
+    S <- lambda_C S + (kappa k)' V
+
+lambda, kappa and D are 0 between documents. Nothing but the arguments is kept for backward, which runs this again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from hetero_megatron.ops.spec import wide
+
+Tensor = torch.Tensor
+Documents = Sequence[Sequence[int]] | None
+CHUNK = 64  # tokens, of sequences with as many
+
+
+def _chunk(length: int) -> int:
+    return min(CHUNK, length)
+
+
+class _Unit(NamedTuple):
+    """A normalised tensor x r: [n, b, key heads, 1, C, dk], and r."""
+
+    x: Tensor
+    r: Tensor
+
+    def gradient(self, grad: Tensor, scale: float) -> Tensor:
+        """Of ``scale`` x r -> of x; overwrites ``grad``."""
+        dot = (grad * self.x).sum(-1, keepdim=True)
+        return grad.sub_(self.x * dot).mul_(self.r * scale)
+
+
+class _Chunks(NamedTuple):
+    """What chunks have before their states are known; [n, b, key heads, values of each, C, ..].
+
+    ``keys`` [n, b, key heads, 1, C, C] is k k'; ``lower`` M with 1 on the diagonal; ``carried`` lambda_C.
+    """
+
+    q: _Unit
+    k: _Unit
+    v: Tensor
+    beta: Tensor
+    reach: Tensor  # lambda [.., C, 1]
+    rest: Tensor  # kappa [.., C, 1]
+    carried: Tensor  # [.., 1, 1]
+    decay: Tensor  # D
+    keys: Tensor
+    lower: Tensor
+    written: Tensor  # U
+    read: Tensor  # W
+    inside: Tensor  # A
+
+
+def _split(x: Tensor, key_heads: int) -> Tensor:
+    """[b, s, heads, ..] -> [n, b, key heads, heads of each, C, ..] in at least fp32, contiguous, ended with zeros."""
+    b, s, heads = x.shape[:3]
+    x, size = x.to(wide(x.dtype)), _chunk(s)
+    if s % size:
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, -s % size))
+    x = x.reshape(b, -1, size, key_heads, heads // key_heads, *x.shape[3:])
+    return x.permute(1, 0, 3, 4, 2, *range(5, x.dim())).contiguous()
+
+
+def _join(x: Tensor, length: int) -> Tensor:
+    """The inverse, of ``length`` tokens: [b, s, heads, ..]."""
+    x = x.permute(1, 0, 4, 2, 3, *range(5, x.dim()))
+    return x.flatten(3, 4).flatten(1, 2)[:, :length]
+
+
+def _unit(x: Tensor, eps: float) -> _Unit:
+    r = torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+    return _Unit(x * r, r)
+
+
+def _document_masks(documents: Documents, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Of tokens in chunks, 1 or 0: the document began in an earlier chunk [n, b, 1, 1, C, 1]; it goes on after this one
+    [n, b, 1, 1, C, 1]; one document goes through the chunk [n, b, 1, 1, 1, 1]; two tokens are of one document
+    [n, b, 1, 1, C, C]. None: there is one document per row."""
+    if documents is None or all(len(row) == 1 for row in documents):
+        return None
+    size = _chunk(length)
+    marks = torch.zeros(len(documents), length + -length % size, dtype=torch.int64)
+    for row, starts in enumerate(documents):
+        marks[row, list(starts)] = 1
+    number = marks.cumsum(1).view(len(documents), -1, size).transpose(0, 1)  # [n, b, C]
+    before = torch.cat([torch.ones_like(number[:1, :, -1:]), number[:-1, :, -1:]])
+    last = number[..., -1:]
+    found = (
+        (number == before)[..., None], (number == last)[..., None], (before == last)[..., None],
+        number[..., None] == number[..., None, :],
+    )  # fmt: skip
+    entered, leaves, through, same = (x[:, :, None, None].to(like.device, like.dtype) for x in found)
+    return entered, leaves, through, same
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Documents, eps: float
+) -> _Chunks:
+    """Arguments as the operator has them."""
+    heads, length = k.shape[2], k.shape[1]
+    unit_q, unit_k = (_unit(_split(x, heads), eps) for x in (q, k))
+    values, write = _split(v, heads), _split(beta, heads)[..., None]
+    running = _split(g, heads).cumsum(-1)[..., None]
+    total = running[..., -1:, :]
+    causal = torch.ones(running.shape[-2], running.shape[-2], dtype=torch.bool, device=v.device).tril()
+    decay = (running - running.transpose(-1, -2)).masked_fill_(~causal, -torch.inf).exp_()
+    reach, rest, carried = running.exp(), (total - running).exp_(), total.exp()
+    masks = _document_masks(documents, length, decay)
+    if masks is not None:
+        entered, leaves, through, same = masks
+        reach, rest, carried, decay = reach * entered, rest * leaves, carried * through, decay.mul_(same)
+    keys = unit_k.x @ unit_k.x.transpose(-1, -2)
+    inside = ((unit_q.x * q.shape[-1] ** -0.5) @ unit_k.x.transpose(-1, -2)) * decay
+    lower = (keys * decay).mul_(write)
+    sides = torch.cat([values, unit_k.x * reach], -1).mul_(write)
+    solved = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
+    written, read = solved.split([v.shape[-1], k.shape[-1]], -1)
+    return _Chunks(
+        unit_q, unit_k, values, write, reach, rest, carried, decay, keys, lower, written, read.contiguous(), inside
+    )
+
+
+def _first_state(state: Tensor | None, c: _Chunks) -> Tensor:
+    """[b, key heads, values of each, dk, dv]."""
+    shape = (*c.v.shape[1:4], c.k.x.shape[-1], c.v.shape[-1])
+    return c.v.new_zeros(shape) if state is None else state.to(c.v.dtype).reshape(shape)
+
+
+def _states(c: _Chunks, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(state before each chunk [n, ..], what each writes V, the last state)."""
+    n = len(c.v)
+    keys_left = (c.k.x * c.rest).transpose(-1, -2)
+    before, written = first.new_empty(n, *first.shape), torch.empty_like(c.v)
+    now = first
+    for i in range(n):
+        before[i] = now
+        torch.sub(c.written[i], c.read[i] @ now, out=written[i])
+        now = (keys_left[i] @ written[i]).addcmul_(now, c.carried[i])
+    return before, written, now
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, documents: Documents, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As the definition (``ops/gated_delta.py``)."""
+    if not v.numel():  # an empty share of a tensor-parallel rank, or no tokens
+        return torch.zeros_like(v), _empty_state(q, v, state)
+    with torch.no_grad():
+        c = _prepare(q, k, v, g, beta, documents, eps)
+        before, written, last = _states(c, _first_state(state, c))
+        out = (c.q.x * (c.reach * q.shape[-1] ** -0.5)) @ before
+        out += c.inside @ written
+        return _join(out, v.shape[1]).to(v.dtype), last.flatten(1, 2)
+
+
+def _empty_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
+    shape = (v.shape[0], v.shape[2], q.shape[-1], v.shape[-1])
+    return v.new_zeros(shape, dtype=wide(v.dtype)) if state is None else state.clone()
+
+
+def backward(
+    grad: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
+    documents: Documents, eps: float,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of the six tensors, in their dtypes; none of a state that was not given."""
+    if not v.numel():
+        nothing = [torch.zeros_like(x) for x in (q, k, v, g, beta)]
+        return (*nothing, None if state is None else grad_state.clone())
+    with torch.no_grad():
+        c = _prepare(q, k, v, g, beta, documents, eps)
+        before, written, _ = _states(c, _first_state(state, c))
+        last = grad_state.to(c.v.dtype).reshape(before.shape[1:])
+        found = _gradients(c, before, written, _split(grad, k.shape[2]), last)
+    *tokens, first = found
+    made = [_join(x, v.shape[1]).to(like.dtype) for x, like in zip(tokens, (q, k, v, g, beta), strict=True)]
+    return (*made, None if state is None else first.flatten(1, 2).to(state.dtype))
+
+
+def _state_gradients(c: _Chunks, grad: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of the state after each chunk, of what each writes, of the first state), from those of the results."""
+    scale = c.k.x.shape[-1] ** -0.5
+    after = last.new_empty(len(grad), *last.shape)
+    change = c.inside.transpose(-1, -2) @ grad
+    direct = (c.q.x * (c.reach * scale)).transpose(-1, -2) @ grad
+    keys_left, read = c.k.x * c.rest, c.read.transpose(-1, -2)
+    now = last
+    for i in reversed(range(len(grad))):
+        after[i] = now
+        change[i] += keys_left[i] @ now
+        now = (direct[i] - read[i] @ change[i]).addcmul_(now, c.carried[i])
+    return after, change, now
+
+
+def _gradients(c: _Chunks, before: Tensor, written: Tensor, grad: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+    """Of q, k, v, g, beta as chunks have them, and of the first state."""
+    scale, one = c.k.x.shape[-1] ** -0.5, (3,)  # the axis of the value heads of a key head
+    after, change, first = _state_gradients(c, grad, last)
+    # out = (lambda q) S + A V, and the next state.
+    d_reach_q = grad @ before.transpose(-1, -2)
+    d_inside = grad @ written.transpose(-1, -2)
+    d_left = written @ after.transpose(-1, -2)
+    d_carried = (after * before).sum((-1, -2), keepdim=True) * c.carried
+    # (1 + M) [U, W] = beta [v, lambda k]
+    sides = torch.cat([change, -(change @ before.transpose(-1, -2))], -1)
+    solved = torch.linalg.solve_triangular(c.lower.transpose(-1, -2), sides, upper=True, unitriangular=True)
+    d_sides, d_reach_k = solved.split([c.v.shape[-1], c.k.x.shape[-1]], -1)
+    d_lower = (solved @ torch.cat([c.written, c.read], -1).transpose(-1, -2)).neg_().tril_(-1)
+    # A = q k' D and M = beta k k' D
+    running = _rows_less_columns(d_inside * c.inside) + _rows_less_columns(d_lower * c.lower)
+    d_inside.mul_(c.decay)
+    by_decay = d_lower.mul_(c.decay)
+    d_beta = (by_decay * c.keys).sum(-1, keepdim=True)
+    pairs = (by_decay * c.beta).sum(one, keepdim=True)
+    summed = d_inside.sum(one, keepdim=True)
+    d_q = (summed @ c.k.x).add_((d_reach_q * c.reach).sum(one, keepdim=True))
+    d_k = (summed.transpose(-1, -2) @ c.q.x).mul_(scale).add_((pairs + pairs.transpose(-1, -2)) @ c.k.x)
+    # beta [v, lambda k]
+    reached = (d_reach_k * c.k.x).sum(-1, keepdim=True) * c.reach
+    d_beta += reached + (d_sides * c.v).sum(-1, keepdim=True)
+    d_k += (d_reach_k * (c.beta * c.reach) + d_left * c.rest).sum(one, keepdim=True)
+    # lambda, kappa and lambda_C
+    left = (d_left * c.k.x).sum(-1, keepdim=True) * c.rest
+    running += reached * c.beta + (d_reach_q * c.q.x).sum(-1, keepdim=True) * (c.reach * scale) - left
+    running[..., -1:, :] += left.sum(-2, keepdim=True) + d_carried
+    d_g = running.flip(-2).cumsum(-2).flip(-2)[..., 0]
+    return (
+        c.q.gradient(d_q, scale), c.k.gradient(d_k, 1.0), d_sides * c.beta, d_g, d_beta[..., 0], first
+    )  # fmt: skip
+
+
+def _rows_less_columns(x: Tensor) -> Tensor:
+    """[.., C, C] -> [.., C, 1]: the gradient of G where x is that of exp(G_i - G_j) times it."""
+    return (x.sum(-1) - x.sum(-2))[..., None]
+
+

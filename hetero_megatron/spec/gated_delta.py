@@ -1,0 +1,64 @@
+"""What a layer of Gated DeltaNet is (Yang et al., 2024): linear attention whose state forgets and is corrected."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hetero_megatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """The sizes of layers whose mixer is ``gated_delta``, in a model that may have attention in others.
+
+    Each value head has a state [key_dim, value_dim] that goes from token to token; ``value_heads / key_heads``
+    consecutive value heads have one query and one key. Queries, keys and values go through a causal convolution over
+    ``kernel`` tokens, feature by feature, and SiLU.
+
+    Args:
+        norm_eps: of the norm of each value head's output, which is multiplied by SiLU of a projection of the token.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise UserError("must be a positive integer", field=name, value=value, accepted="1 or more")
+        if self.value_heads % self.key_heads:
+            raise UserError(
+                f"{self.key_heads} key heads cannot serve them evenly", field="value_heads", value=self.value_heads,
+                accepted=f"a multiple of {self.key_heads}",
+            )  # fmt: skip
+
+    def shape(self) -> dict[str, Any]:
+        """As JSON; see ``ModelSpec.shape``."""
+        return asdict(self)
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def key_width(self) -> int:
+        """Features of a token's queries, and of its keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Features of its values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Features that are projected of a token: queries, keys, values, the output's gate, and two numbers per value
+        head (how much is written, and how much is forgotten)."""
+        return 2 * self.key_width + 2 * self.value_width + 2 * self.value_heads

@@ -1,0 +1,39 @@
+"""Memory formulas of stages with and without linear attention, against dry runs of their ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hetero_megatron.cli.configure import configure
+from hetero_megatron.dry_run.one_rank import run_rank
+from hetero_megatron.plans import dump_yaml, plan_from_dict
+from hetero_megatron.plans.memory.of_plan import estimate_memory
+from hetero_megatron.spec import load_model
+from tests.support.moe_models import HYBRIDS
+from tests.support.selection import quick
+from tests.support.small_plans import pipe, plan, stage
+
+LINEAR, FULL = "linear_attention", "full_attention"
+MODEL = HYBRIDS["qwen3_next"] | {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96, "vocab_size": 160, "num_hidden_layers": 6,
+    "max_position_embeddings": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "num_experts_per_tok": 5, "layer_types": [LINEAR] * 3 + [FULL, LINEAR, FULL],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", quick(["none", "selective", "elementwise", "full"], ["none"]))
+def test_each_stage_holds_what_its_own_layers_keep(recompute: str, tmp_path: Path) -> None:
+    model, path = tmp_path / "config.json", tmp_path / "plan.yaml"
+    model.write_text(json.dumps(MODEL))
+    stages = [stage([0, 1], [0, 3], tp=2), stage([2], [3, 5]), stage([3], [5, 6])]
+    spelled = plan([pipe(2, 3, *({**one, "recompute": recompute} for one in stages))], 192)
+    path.write_text(dump_yaml(plan_from_dict(spelled, load_model(str(model)))))
+    run = configure(["--plan", str(path), "--model", str(model), "--dry-run"], {"WORLD_SIZE": "4"})
+    estimates = estimate_memory(run.plan, run.spec, run.dtype)
+    for rank in (0, 2, 3):
+        dry = run_rank(run, rank)
+        assert dry.parameters == estimates[rank].weights
+        assert 0.88 * dry.peak <= estimates[rank].total <= 1.15 * dry.peak, estimates[rank].total / dry.peak

@@ -1,0 +1,42 @@
+"""Models with linear attention in some layers, under any plan, give transformers' numbers of one process in fp64."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.moe_models import HYBRIDS
+from tests.support.parity import check_case, fixed_case
+from tests.support.pool import shared_pool
+from tests.support.selection import quick
+from tests.support.small_plans import pipe, plan, stage
+
+PLANS = {
+    # Two pipelines of unlike TP degrees; one TP rank has no key head of linear attention.
+    "uneven_tp": plan([
+        pipe(2, 2, stage([0, 1, 2], [0, 3], tp=3, tp_split=[2, 1, 1], recompute="full")),
+        pipe(1, 1, stage([3], [0, 3])),
+    ]),
+    # Uneven stages, that of two layers with both kinds of them; each recomputes otherwise.
+    "pipeline": plan([
+        pipe(2, 3, stage([0, 1], [0, 2], tp=2, tp_split=[2, 1], recompute="elementwise"),
+             stage([2], [2, 3], recompute="selective")),
+        pipe(1, 2, stage([3], [0, 1], recompute="selective"), stage([4], [1, 3], recompute="elementwise")),
+    ]),
+    "deferred_weights_and_divided_experts": plan([
+        pipe(2, 4, stage([0, 1], [0, 1], tp=2), stage([2, 3], [1, 3], tp=1, dp_split=[1, 1], experts=[
+            {"ranks": [2, 3], "experts": [[0, 2], [2, 5]]}])),
+    ], schedule="zero-bubble"),
+}  # fmt: skip
+CASES = [(model, name) for model in HYBRIDS for name in PLANS]
+
+
+@pytest.mark.parametrize("case", quick(CASES, [("qwen3_next_odd", "pipeline")]), ids=lambda case: "-".join(case))
+def test_hybrids_under_plans(case: tuple[str, str]) -> None:
+    """Documents are packed into rows: each state begins anew (transformers sees one document per row)."""
+    model, name = case
+    config = HYBRIDS[model] | {"num_hidden_layers": 3, "layer_types": ORDER[model]}
+    check_case(fixed_case(config, PLANS[name], packed=True, masked=True), shared_pool())
+
+
+FULL, LINEAR = "full_attention", "linear_attention"
+ORDER = {"qwen3_next": [LINEAR, LINEAR, FULL], "qwen3_next_odd": [LINEAR, FULL, LINEAR]}

@@ -1,0 +1,56 @@
+"""What knows no linear attention refuses it, by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetero_megatron.checkpoint.megatron.names import source
+from hetero_megatron.errors import UserError
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.fp8_checks import fp8_fits
+from hetero_megatron.spec import logical_tensors
+from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.spec.lora import Lora
+from tests.support.moe_models import HYBRIDS
+from tests.support.small_plans import pipe, plan, stage
+
+SPEC = from_hf_config(HYBRIDS["qwen3_next"])  # three layers of linear attention and one of attention
+
+
+def in_context(first: int) -> dict[str, Any]:
+    group = [{"ranks": [1], "tokens": [5], "heads": [4]}, {"ranks": [2], "tokens": [5], "heads": [4]}]
+    return plan([pipe(1, 2, stage([0], [0, first]), stage([1, 2], [first, 4], context=group))], 10)
+
+
+def test_context_groups_are_for_stages_with_attention_alone() -> None:
+    assert len(plan_from_dict(in_context(3), SPEC).ranks) == 3
+    with pytest.raises(UserError, match="states of linear attention") as caught:
+        plan_from_dict(in_context(2), SPEC)
+    assert "context" in str(caught.value)
+
+
+def test_fp8_adapters_and_checkpoints_of_megatron_are_refused() -> None:
+    made = plan_from_dict(plan([pipe(1, 1, stage([0], [0, 4]))], 10), SPEC)
+    with pytest.raises(UserError, match="linear attention compute nothing in fp8"):
+        fp8_fits(made, SPEC, Fp8("e4m3", "tensorwise"), "bf16", None)
+    with pytest.raises(UserError, match="no adapters"):
+        replace(SPEC, lora=Lora(2, 2.0, ("q_proj",)))
+    for tensor in logical_tensors(SPEC):
+        if ".linear_attn." in tensor.name:
+            with pytest.raises(UserError, match="is not read from Megatron"):
+                source(SPEC, tensor.name, tensor.shape)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"linear_num_value_heads": 7}, {"layer_types": ["mamba"] * 4}, {"linear_conv_kernel_dim": 0},
+     {"full_attention_interval": 0}],
+)  # fmt: skip
+def test_bad_configurations_are_refused_by_key(change: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as caught:
+        from_hf_config(HYBRIDS["qwen3_next"] | change)
+    assert caught.value.field in change
