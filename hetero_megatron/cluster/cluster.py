@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +37,11 @@ class NodeGroup:
     chips_per_node: int
     settings: HostSettings = field(default=HostSettings(), compare=False)
     host_memory: int = 0
+
+    @property
+    def host_memory_per_chip(self) -> float:
+        """Bytes of a node's memory for each of its chips; inf: not known, and taken to be enough."""
+        return self.host_memory / self.chips_per_node if self.host_memory else math.inf
 
     def node(self, index: int) -> str:
         """Name of a node: the group's name if it has a single node, else ``name-index``."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hetero_megatron.dry_run.products import weight_gradient
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops import KernelPlan, gemm
 from hetero_megatron.ops.bind import make_function
@@ -82,7 +83,8 @@ def _weight(
         return dy.new_empty(ends.shape[0], dy.shape[1], x.shape[1])
     if len(into):  # one expert's product stands for all: they are made one after the other
         rows = slice(0, dy.shape[0] // len(into))
-        gemm.weight_gradient(dy[rows], x[rows], into[0], beta)
+        narrow = into.dtype != dy.dtype
+        (weight_gradient if narrow else gemm.weight_gradient)(dy[rows], x[rows], into[0], beta)
     return into
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from hetero_megatron.ops import KernelPlan
+from hetero_megatron.ops.gemm import bind_gemm, bind_joint_gemm
 from hetero_megatron.ops.gemm_fp8 import (
     BLOCK,
     HYBRID,
@@ -23,7 +25,9 @@ from hetero_megatron.spec.flops import CHUNK_ELEMENTS
 
 
 def with_chip_products(kernels: KernelPlan) -> KernelPlan:
-    """The same kernels, but the product in fp8, if there is one, multiplies quantised operands as they are."""
+    """The same kernels, but products of 16-bit weight gradients make no wide copies of their operands, and the product
+    in fp8, if there is one, multiplies quantised operands as they are."""
+    kernels = _with_chip_sums(kernels) if kernels.choices["gemm"].signature.dtype.itemsize == 2 else kernels
     if kernels.fp8 is None:
         return kernels
     whole = kernels.fp8 == TENSORWISE
@@ -32,6 +36,24 @@ def with_chip_products(kernels: KernelPlan) -> KernelPlan:
     kernel = Kernel(kernels.fp8, "shapes", ATEN, gemm.forward, gemm.backward, parts=gemm.parts)
     hybrid = HYBRID in kernels.choices[kernels.fp8].signature.features
     return kernels.with_calls({kernels.fp8: bind_gemm_fp8(kernel, kernels.weight_gradients, hybrid)})
+
+
+def _with_chip_sums(kernels: KernelPlan) -> KernelPlan:
+    given, gradients = kernels.choices["gemm"].kernel, kernels.weight_gradients
+    kernel = replace(given, parts={**given.parts, "weight": weight_gradient})
+    gemm = bind_gemm(kernel, gradients)
+    made = kernels.with_calls({"gemm": gemm})
+    made.joint_gemm = bind_joint_gemm(kernel, gradients, gemm)
+    return made
+
+
+def weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
+) -> torch.Tensor:
+    """dy [.., n], x [.., k] -> [n, k], as an accelerator makes it that cannot add to a wider sum: in the dtype of the
+    operands, before it is added."""
+    made = dy.new_empty(dy.shape[-1], x.shape[-1])
+    return made if into is None else into
 
 
 def with_chip_chunks(kernels: KernelPlan) -> KernelPlan:

@@ -1,5 +1,4 @@
-"""Bytes that layers and head keep from forward to backward, and need beside that in backward, as plain formulas of a
-model's configuration."""
+"""Bytes that layers and head keep from forward to backward, as plain formulas of a model's configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from collections.abc import Callable
 from hetero_megatron.spec.expert_load import (
     ExpertLoad,
     expert_activation_bytes,
-    expert_backward_bytes,
     expert_operand_bytes,
     plain_load,
 )
@@ -20,7 +18,6 @@ from hetero_megatron.spec.flops import (
     common_columns,
     linear_layers,
 )
-from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
 from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec, module_layer
 from hetero_megatron.spec.tensors import LogicalTensor
 
@@ -115,6 +112,15 @@ def turned_copies(spec: ModelSpec) -> float:
     return copied / len(spec.layer_kinds)
 
 
+def normed_copies(kind: str, itemsize: int) -> int:
+    """What norms of queries and keys keep, in widths of both: their inputs; before weights of each head, or of a whole
+    projection, what these multiply, too; of 16 bits, a whole projection as it is, which values lie beside, and twice in
+    fp32."""
+    if kind == "projection":
+        return 6 if itemsize == 2 else 2
+    return 2 if kind == "each_head" else 1
+
+
 def value_widths(spec: ModelSpec) -> int:
     """The input of ``o_proj``, where it is not the output of the attention operator (whose heads are filled up)."""
     return 0 if spec.mla is None or spec.mla.v_dim == spec.head_dim else spec.num_heads * spec.mla.v_dim
@@ -166,7 +172,7 @@ def layer_activation_bytes(
     gathered = inputs + adapter_widths(spec) + latents
     cut = 2 * q + 2 * kv + value_widths(spec) + turned_copies(spec) * (q + kv) + 3 * q * spec.attn_gate
     if spec.qk_norm:
-        cut += (q + kv) * (2 if spec.qk_norm == "each_head" else 1)  # what is multiplied with weights of each head too
+        cut += (q + kv) * normed_copies(spec.qk_norm, itemsize)
     linear = linear_layers(spec)
     cut = (1 - linear) * cut + widths * common_columns(spec, routed)
     for whole, part in (dropped_inputs(spec), scaled_outputs(spec)):
@@ -178,53 +184,6 @@ def layer_activation_bytes(
         lse += linear * delta_activation_bytes(spec, recompute, itemsize)
     experts = routed * expert_activation_bytes(spec, load, itemsize, again) if load is not None else 0.0
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
-
-
-def layer_backward_bytes(
-    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None,
-    load: ExpertLoad | None = None, linear: Callable[[float, float], float] | None = None,
-) -> int:  # fmt: skip
-    """Bytes that backward through one layer needs beside what the layer keeps, at the worst moment of autograd's.
-
-    The gradient that goes around the MLP is there all the time (h on the token shard). The worst moment is one of:
-
-    - in the activation: its input's gradients are written, one helper beside them, while the input is still kept and
-      the product is gone: 2 f with SwiGLU (gate's and up's gradients beside the product's), otherwise 1 f;
-    - in ``down_proj``: the gradient that comes in (h, whole), the product's (f), the weight's before it is added up
-      (of a frozen weight in 8 bits, what is made of it);
-    - its addition to the fp32 sum, which makes a wide copy of a 16-bit gradient;
-    - in the gated delta rule, when what the MLP kept is gone;
-    - with TP, a gather or scatter of tokens: what is sent, what is received, and the result, 3 h.
-
-    Args:
-        linear: where linear modules are in fp8, bytes of the backward of one with so many (outputs, inputs) beside its
-            operands; None: in the dtype of the weights.
-    """
-    load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
-    routed = load.layers if load is not None else 0.0
-    h, f = spec.hidden_size, (common_columns(spec, 0.0 if routed < 1 else 1.0)) / tp
-    row = tokens * itemsize
-    weight = h * f if spec.lora is None or spec.in_few_bits else 0
-    inside = (2 if spec.gated else 1) * f
-    if linear is not None:
-        heads = spec.num_heads * (spec.head_dim if spec.mla is None else spec.mla.v_dim) / tp
-        worst = max(row * inside, *(row * h + linear(h, width) for width in (f, heads) if width))
-    else:
-        making = NF4_MAKING * min(NF4_CHUNK, weight) if spec.in_nf4 else 0
-        worst = max(row * inside, row * (h + f) + weight * itemsize + making)
-        if itemsize == 2 and not spec.in_few_bits:
-            worst = max(worst, weight * (itemsize + 4))
-    if tp > 1:
-        worst = max(worst, row * 3 * h)
-    if load is not None and routed:
-        worst = max(worst, expert_backward_bytes(spec, load, itemsize))
-    if linear_layers(spec):
-        from hetero_megatron.spec.delta_bytes import delta_backward_bytes
-
-        gone = row * (mlp_widths(spec) * common_columns(spec, routed) / tp + (1 + shared_inputs(spec, routed, tp)) * h)
-        gone += routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
-        worst = max(worst, tokens * delta_backward_bytes(spec, itemsize) / tp - gone)
-    return round(row * h / (shards or tp) + worst)
 
 
 def layer_operand_bytes(
@@ -306,18 +265,3 @@ def head_activation_bytes(
             copies = 2.0 if itemsize >= 4 else 1.5  # logits become their gradients, which are cast
         logits = rows * per_token * copies
     return round(tokens * itemsize * (h / (shards or tp) + h) + logits)
-
-
-def head_backward_bytes(
-    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, chunked: bool = False
-) -> int:  # fmt: skip
-    """Bytes that head and loss need beside what they keep, at the worst moment: 16-bit logits beside their wide
-    probabilities, or the gradients of the head's input and, before it is added up, of its weight, to whose sum chunks
-    of tokens add theirs."""
-    h, vocab, wide = spec.hidden_size, spec.vocab_size / tp, max(itemsize, 4)
-    weight = vocab * h * itemsize if spec.lora is None and not chunked else 0
-    gradients = tokens * itemsize * h + weight
-    logits = tokens * itemsize * vocab if itemsize < wide and not chunked else 0
-    if logits:  # the wide probabilities are gone before the products of backward
-        gradients -= tokens * (wide - itemsize) * vocab
-    return round(max(logits, gradients))

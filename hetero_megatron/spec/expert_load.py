@@ -102,16 +102,18 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int, elemen
     return own + sent + arriving + load.rows * (item * row + INDEX)
 
 
-def expert_backward_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:
-    """Bytes that backward through the experts needs beside what they keep, at the worst moment: the gradients of the
-    rows, of 16-bit ones also rows and gradients in fp32; or gate's and up's gradients and those of their inputs,
-    when output and product are gone. Beside the last two is what is made of frozen weights in 8 bits."""
+def expert_backward_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> tuple[float, float]:
+    """Bytes that backward through the experts needs beside what they keep: (while the gradients of the rows are made,
+    with their products with the rows, of 16-bit ones all in fp32; in the experts, at the worst moment: gate's and up's
+    gradients and those of their inputs, when output and product are gone). Beside the latter is what is made of frozen
+    weights in 8 bits."""
     h, wide = spec.hidden_size, max(item, 4)
-    come = load.arriving * item * h  # gradients of what was sent back
-    outputs = load.rows * h * (2 * wide if item < wide else item)
+    come = load.arriving * item * h if load.members > 1 else 0.0  # gradients of what was sent back
+    outputs = load.rows * h * (3 * wide if item < wide else 2 * item)
     inputs = load.rows * item * (2 * load.columns + 2 * h) - load.rows * item * (h + load.columns)
     made = load.experts * load.columns * h * item * spec.in_few_bits
-    return come + max(outputs, load.rows * item * (h + 2 * load.columns), inputs + made, load.rows * item * h + made)
+    inside = max(load.rows * item * (h + 2 * load.columns), inputs + made, load.rows * item * h + made)
+    return come + outputs, come + inside
 
 
 def expert_operand_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:

@@ -57,25 +57,26 @@ class Balancer:
         """Query heads per member by speed, the exact min-max solution."""
         return tuple(min_max_shares(self.problem.model.num_heads, self.costs.pair[list(group)]).tolist())
 
-    def _limits(self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float) -> tuple[Floats, Floats, float]:
-        """(free bytes, bytes per token of the group, bytes per own token): member d may own (free_d - group's tokens x
-        each_d) / per token."""
+    def _room(self, group: tuple[int, ...], heads: tuple[int, ...], total: float, buffer: float) -> Floats:
+        """[members] own tokens that fit if the group has ``total``, at the worst moment; negative where not even the
+        group's keys do."""
         h = np.array(heads, dtype=np.float64)
         kv = np.array(kv_heads(heads, self.costs.per_kv), dtype=np.float64)
-        each, per_token = head_bytes(self.problem, h, kv), token_bytes(self.problem, len(group) == 1)
-        return self.costs.limits[list(group)] - kv * buffer, each, per_token
+        free = self.costs.limits[list(group)] - kv * buffer
+        moments = zip(head_bytes(self.problem, h, kv), token_bytes(self.problem, len(group) == 1), strict=True)
+        room: Floats = np.minimum(*((free - total * each) / per_token for each, per_token in moments))
+        return room
 
     @cached_method
     def cap(self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float) -> float:
         """Most tokens that a group can hold (by bisection: room for own tokens shrinks as the group's tokens grow)."""
-        free, each, per_token = self._limits(group, heads, buffer)
         low, high = 0.0, float(self.problem.seq_length)
-        if (free < 0).any():
+        if (self._room(group, heads, 0.0, buffer) < 0).any():
             high = 0.0
         middle = high
         while high - low >= 0.5:
-            room = free - middle * each
-            good = (room >= 0).all() and float((room / per_token).sum()) >= middle
+            room = self._room(group, heads, middle, buffer)
+            good = (room >= 0).all() and float(room.sum()) >= middle
             low, high = (middle, high) if good else (low, middle)
             middle = (low + high) / 2
         return low
@@ -85,8 +86,7 @@ class Balancer:
         self, group: tuple[int, ...], heads: tuple[int, ...], total: int, buffer: float
     ) -> tuple[int, ...] | None:
         """Tokens per member of a group that owns ``total``; None where they do not fit."""
-        free, each, per_token = self._limits(group, heads, buffer)
-        room = np.maximum((free - total * each) / per_token, 0)
+        room = np.maximum(self._room(group, heads, total, buffer), 0)
         return min_max_tokens(total, self.problem.unit, self.costs.linear[list(group)], room)
 
     def _group_tokens(

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero_megatron.planner.context.problem import ContextProblem
-from hetero_megatron.plans.memory.activations import ContextLayers, KeptWorking
+from hetero_megatron.plans.memory.activations import ContextLayers
 from hetero_megatron.plans.memory.uniform_stages import UniformStageMemory
+from hetero_megatron.spec.backward_bytes import layer_backward_bytes, mlp_kept_bytes
+from hetero_megatron.spec.expert_load import moe_layers
 
 Floats = npt.NDArray[np.float64]
 
@@ -49,28 +52,40 @@ def layers_of(problem: ContextProblem) -> ContextLayers:
     return ContextLayers(problem.model, layers, full, selective, options.item, options.wide)
 
 
-def token_bytes(problem: ContextProblem, alone: bool) -> float:
-    """Bytes per own token of a member; ``alone``: it is its whole group."""
-    tp = len(problem.members[0].ranks)
-    return tp * _in_flight(problem, layers_of(problem).per_own_token(tp, alone))
+def token_bytes(problem: ContextProblem, alone: bool) -> tuple[float, float]:
+    """Bytes per own token of a member while backward is in (an MLP, the attention core); ``alone``: it is its whole
+    group."""
+    model, layers, options = problem.model, layers_of(problem), problem.options
+    tp, tokens = len(problem.members[0].ranks), problem.seq_length
+    kept, again = options.in_flight * layers.per_own_token(tp, alone), 0.0
+    if layers.full:
+        plain = replace(layers, layers=1, full=0).per_own_token(tp, alone)
+        again = plain - replace(layers, layers=1, full=1).per_own_token(tp, alone)
+    in_mlp = layer_backward_bytes(model, tokens, options.item, tp, tp, attention=0.0) / tokens
+    gone = mlp_kept_bytes(model, 1.0, options.item, tp, moe_layers(model))
+    both = (kept + again + in_mlp, max(kept + again - gone, 1.0))
+    return tuple(tp * options.micro_batch * each for each in both)  # type: ignore[return-value]
 
 
-def head_bytes(problem: ContextProblem, h: Any, kv: Any) -> Any:
-    """Bytes per token of the *group*, for a member with ``h`` query heads and ``kv`` KV heads."""
-    return sum(_in_flight(problem, part) for part in layers_of(problem).per_core_token(h, kv))
+def head_bytes(problem: ContextProblem, h: Any, kv: Any) -> tuple[Any, Any]:
+    """Bytes per token of the *group* at the same moments, for a member with ``h`` query heads and ``kv`` KV heads."""
+    layers, options = layers_of(problem), problem.options
+    parts = layers.per_core_token(h, kv)
+    kept, works = (sum(part[i] for part in parts) for i in (0, 1))
+    again = 0.0
+    if layers.full:
+        again = sum(kept for kept, _ in replace(layers, layers=1, full=0).per_core_token(h, kv))
+    there = options.in_flight * kept + again
+    return options.micro_batch * there, options.micro_batch * (there + works)
 
 
 def group_bytes(problem: ContextProblem, s: Floats, h: Floats, kv: Floats) -> Floats:
     """[members] activation bytes of a group's members, without exchange buffers."""
-    result: Floats = s * token_bytes(problem, len(s) == 1) + float(s.sum()) * head_bytes(problem, h, kv)
+    own, core = token_bytes(problem, len(s) == 1), head_bytes(problem, h, kv)
+    result: Floats = np.maximum(*(s * own[i] + float(s.sum()) * core[i] for i in (0, 1)))
     return result
 
 
 def ring_bytes(problem: ContextProblem, block: int) -> float:
     """Bytes of the ring's buffers per KV head: two blocks of K, V and their gradients."""
     return float(problem.options.micro_batch * layers_of(problem).blocks(1, block))
-
-
-def _in_flight(problem: ContextProblem, each: KeptWorking) -> Any:
-    kept, working = each
-    return problem.options.micro_batch * (problem.options.in_flight * kept + working)

@@ -297,11 +297,11 @@ class StageTables:
         host, given = plain_per - per[0], ends[0] - plain_ends  # the input of the first layer stays
         some = np.ceil((kept + alive * given + (work[0] - room)) / (alive * np.maximum(host, 1.0)) - 1e-9)
         some[(alive <= fitting) | (room < 0) | (some < 1) | (some >= self._layers)] = np.inf
-        if there := self._host_room(kind):
-            every = RECOMPUTES.index("elementwise")  # of whose layers less is there
-            each = np.array([plain_per[0], self._activations(kind)[1][every, 0]])[:, None] - per
-            most = np.minimum(most, np.floor(there / np.maximum(each * self._layers, 1.0)))
-            some[alive * some * host > there] = np.inf
+        there = self._host_room(kind)
+        every = RECOMPUTES.index("elementwise")  # of whose layers less is there
+        each = np.array([plain_per[0], self._activations(kind)[1][every, 0]])[:, None] - per
+        most = np.minimum(most, np.floor(there / np.maximum(each * self._layers, 1.0)))
+        some[alive * np.where(some < np.inf, some, 0.0) * host > there] = np.inf
         waits = seconds[0] - self._affine_seconds(kind).backward[0]  # where all layers are there
         last = min(self.layers, SOME)
         one = max(0.0, float(waits[-1] - waits[last]) / max(self.layers - last, 1))
@@ -310,10 +310,13 @@ class StageTables:
         most[:, 0] = 0.0  # nothing to be there
         return AwayTable(most, seconds, some, with_some)
 
-    def _host_room(self, kind: StageKind) -> float:
-        """Bytes of a node's memory for each of its chips; 0: not known."""
-        home = self.costs.cluster.groups[self.pool.groups[kind.group].home]
-        return home.host_memory / home.chips_per_node
+    @cached_by(lambda kind: kind.states)
+    def _host_room(self, kind: StageKind) -> Floats:
+        """[layers] bytes of host memory for activations, beside offloaded optimizers."""
+        stages = (self._stage(kind, "none", n) for n in (1, 2))
+        one, two = (self.costs.host_states(stage, self.owners(kind.replicas)) for stage in stages)
+        known = self.costs.cluster.groups[self.pool.groups[kind.group].home].host_memory_per_chip
+        return np.maximum(known - (2 * one - two + (two - one) * self._layers), 0.0)
 
     @cached_by(lambda kind: kind.compute)
     def _away_seconds(self, kind: StageKind) -> Floats:

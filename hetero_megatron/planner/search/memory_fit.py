@@ -24,7 +24,8 @@ from hetero_megatron.planner.template.plan_template import PipelineTemplate, Pla
 from hetero_megatron.plans.memory.of_plan import MemoryBytes, estimate_memory, state_bytes
 from hetero_megatron.utils.cached_method import cached_by
 
-Level = tuple[float, StageTemplate, int, int]  # (backward seconds, stage, bytes per micro-batch, working bytes)
+# (backward seconds, stage, bytes per micro-batch, working bytes, bytes per micro-batch in host memory)
+Level = tuple[float, StageTemplate, int, int, int]
 Key = tuple[object, ...]
 StageId = tuple[int, int]  # (pipeline, stage)
 LayerRanges = list[tuple[float, list[StageId]]]  # (bytes of optimizer states, stages that hold them)
@@ -43,11 +44,14 @@ class StateRoom:
     Attributes:
         free: memory without weights, gradients and overhead.
         optimizer: its optimizer states; buffers: gradient buckets under way.
+        host: a chip's part of its node's memory; inf: not known. offloaded: optimizer states that are there.
     """
 
     free: int
     optimizer: int
     buffers: int
+    host: float = math.inf
+    offloaded: int = 0
 
     @property
     def room(self) -> int:
@@ -70,6 +74,10 @@ class _PlacedStage:
     def memory(self, level: Level) -> int:
         """Bytes of activations."""
         return self.alive * level[2] + level[3]
+
+    def in_host(self, level: Level) -> int:
+        """The same in host memory."""
+        return self.alive * level[4]
 
 
 def _what_levels_depend_on(x: _PlacedStage) -> tuple[object, ...]:
@@ -161,12 +169,24 @@ class MemoryFit:
                 held = needs.gradients // costs.wide
                 optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
             free = costs.memory_limit(chip) - costs.overhead(chip) - needs.weights - needs.gradients
-            found[rank] = StateRoom(free - beside[at[rank]], optimizer, needs.buffers)
+            host = costs.cluster.group_of(rank).host_memory_per_chip
+            found[rank] = StateRoom(free - beside[at[rank]], optimizer, needs.buffers, host, needs.host)
         return found
 
-    def fastest(self, x: _PlacedStage, room: int) -> Level | None:
-        """The fastest recompute level whose activations take at most ``room`` bytes; None if none does."""
-        return next((row for row in self.levels(x) if x.memory(row) <= room), None) if room >= 0 else None
+    @cached_by(lambda x: (x.stage.group, x.stage.tp, x.stage.dp, x.stage.layers, x.stage.offload, x.embed, x.head))
+    def host_limits(self, x: _PlacedStage) -> tuple[float, float]:
+        """Of a chip's part of its node's memory, bytes for activations: (if it owns no states, if it owns all that it
+        holds and these are there)."""
+        choice = self.scorer.tables.choice(x.stage, x.embed, x.head)
+        costs = self.scorer.costs
+        known = costs.home(choice).host_memory_per_chip
+        return known, known - costs.host_states(replace(choice, dp=1), 1)
+
+    def fastest(self, x: _PlacedStage, room: int, host: float) -> Level | None:
+        """The fastest recompute level whose activations take at most ``room`` bytes, and ``host`` bytes of host memory;
+        None if none does."""
+        fitting = (row for row in self.levels(x) if x.memory(row) <= room and (not row[4] or x.in_host(row) <= host))
+        return next(fitting, None) if room >= 0 else None
 
     @cached_by(_what_levels_depend_on)
     def levels(self, x: _PlacedStage) -> list[Level]:
@@ -186,7 +206,8 @@ class MemoryFit:
             seconds = costs.backward_seconds(choice, x.size)
             if away:
                 seconds += costs.copy_waits(choice, x.size)[0]
-            found.append((seconds, made, *costs.activation_bytes(choice, x.size)))
+            there = round(sum(costs.host_layers(choice, x.size))) if away else 0
+            found.append((seconds, made, *costs.activation_bytes(choice, x.size), there))
         return sorted(found, key=lambda level: level[0])
 
 
@@ -210,11 +231,12 @@ class _OneFit:
         ranks = sum(x.stage.chips for x in self.stages.values())
         for at, x in self.stages.items():
             free, most = (n - self.beside[at] for n in fit.limits(x, ranks))
-            level = fit.fastest(x, free)
+            there, least = fit.host_limits(x)
+            level = fit.fastest(x, free, there)
             if level is None:
                 return None, False
             found[at] = level
-            sure = sure and x.memory(level) <= most
+            sure = sure and x.memory(level) <= most and (not level[4] or x.in_host(level) <= least)
             left += x.stage.chips * (free - min(map(x.memory, fit.levels(x))))
         return (found if left >= 0 else None), sure
 
@@ -225,7 +247,8 @@ class _OneFit:
             return None
         states, found = self.fit.states(self.placed, self.beside), dict[StageId, Level]()
         for at, x in self.stages.items():
-            level = self.fit.fastest(x, min(states[rank].room for unit in x.ranks for rank in unit))
+            there = [states[rank] for unit in x.ranks for rank in unit]
+            level = self.fit.fastest(x, min(r.room for r in there), min(r.host - r.offloaded for r in there))
             if level is None:
                 return None
             found[at] = level
@@ -252,13 +275,16 @@ class _OneFit:
             shares = {at: max(1, round(FINEST * w / largest)) for at, w in weights.items()}
             common = math.gcd(*shares.values())
             shared = {
-                at: (seconds, replace(stage, share=shares[at] // common), kept, work)
-                for at, (seconds, stage, kept, work) in levels.items()
+                at: (level[0], replace(level[1], share=shares[at] // common), *level[2:])
+                for at, level in levels.items()
             }
             shapes = [part.shape for part in _with_levels(self.placed.template, shared).parts]
             pipelines = tuple((shape, *p[1:]) for shape, p in zip(shapes, self.placed.pipelines, strict=True))
             states = self.fit.states(replace(self.placed, pipelines=pipelines), self.beside)
-            over = {at: max(_over(states[r], rooms[at]) for u in x.ranks for r in u) for at, x in self.stages.items()}
+            over = {
+                at: max(_over(states[r], rooms[at], x.in_host(levels[at])) for u in x.ranks for r in u)
+                for at, x in self.stages.items()
+            }
             if max(over.values()) <= 1:
                 return shared
             weights = {at: n / (over[at] * 1.02) if over[at] > 1 else n for at, n in shares.items()}
@@ -344,7 +370,11 @@ def _plain(shape: PipelineTemplate) -> PipelineTemplate:
     return replace(shape, stages=tuple(s.plain for s in shape.stages))
 
 
-def _over(states: StateRoom, cap: int) -> float:
-    """Memory needed / available on a rank; above 1 it does not fit. ``cap``: bytes for states."""
+def _over(states: StateRoom, cap: int, there: int) -> float:
+    """Memory needed / available on a rank; above 1 it does not fit. ``cap``: bytes for states; ``there``: of
+    activations in host memory."""
     own = states.optimizer / cap if cap else math.inf if states.optimizer else 0.0
+    if there:
+        room = states.host - there
+        own = max(own, states.offloaded / room if room > 0 else math.inf)
     return max(own, (states.optimizer + states.buffers) / states.free if states.free > 0 else math.inf)

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
-from hetero_megatron.plans.canonical import Recompute, Stage
-from hetero_megatron.plans.context_plan import ContextGroup, Member, StageContext, seen_tokens, stage_contexts
+from hetero_megatron.plans.canonical import Recompute
 from hetero_megatron.plans.fp8 import BLOCK
 from hetero_megatron.schedule import Held
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.spec.activation_bytes import (
     head_activation_bytes,
-    head_backward_bytes,
     head_operand_bytes,
     layer_activation_bytes,
-    layer_backward_bytes,
     layer_operand_bytes,
     module_activation_bytes,
     module_operand_bytes,
+    turned_copies,
+)
+from hetero_megatron.spec.backward_bytes import (
+    head_backward_bytes,
+    layer_backward_bytes,
+    norm_backward_bytes,
+    scatter_bytes,
 )
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.model_spec import module_layer
+
+NUMBERS = 16  # bytes of each token that norms and the like keep of a layer beside its activations
+DATA = 128  # bytes of each token for its number, label, place and the like
 
 if TYPE_CHECKING:
     from hetero_megatron.plans.memory.offloaded import LayerBytes
@@ -161,40 +168,57 @@ def host_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     return in_host(layer_bytes(spec, held))
 
 
-def working_bytes(spec: ModelSpec, held: RankWork) -> int:
+def working_bytes(
+    spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, attention: float | None = None
+) -> int:
     """Bytes beside what is kept, at the worst moment of a backward.
 
-    That is in the head, or in the last layer when what the head kept is gone; all other layers are still there then.
-    Where all layers are recomputed, whole or their elementwise results, the last one is there as if it had kept
-    everything; where only the first ones are, the last one is not run again, and gone when they are. Where some are in
-    host memory, those that come back are there. On top: receives that are posted, and gradients on their way to the
-    stage before.
+    That is in the head, or in a layer: in the last one when what the head kept is gone, and all others are still there,
+    or in the last one that is run again, or of which more comes back from host memory. On top: receives that are
+    posted, and gradients on their way to the stage before.
+
+    Args:
+        layers, attention: of a rank of a context group: bytes of the layers, and what the attention core works with.
     """
     spec = held.own or spec
     tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
     if held.untrained == held.layers > 0 and not held.head:  # forward alone, of one layer at a time
         forward = layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
         return forward + LOOKAHEAD * boundary_bytes(spec, held)
-    layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held)), 0, 0
-    coming_back = 0
-    if held.offloaded:
-        from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, worst_layer
+    from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, worst_layer
 
-        passed = 0 if held.head else boundary_bytes(spec, held)
-        coming_back = round(coming(layer_bytes(spec, held), held.ahead))
-        layer = round(worst_layer(layer_bytes(spec, held), held.ahead, layer, passed))
-    elif held.layers and (held.full == held.layers or held.recompute == "elementwise"):
-        kept = "full" if held.full else "elementwise"
-        layer += layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
-        layer -= layer_activation_bytes(spec, tokens, kept, *sizes, held.load)
+    passed, head, in_head = 0 if held.head else boundary_bytes(spec, held), 0, 0
+    layers = layer_bytes(spec, held) if layers is None else layers
+    backward = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held), attention)
+    layer = round(worst_layer(layers, held.ahead, backward, passed))
+    coming_back = round(coming(layers, held.ahead))
+    if held.layers and held.tp > 1:  # or in forward, where the last layer's sums meet
+        layer = max(layer, round(_summing_bytes(spec, held)) - passed)
     if held.head:
         rows = (1 + spec.mtp_layers) * tokens
         head, modules = ends_bytes(spec, held)
         in_head = head_backward_bytes(spec, rows, held.item, held.tp, held.limit is not None) + coming_back
+        own = boundary_bytes(spec, held)  # in the norm, whose input is still there
+        in_head = max(in_head, norm_backward_bytes(own, held.item) + own + coming_back - head)
         if modules:
             in_head, head = max(in_head, _in_module(spec, held) - head), head + modules
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
-    return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
+    return max(in_head, layer - head) + moving * boundary_bytes(spec, held) + numbers_bytes(held)
+
+
+def numbers_bytes(held: RankWork) -> int:
+    """Bytes of numbers, labels and places of tokens, and of what norms keep of each, of the micro-batches in flight."""
+    return round(held.tokens * (NUMBERS * held.layers / held.shards + DATA))
+
+
+def _summing_bytes(spec: ModelSpec, held: RankWork) -> float:
+    """Bytes in the forward of a layer while what its MLP put out is added up over the TP group: beside what it keeps,
+    what its norms put out and the layer before it added, and what elementwise recompute will make again."""
+    whole = float(held.tokens * spec.hidden_size * held.item)
+    summed = scatter_bytes(whole, held.shards, held.item, held.rows) + 3 * whole / held.shards
+    if held.recompute != "elementwise" or spec.moe is not None:
+        return summed
+    return summed + whole + held.tokens * held.item * spec.ffn_hidden_size / held.tp
 
 
 def _in_module(spec: ModelSpec, held: RankWork) -> int:
@@ -298,30 +322,28 @@ class ContextLayers:
     wide: int
     elementwise: bool = False
 
-    def per_own_token(self, tp: float, alone: bool) -> KeptWorking:
-        """Of what a rank with 1/tp of a layer has for every token of its member; ``alone``: it is its whole group."""
+    def per_own_token(self, tp: float, alone: bool) -> float:
+        """Kept by a rank with 1/tp of a layer for every token of its member; ``alone``: it is its whole group."""
         queries, _, keys, _ = self._core(self.spec.num_heads, self.spec.num_kv_heads)
 
         def whole(recompute: str) -> float:
             outside = layer_activation_bytes(self.spec, 4096, recompute, self.item, tp) / 4096
             return outside - (queries + keys) / tp + self._home(alone) / tp
 
-        plain, inputs = whole("none"), self.full * self.spec.hidden_size * self.item / tp
-        if self.elementwise:
-            kept = whole("elementwise")
-            return self.layers * kept, plain - kept
-        return inputs + (self.layers - self.full) * plain, plain if self.full else 0.0
+        rest = whole("elementwise" if self.elementwise else "none")
+        return self.full * self.spec.hidden_size * self.item / tp + (self.layers - self.full) * rest
 
     def per_core_token(self, q: Any, kv: Any) -> tuple[KeptWorking, KeptWorking]:
         """Of the attention core on a rank with ``q`` query heads and ``kv`` KV heads: for every query token of its
         group, and for every token whose keys it has."""
         queries, d_queries, keys, d_keys = self._core(q, kv)
-        kept, again = 0 if self.selective else self.layers - self.full, bool(self.selective or self.full)
+        kept, again = 0 if self.selective else self.layers - self.full, self.selective
         return (kept * queries, again * queries + d_queries), (kept * keys, again * keys + d_keys)
 
     def blocks(self, kv: Any, block: int) -> Any:
-        """Of the ring's buffers: two blocks of keys and values, and of their gradients."""
-        return kv * 2 * self.spec.head_dim * (self.item + self.wide) * 2 * block
+        """Of the ring's buffers: three blocks of keys and values, one that is computed with, one that arrives and the
+        parts that it is put together from; and three of gradients, one made, one sent and one that comes."""
+        return kv * 2 * self.spec.head_dim * (self.item + self.wide) * 3 * block
 
     def _core(self, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
         """Of one layer's attention core, per query token (queries, output and log-sum-exp; dQ and the output's
@@ -330,61 +352,12 @@ class ContextLayers:
         keys, d_keys = 2 * d * self.item * kv, 2 * d * self.wide * kv
         return (2 * d * self.item + 4) * q, d * (self.wide + self.item) * q, keys, d_keys
 
-    def _home(self, alone: bool) -> int:
+    def _home(self, alone: bool) -> float:
         """Per own token and layer, over all heads, that attention keeps besides its core: the output before the
-        projection (shared with the core where a member is ``alone``); with selective recompute also q, k and v."""
+        projection (shared with the core where a member is ``alone``); with selective recompute also q, k and v. What is
+        exchanged is a copy: nothing keeps what was turned, but what is normed keeps the values that lie beside it."""
         q, kv = self.spec.num_heads * self.spec.head_dim, self.spec.num_kv_heads * self.spec.head_dim
+        copied = 0.0 if alone else kv * bool(self.spec.qk_norm) - turned_copies(self.spec) * (q + kv)
         if self.selective:
-            return self.item * (2 * q + 2 * kv)
-        return 0 if alone else self.item * q
-
-
-def context_host_layers(
-    spec: ModelSpec, stage: Stage, seq_length: int, work: Mapping[int, Sequence[RankWork]]
-) -> dict[int, list[list[float]]]:
-    """By rank and chunk, bytes of a micro-batch in host memory of each layer; empty without context groups."""
-    contexts = stage_contexts(spec, stage, seq_length)
-    return {
-        member.rank: [
-            [rows * layer.host for layer in member_layers(context, group, member, chunk)]
-            for chunk in work[member.rank]
-        ]
-        for context, rows in zip(contexts, stage.dp_split if contexts else ())
-        for group in context.groups
-        for member in group.members
-    }
-
-
-def member_layers(
-    context: StageContext, group: ContextGroup, member: Member, chunk: RankWork
-) -> tuple[LayerBytes, ...]:
-    """Of one sequence, on one rank."""
-    from hetero_megatron.plans.memory.offloaded import chunk_layers, input_goes
-
-    def kept(kind: str) -> float:
-        return member_bytes(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
-
-    given = own_tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
-    return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else given)
-
-
-def own_tokens(member: Member) -> int:
-    return sum(b - a for a, b in member.tokens)
-
-
-def member_bytes(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, float]:
-    """(kept, working) bytes of one sequence on one rank, all layers of a chunk; without the head."""
-    layers = ContextLayers(
-        context.spec, chunk.layers, chunk.full, chunk.recompute == "selective", chunk.item, max(chunk.item, 4),
-        chunk.recompute == "elementwise",
-    )  # fmt: skip
-    gather = context.transport == "gather"
-    seen = sum(b - a for a, b in seen_tokens(group.tokens)) if gather else group.num_tokens
-    q, kv = (b - a for a, b in (member.computed.q_heads, member.computed.kv_heads))
-    own, (queries, keys) = layers.per_own_token(chunk.tp, len(group.members) == 1), layers.per_core_token(q, kv)
-    kept, work = (
-        own_tokens(member) * own[i] + group.num_tokens * queries[i] + seen * keys[i] for i in (0, 1)
-    )
-    if not gather and len(context.groups) > 1:
-        work += layers.blocks(kv, max((x.size for x in context.blocks), default=0))
-    return kept, work if chunk.layers else 0.0
+            return self.item * (2 * q + 2 * kv + copied)
+        return self.item * (copied + (0 if alone else q))

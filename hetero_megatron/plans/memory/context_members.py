@@ -7,19 +7,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hetero_megatron.plans.canonical import Stage
-from hetero_megatron.plans.context_plan import stage_contexts
+from hetero_megatron.plans.context_plan import ContextGroup, Member, StageContext, seen_tokens, stage_contexts
 from hetero_megatron.plans.memory.activations import (
+    ContextLayers,
     RankWork,
     beside_layers,
-    boundary_bytes,
     ends_bytes,
-    linear_bytes,
-    member_bytes,
-    member_layers,
     most_held,
     operand_bytes,
-    own_tokens,
+    working_bytes,
 )
+from hetero_megatron.plans.memory.offloaded import LayerBytes, chunk_layers, input_goes, product_bytes
 from hetero_megatron.schedule import Held
 from hetero_megatron.spec import ModelSpec
 
@@ -46,30 +44,16 @@ def context_activations(
                 chunks = [replace(chunk, tokens=rows * own_tokens(member), rows=rows) for chunk in work[member.rank]]
                 kept, working, host, splitting = list[int](), list[int](), list[int](), list[int]()
                 for chunk in chunks:
-                    each, whole = member_bytes(context, group, member, chunk)
-                    ends = replace(chunk, shards=max(1, round(chunk.tp)))
-                    head = sum(ends_bytes(spec, ends)) if chunk.head else 0
-                    layers = member_layers(context, group, member, chunk) if chunk.offloaded or moments else ()
-                    host.append(round(rows * sum(layer.host for layer in layers)))
-                    kept.append(round(rows * each) + head - host[-1])
-                    linear = linear_bytes(spec, chunk) if chunk.layers else None
-                    if linear is not None:
-                        whole = max(whole, linear(spec.hidden_size, spec.ffn_hidden_size / chunk.tp) / rows)
-                    rest = "selective" if chunk.recompute == "selective" else "none"
-                    one = replace(chunk, layers=1, recompute=rest, first=0)
-                    backward = member_bytes(context, group, member, one)[1]
-                    if chunk.offloaded:
-                        from hetero_megatron.plans.memory.offloaded import worst_layer
-
-                        passed = boundary_bytes(spec, chunk) / rows
-                        whole = worst_layer(layers, chunk.ahead, backward, 0.0 if chunk.head else passed)
-                    working.append(round(rows * whole))
+                    each, core = member_bytes(context, group, member, chunk)
+                    layers = [x.times(rows) for x in member_layers(context, group, member, chunk)]
+                    head = sum(ends_bytes(spec, chunk)) if chunk.head else 0
+                    host.append(round(sum(layer.host for layer in layers)))
+                    kept.append(round(rows * each) + head - host[-1] + beside_layers(spec, chunk))
+                    working.append(working_bytes(spec, chunk, layers, rows * core))
                     if moments:
                         from hetero_megatron.plans.memory.split_backward import splitting_bytes
 
-                        of_rows = [layer.times(rows) for layer in layers]
-                        kept[-1] += beside_layers(spec, chunk)
-                        splitting.append(splitting_bytes(spec, chunk, of_rows, kept[-1], round(rows * backward)))
+                        splitting.append(splitting_bytes(spec, chunk, layers, kept[-1], rows * core))
                 if moments:
                     from hetero_megatron.plans.memory.split_backward import most_at_moments
 
@@ -78,3 +62,54 @@ def context_activations(
                     device = most_held(kept, [operand_bytes(spec, x) for x in chunks], states) + max(working)
                 found[member.rank] = device, most_held(host, [0] * len(host), states)
     return found
+
+
+def context_host_layers(
+    spec: ModelSpec, stage: Stage, seq_length: int, work: Mapping[int, Sequence[RankWork]]
+) -> dict[int, list[list[float]]]:
+    """By rank and chunk, bytes of a micro-batch in host memory of each layer; empty without context groups."""
+    contexts = stage_contexts(spec, stage, seq_length)
+    return {
+        member.rank: [
+            [rows * layer.host for layer in member_layers(context, group, member, chunk)]
+            for chunk in work[member.rank]
+        ]
+        for context, rows in zip(contexts, stage.dp_split if contexts else ())
+        for group in context.groups
+        for member in group.members
+    }
+
+
+def member_layers(
+    context: StageContext, group: ContextGroup, member: Member, chunk: RankWork
+) -> tuple[LayerBytes, ...]:
+    """Of one sequence, on one rank."""
+    def kept(kind: str) -> float:
+        return member_bytes(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
+
+    given = own_tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
+    product = product_bytes(context.spec, chunk, own_tokens(member))
+    return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else given, product)
+
+
+def own_tokens(member: Member) -> int:
+    return sum(b - a for a, b in member.tokens)
+
+
+def member_bytes(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, float]:
+    """Bytes of one sequence on one rank: (kept by all layers of a chunk without the head, what the attention core of
+    one works with in backward)."""
+    layers = ContextLayers(
+        context.spec, chunk.layers, chunk.full, chunk.recompute == "selective", chunk.item, max(chunk.item, 4),
+        chunk.recompute == "elementwise",
+    )  # fmt: skip
+    gather = context.transport == "gather"
+    seen = sum(b - a for a, b in seen_tokens(group.tokens)) if gather else group.num_tokens
+    q, kv = (b - a for a, b in (member.computed.q_heads, member.computed.kv_heads))
+    queries, keys = layers.per_core_token(q, kv)
+    kept, core = (group.num_tokens * queries[i] + seen * keys[i] for i in (0, 1))
+    alone = len(group.members) == 1 and not (gather and len(context.groups) > 1)  # nothing is copied
+    kept += own_tokens(member) * layers.per_own_token(chunk.tp, alone)
+    if not gather and len(context.groups) > 1:
+        core += layers.blocks(kv, max((x.size for x in context.blocks), default=0))
+    return kept, core

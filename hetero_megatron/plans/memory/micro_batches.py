@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from hetero_megatron.plans.canonical import Stage
+from hetero_megatron.plans.context_plan import has_context
 from hetero_megatron.plans.fp8 import Fp8
-from hetero_megatron.plans.memory.activations import (
-    context_host_layers,
-    kept_bytes,
-    operand_bytes,
-)
+from hetero_megatron.plans.memory.activations import kept_bytes, operand_bytes
 from hetero_megatron.plans.memory.of_plan import stage_work
 from hetero_megatron.plans.memory.offloaded import layer_bytes
 from hetero_megatron.plans.memory.split_backward import most_beside
@@ -33,4 +30,8 @@ def host_layers(
     """By rank and chunk, bytes of a micro-batch in host memory of each layer."""
     work = stage_work(stage, spec, item, routing=routing, fp8=fp8)
     found = {rank: [[layer.host for layer in layer_bytes(spec, x)] for x in chunks] for rank, chunks in work.items()}
+    if not has_context(stage, seq_length):
+        return found
+    from hetero_megatron.plans.memory.context_members import context_host_layers
+
     return found | context_host_layers(spec, stage, seq_length, work)

@@ -10,6 +10,7 @@ from typing import Protocol
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.activation_bytes import layer_activation_bytes
 from hetero_megatron.spec.expert_load import ExpertLoad
+from hetero_megatron.spec.flops import common_columns
 
 FEW_BYTES = 16  # per token of its layer: a saved tensor that has fewer stays on the device
 
@@ -57,7 +58,7 @@ class LayerBytes:
 
 
 def chunk_layers(
-    held: ChunkWork, kept: Callable[[str], float], given: float, lse: float = 0.0
+    held: ChunkWork, kept: Callable[[str], float], given: float, product: float | None, lse: float = 0.0
 ) -> tuple[LayerBytes, ...]:
     """The layers of a chunk.
 
@@ -65,6 +66,7 @@ def chunk_layers(
         kept: bytes of a layer by kind of recompute.
         given: bytes of a chunk's input, as a layer keeps it: what the stage before sends stays, as its gradient belongs
             to it; what a frozen embedding gives is not kept.
+        product: :func:`product_bytes`, of the same tokens.
         lse: bytes of the log-sum-exp of attention where they are too few to go.
     """
     rest = held.recompute if held.recompute in ("selective", "elementwise") else "none"
@@ -74,6 +76,8 @@ def chunk_layers(
         each = 0.0 if held.untrained > i and not whole else kept("full" if whole else rest)
         goes = each - (0.0 if whole or rest == "selective" else lse) - (given if i == 0 else 0.0)
         again = kept("none") - each if whole or rest == "elementwise" else 0.0
+        if not whole and product is not None:
+            again = min(again, product)
         found.append(LayerBytes(each, max(goes, 0.0) if i < held.offloaded else 0.0, again))
     return tuple(found)
 
@@ -86,7 +90,14 @@ def layer_bytes(spec: ModelSpec, held: ChunkWork) -> tuple[LayerBytes, ...]:
     given = 0 if input_goes(spec, held) else round(held.tokens * spec.hidden_size * held.item / held.shards)
     lse = 4 * held.tokens * spec.num_heads / held.tp
     few = lse if lse < FEW_BYTES * held.tokens / held.shards else 0.0
-    return chunk_layers(held, lambda kind: layer_activation_bytes(spec, held.tokens, kind, *sizes), given, few)
+    product = product_bytes(spec, held, held.tokens)
+    return chunk_layers(held, lambda kind: layer_activation_bytes(spec, held.tokens, kind, *sizes), given, product, few)
+
+
+def product_bytes(spec: ModelSpec, held: ChunkWork, tokens: int) -> float | None:
+    """Of what elementwise recompute makes again, what is there at the worst moment of a layer's backward: what the
+    activation puts out, whose memory is free again when what a norm puts out is made; None: all of it."""
+    return None if spec.moe is not None else tokens * held.item * common_columns(spec, 0.0) / held.tp
 
 
 def input_goes(spec: ModelSpec, held: ChunkWork) -> bool:
@@ -99,18 +110,22 @@ def in_host(layers: Sequence[LayerBytes]) -> int:
     return round(sum(layer.host for layer in layers))
 
 
-def worst_layer(layers: Sequence[LayerBytes], ahead: int, backward: float, passed: float = 0.0) -> float:
+def worst_layer(
+    layers: Sequence[LayerBytes], ahead: int, backward: float, passed: float = 0.0, operands: float = 0.0
+) -> float:
     """Most bytes beside what is kept on the device of all layers, at the worst moment of the backward of one of them:
-    it has come back, as do ``ahead`` layers before it, and those after it are gone.
+    it has come back, as do ``ahead`` layers before it, and of those after it there are the operands of weight gradients
+    that wait.
 
     Args:
-        backward: of any layer; passed: the gradient that the last one got, which is there for the others, too.
+        backward: of any layer; passed: the gradient that the last one got, which is there for the others, too;
+            operands: of a layer, where backward is split.
     """
     most, gone, last = 0.0, 0.0, len(layers) - 1
     for i in reversed(range(len(layers))):
         there = sum(layer.host for layer in layers[max(i - ahead, 0) : i + 1])
         most = max(most, backward + layers[i].again + there - gone + (passed if i < last else 0.0))
-        gone += layers[i].kept - layers[i].host
+        gone += layers[i].kept - layers[i].host - operands
     return most
 
 

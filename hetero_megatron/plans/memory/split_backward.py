@@ -20,79 +20,49 @@ from hetero_megatron.plans.memory.activations import (
     ends_operand_bytes,
     kept_bytes,
     linear_bytes,
+    numbers_bytes,
     operand_bytes,
     working_bytes,
 )
-from hetero_megatron.plans.memory.offloaded import LayerBytes, layer_bytes
+from hetero_megatron.plans.memory.offloaded import LayerBytes, layer_bytes, worst_layer
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.schedule.split_moments import Moment
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.activation_bytes import (
-    layer_backward_bytes,
-    layer_operand_bytes,
-)
-from hetero_megatron.spec.expert_load import expert_operand_bytes, plain_load
+from hetero_megatron.spec.activation_bytes import layer_operand_bytes
+from hetero_megatron.spec.backward_bytes import layer_backward_bytes
 from hetero_megatron.spec.flops import common_columns
-
-NUMBERS = 16  # bytes of each token that norms and the like keep of a layer beside its activations
-DATA = 128  # bytes of each token for its number, label, place and the like, of the micro-batches that are held
 
 
 def splitting_bytes(
     spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, kept: int | None = None,
-    working: int | None = None,
+    attention: float | None = None,
 ) -> int:  # fmt: skip
     """Bytes of one micro-batch of a chunk at the worst moment of its B_INPUT, all that it kept and will wait among
     them, with messages on their way.
 
     Args:
-        layers, kept, working: of a rank of a context group, whose attention is not that of :class:`RankWork`: bytes of
-            the layers, on the device and in host memory; what the chunk keeps on the device; what a whole backward of
-            one layer works with.
+        layers, kept, attention: of a rank of a context group, whose attention is not that of :class:`RankWork`: bytes
+            of the layers, on the device and in host memory; what the chunk keeps on the device; what the attention core
+            works with.
     """
     spec = held.own or spec
     head, of_head = (sum(ends_bytes(spec, held)), ends_operand_bytes(spec, held)) if held.head else (0, 0)
-    in_layer = _layer_working(spec, held)
-    if working is not None:  # the gradients around the MLP wait while attention works
-        in_layer = max(in_layer, working + 2 * boundary_bytes(spec, held) * held.shards)
+    sizes = (held.item, held.tp, held.shards, held.load, linear_bytes(spec, held))
+    in_layer = layer_backward_bytes(spec, held.tokens, *sizes, attention, split=True)
     kept = kept_bytes(spec, held) if kept is None else kept
     most = kept + working_bytes(spec, replace(held, offloaded=0)) if held.head else 0  # operands of the head are made
     layers = layer_bytes(spec, held) if layers is None else layers
     # All that no layer has: rotary tables, and the output that the next stage got.
-    beside = kept - head - sum(layer.kept - layer.host for layer in layers)
-    # By then the product alone is made again; of 16 bits, what is normed, too.
-    if held.recompute == "elementwise" and not held.full and spec.moe is None:
-        wide = common_columns(spec, 0.0) / held.tp + (spec.hidden_size if held.item == 2 else 0)
-        layers = [replace(layer, again=min(layer.again, held.tokens * held.item * wide)) for layer in layers]
+    there = sum(layer.kept - layer.host for layer in layers)
+    beside = kept - head - there
+    if held.recompute == "elementwise" and not held.full and spec.moe is None and held.item == 2:
+        # What is normed is made again while all gradients before it wait.
+        normed = held.tokens * held.item * spec.hidden_size
+        layers = [replace(layer, again=layer.again + normed) for layer in layers]
     operands = layer_operand_bytes(spec, held.tokens, held.item, held.tp, held.load)
     inside = beside + of_head + in_layer + _moving(held) * boundary_bytes(spec, held)
-    inside += held.tokens * (NUMBERS * held.layers / held.shards + DATA)
-    return round(max(most, inside + _layers(layers, operands, held.ahead)))
-
-
-def _layers(layers: Sequence[LayerBytes], operands: float, ahead: int) -> float:
-    """Of all layers, while B_INPUT is in the worst one."""
-    most, there = 0.0, [layer.kept - layer.host for layer in layers]
-    for i, layer in enumerate(layers):
-        coming = sum(x.host for x in layers[max(i - ahead, 0) : i])
-        after = (len(layers) - 1 - i) * operands
-        most = max(most, sum(there[:i]) + coming + layer.kept + layer.again + after)
-    return most
-
-
-def _layer_working(spec: ModelSpec, held: RankWork) -> float:
-    """Beside what a layer keeps and has made again."""
-    sizes = (held.item, held.tp, held.shards, held.load)
-    load = held.load or plain_load(spec, held.tokens, 1 / held.tp, held.shards)
-    routed = load.layers if load is not None else 0.0
-    h, row = spec.hidden_size, held.tokens * held.item
-    columns = common_columns(spec, 0.0 if routed < 1 else 1.0) / held.tp
-    around = 2 * h / held.shards + (h if held.tp > 1 else 0)
-    dense = row * (around + (4 if spec.gated else 2) * columns)
-    whole = layer_backward_bytes(spec, held.tokens, *sizes, linear_bytes(spec, held))
-    if load is not None and routed:
-        whole += round(routed * expert_operand_bytes(spec, load, held.item))
-    return max(dense, whole)
+    inside += numbers_bytes(held)
+    return round(max(most, inside + there + worst_layer(layers, held.ahead, 0.0, 0.0, operands)))
 
 
 def _moving(held: RankWork) -> int:
@@ -107,7 +77,7 @@ def _weight_working(spec: ModelSpec, held: RankWork) -> float:
         return _moving(held) * boundary_bytes(spec, held)
     columns = max(common_columns(spec, 0.0), spec.num_heads * spec.head_dim) / held.tp
     vocabulary = spec.vocab_size / held.tp if held.head else 0.0
-    widest = (held.item + (4 if held.item == 2 else 0)) * spec.hidden_size * max(2 * columns, vocabulary)
+    widest = (held.item if held.item == 2 else 0) * spec.hidden_size * max(2 * columns, vocabulary)
     return widest + _moving(held) * boundary_bytes(spec, held)
 
 

@@ -172,12 +172,12 @@ class UniformStageMemory:
     @cached_method
     def host_layers(
         self, tp: int, layers: int, embed: bool, head: bool, recompute: str, first: int, rows: int, length: int,
-        away: int,
+        fp8: str | None = None, away: int = 0,
     ) -> tuple[float, ...]:  # fmt: skip
         """By layer, bytes of a micro-batch in host memory; arguments as of :meth:`activations`."""
         from hetero_megatron.plans.memory.offloaded import layer_bytes
 
-        work = self._work(tp, layers, embed, head, recompute, first, rows, length, away=away)
+        work = self._work(tp, layers, embed, head, recompute, first, rows, length, fp8, away)
         return tuple(layer.host for layer in layer_bytes(self.spec, work))
 
     @cached_method

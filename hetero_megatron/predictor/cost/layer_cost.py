@@ -183,12 +183,15 @@ class CostModel:
         """Seconds for which (forward, backward) wait for copies of activations to host memory, and back."""
         from hetero_megatron.predictor.cost.host_copies import waits
 
-        rows, rate = -(-micro_batch_size // stage.dp), self.host_rate(stage.chip)
-        part = self.parts(stage, micro_batch_size)
-        sizes = self.memory.host_layers(*stage.cut, stage.recompute, stage.first, rows, self.seq_length, stage.away)
+        rate, part = self.host_rate(stage.chip), self.parts(stage, micro_batch_size)
+        sizes = self.host_layers(stage, micro_batch_size)
         backward = [part.layer[1] + (part.layer[0] if i < stage.full else 0.0) for i in range(stage.layers)]
         head = part.head[1] if stage.head else 0.0
         return waits([size / rate for size in sizes], part.layer[0], backward, 1, head)
+
+    def host_layers(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, ...]:
+        """By layer, bytes of one micro-batch in host memory on a rank of the stage."""
+        return self.memory.host_layers(*self._work(stage, micro_batch_size))
 
     def parts(self, stage: StageChoice, micro_batch_size: int) -> UnitSeconds:
         """Seconds of one layer, of embedding and head on a rank of the stage."""
@@ -345,29 +348,26 @@ class CostModel:
         return known.host_bandwidth * (1.0 if known.speed is not None else HOST_SHARE)
 
     def first_backward_saved(self, chip: str, held: float) -> float:
-        """Seconds by which a step's first backward is shorter on a rank that holds so many trained elements: it writes
-        gradients, the others add to them."""
+        """Seconds by which a step's first backward is shorter: it writes ``held`` gradients, others add to them."""
         return held * self.item * self.chip_rates(chip).accumulate_beta
 
     def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
-        """Memory of the stage's worst rank.
-
-        Args:
-            in_flight: micro-batches whose activations are alive at once.
-            replicas: pipelines that hold these layers.
-        """
+        """Memory of the stage's worst rank; ``in_flight``: micro-batches; ``replicas``: pipelines with these layers."""
         kept, working = self.activation_bytes(stage, micro_batch_size)
         trained, copies = self.memory.trained(*stage.cut), stage.dp * replicas
         buffers = int(self.memory.buffers(stage.tp, stage.embed, stage.head, copies, trained))
-        host = host_bytes(trained / copies, self.options.moments) if stage.offload else 0
         least = self.cluster.chips[stage.chip].communicator.least
-        beside = self.overhead(stage.chip) - least, host, least
+        beside = self.overhead(stage.chip) - least, self.host_states(stage, replicas), least
         return MemoryBytes(*self.states(stage, replicas), in_flight * kept + working, buffers, *beside)
 
     def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
         """Bytes of (weights, gradients, optimizer) in device memory on the stage's worst rank."""
         weights, gradients, optimizer = self.memory.states(*stage.cut, self.owned_elements(stage, replicas))
         return weights, gradients, 0 if stage.offload else optimizer
+
+    def host_states(self, stage: StageChoice, replicas: float) -> int:
+        """Bytes of an offloaded optimizer of one rank in its host's memory."""
+        return host_bytes(self.owned_elements(stage, replicas), self.options.moments) if stage.offload else 0
 
     def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
         """(bytes kept per micro-batch, working bytes of backward) on a rank of the stage."""

@@ -3,6 +3,7 @@ and their memory as a dry run counts it."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -21,6 +22,7 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary
 from hetero_megatron.planner.search.driver import SearchResult, search
+from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import Plan, dump_yaml, validate
 from hetero_megatron.predictor.simulate.step import predict
@@ -176,3 +178,18 @@ def test_nodes_with_unlike_hosts_are_no_one_group() -> None:
     for order in (data["nodes"], data["nodes"][::-1]):
         pool = make_scorer(problem(replace(long(), cluster=cluster_from_dict({**data, "nodes": order})))).pool
         assert [group.nodes for group in pool.groups] == [1, 1]
+
+
+def test_activations_get_the_host_memory_that_offloaded_optimizers_leave() -> None:
+    """What tables choose fits there together with the states; a node in which there is just room for activations has
+    none for them where the states are, too."""
+    found: dict[tuple[float, bool], int] = {}
+    for gib, offload in itertools.product((1.0, 2.0, 3.0, 3.5, 4.0, 9.0), (True, False)):
+        scorer = make_scorer(problem(long(memory="5 GiB", host_memory=f"{gib} GiB"), offload="always"))
+        stage = scorer.tables.fastest(StageTemplate(0, 1, 1, 6, "none", offload=offload), 1, False, False, 1, 1.0)
+        assert stage is not None
+        choice = scorer.tables.choice(stage, False, False)
+        kept = sum(scorer.costs.host_layers(choice, 1)) if stage.away else 0
+        assert not stage.away or scorer.costs.host_states(choice, 1.0) + kept <= gib * 2**30
+        found[gib, offload] = stage.away
+    assert found[9.0, True] > 0 and any(found[gib, False] > found[gib, True] for gib, _ in found)

@@ -63,7 +63,7 @@ def test_found_where_nothing_else_fits() -> None:
 def test_chosen_where_it_is_faster() -> None:
     """The frozen base of adapters, on cards of unlike speed, where every layer is computed again (elementwise, two
     stages fit without)."""
-    asked = problem(cards(4, 3, slow=3.0, links=4.0), lora=Lora(4, 8.0)).with_space(recompute="full")
+    asked = problem(cards(4.2, 3.2, slow=3.0, links=4.0), lora=Lora(4, 8.0)).with_space(recompute="full")
     result, plain = search(asked), search(asked.with_space(inner_dp=False))
     assert "x as fast as the best without" in result.divided
     assert any(stage.weights is not None for stage in result.best.plan.stages)

@@ -1,0 +1,160 @@
+"""Bytes that backward through a layer or the head needs beside what they keep, moment by moment, as plain formulas of a
+model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from hetero_megatron.spec.activation_bytes import mlp_widths, shared_inputs
+from hetero_megatron.spec.expert_load import (
+    ExpertLoad,
+    expert_activation_bytes,
+    expert_backward_bytes,
+    expert_operand_bytes,
+    plain_load,
+)
+from hetero_megatron.spec.flops import common_columns, linear_layers
+from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
+from hetero_megatron.spec.model_spec import ModelSpec
+
+Linear = Callable[[float, float], float]  # (outputs, inputs) -> bytes of backward in fp8 beside the operands
+
+
+class Moment(NamedTuple):
+    """Bytes while backward is in one operator of a layer.
+
+    Attributes:
+        made: gradients and helpers; freed: of what the layer kept, what is gone by then; weight: the gradient of a
+            weight before it is added up; waiting: of gradients made before, what waits for W where backward is split.
+    """
+
+    made: float
+    freed: float = 0.0
+    weight: float = 0.0
+    waiting: float = 0.0
+
+
+def layer_backward_bytes(
+    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None,
+    load: ExpertLoad | None = None, linear: Linear | None = None, attention: float | None = None, split: bool = False,
+) -> int:  # fmt: skip
+    """Bytes that backward through one layer needs beside what the layer keeps, at the worst of its moments.
+
+    The gradient that goes around the block is there all the time (h on the token shard). Of a split backward nothing
+    that a product reads is gone, the gradient that goes into the MLP is another one, and weights get none.
+
+    Args:
+        linear: where linear modules are in fp8, the backward of one; None: in the dtype of the weights.
+        attention: of the attention core, where it is not that of a rank with all tokens.
+        split: weight gradients wait for their W.
+    """
+    load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
+    routed = load.layers if load is not None else 0.0
+    row, own = tokens * itemsize, tokens * itemsize * spec.hidden_size / (shards or tp)
+    sizes = _Sizes(spec, row, itemsize, tp, (common_columns(spec, 0.0 if routed < 1 else 1.0)) / tp, linear)
+    summed = scatter_bytes(row * spec.hidden_size, shards or max(1, round(tp)), itemsize)
+    gone = mlp_kept_bytes(spec, tokens, itemsize, tp, routed)
+    after = norm_backward_bytes(own, itemsize) if spec.norm_placement != "pre" else 0  # in a norm after the MLP
+    moments = [Moment(after), *_mlp(sizes), Moment(summed, gone), *_attention(sizes, gone, own, attention)]
+    if load is not None and routed:
+        before, inside = expert_backward_bytes(spec, load, itemsize)
+        moments += [Moment(before), Moment(inside, waiting=routed * expert_operand_bytes(spec, load, itemsize))]
+    if linear_layers(spec):
+        from hetero_megatron.spec.delta_bytes import delta_backward_bytes
+
+        experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
+        freed = gone + row * spec.hidden_size + experts
+        moments.append(Moment(tokens * delta_backward_bytes(spec, itemsize) / tp, freed, 0.0, row * spec.hidden_size))
+    if split:
+        return round(2 * own + max(x.made + x.waiting for x in moments))
+    return round(own + max(x.made - x.freed + x.weight for x in moments))
+
+
+def norm_backward_bytes(own: float, itemsize: int) -> int:
+    """Gradients and helpers of a norm of ``own`` bytes: the gradient of its output, and three that are as large, of 16
+    bits four, which are wide."""
+    return round(own * (9 if itemsize == 2 else 4))
+
+
+def scatter_bytes(whole: float, shards: int, itemsize: int, rows: int = 1) -> float:
+    """Beside partial sums over a TP group, of ``whole`` bytes on each of its ``shards`` ranks, what they are added up
+    with: parts that come, of several sequences those that go, and the sum, of 16 bits in fp32 with a part of it."""
+    if shards <= 1:
+        return 0.0
+    own = whole / shards
+    return whole + (whole - own) * (2 if rows > 1 else 1) + own * (4 if itemsize == 2 else 1)
+
+
+def mlp_kept_bytes(spec: ModelSpec, tokens: float, itemsize: int, tp: float, routed: float) -> float:
+    """Bytes that a layer's MLP keeps and that are free when attention's backward begins; of experts, which keep more,
+    what all tokens share. ``routed``: share of the layers that are mixtures of experts."""
+    only = 0.0 if routed < 1 else 1.0
+    columns = mlp_widths(spec) * common_columns(spec, only) / tp
+    return tokens * itemsize * (columns + shared_inputs(spec, only, tp) * spec.hidden_size)
+
+
+class _Sizes(NamedTuple):
+    """``row``: bytes of one number per token; ``f``: columns of the MLP here."""
+
+    spec: ModelSpec
+    row: float
+    item: int
+    tp: float
+    f: float
+    linear: Linear | None
+
+    def weight(self, outputs: float, inputs: float) -> float:
+        """Bytes beside a product's operands while its weight's gradient is made, or a weight of few bits is: fp32 is
+        added where it belongs, and of 16 bits there is a gradient first."""
+        spec, size = self.spec, outputs * inputs
+        if self.linear is not None:
+            return self.linear(outputs, inputs)
+        if spec.lora is not None:
+            making = NF4_MAKING * min(NF4_CHUNK, size) if spec.in_nf4 else 0
+            return size * self.item + making if spec.in_few_bits else 0.0
+        return size * self.item if self.item == 2 else 0.0
+
+    @property
+    def whole(self) -> float:
+        """A gradient after the gather."""
+        return self.row * self.spec.hidden_size if self.tp > 1 else 0.0
+
+
+def _mlp(x: _Sizes) -> Iterator[Moment]:
+    """In ``down_proj``, in the activation, and in what is before it."""
+    h, f = x.spec.hidden_size, x.f
+    if not f:
+        return
+    yield Moment(x.whole + x.row * f, 0.0, x.weight(h, f))
+    # The product is gone; its gradient, those of gate and up, and one helper.
+    yield Moment(x.whole + x.row * (4 if x.spec.gated else 2) * f, x.whole + x.row * f)
+    inputs = (2 if x.spec.gated else 1) * f
+    joint = inputs if x.spec.lora is None else f  # a frozen matrix is made, and multiplied, by itself
+    yield Moment(x.row * (inputs + h), x.row * mlp_widths(x.spec) * f, x.weight(joint, h))
+
+
+def _attention(x: _Sizes, gone: float, own: float, core: float | None) -> Iterator[Moment]:
+    """In the norm before the MLP, in ``o_proj``, and in the attention core; ``gone``: bytes that the MLP kept."""
+    spec, waiting = x.spec, x.row * x.spec.hidden_size
+    yield Moment(norm_backward_bytes(own, x.item), gone)
+    q, kv = (n * spec.head_dim / x.tp for n in (spec.num_heads, spec.num_kv_heads))
+    values = q if spec.mla is None else spec.num_heads * spec.mla.v_dim / x.tp
+    yield Moment(x.whole + x.row * values, gone + own, x.weight(spec.hidden_size, values), waiting)
+    copies = 4 * q if x.item == 2 and kv < q else 0.0  # keys, values and their gradients for each query head
+    yield Moment(x.row * (2 * q + 2 * kv + copies) if core is None else core, gone + own, 0.0, waiting)
+
+
+def head_backward_bytes(
+    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, chunked: bool = False
+) -> int:  # fmt: skip
+    """Bytes that head and loss need beside what they keep, at the worst moment: 16-bit logits beside their wide
+    probabilities, or the gradients of the head's input and, before it is added up, of its weight, to whose sum chunks
+    of tokens add theirs."""
+    h, vocab, wide = spec.hidden_size, spec.vocab_size / tp, max(itemsize, 4)
+    weight = vocab * h * itemsize if spec.lora is None and not chunked and itemsize < wide else 0
+    gradients = tokens * itemsize * h + weight
+    logits = tokens * itemsize * vocab if itemsize < wide and not chunked else 0
+    if logits:  # the wide probabilities are gone before the products of backward
+        gradients -= tokens * (wide - itemsize) * vocab
+    return round(max(logits, gradients))
