@@ -76,6 +76,29 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
         4,
         256,
     ),
+    "qwen3-next-30M": (  # three layers of Gated DeltaNet for each one of attention
+        {
+            "model_type": "qwen3_next",
+            "hidden_size": 256,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "vocab_size": 8192,
+        },
+        4,
+        512,
+    ),
 }
 
 
