@@ -21,7 +21,7 @@ from hetero_megatron.spec.model_spec import ModelSpec
 Linear = Callable[[float, float], float]  # (outputs, inputs) -> bytes of backward in fp8 beside the operands
 
 
-class Moment(NamedTuple):
+class BackwardMoment(NamedTuple):
     """Bytes while backward is in one operator of a layer.
 
     Attributes:
@@ -56,16 +56,16 @@ def layer_backward_bytes(
     summed = scatter_bytes(row * spec.hidden_size, shards or max(1, round(tp)), itemsize)
     gone = mlp_kept_bytes(spec, tokens, itemsize, tp, routed)
     after = norm_backward_bytes(own, itemsize) if spec.norm_placement != "pre" else 0  # in a norm after the MLP
-    moments = [Moment(after), *_mlp(sizes), Moment(summed, gone), *_attention(sizes, gone, own, attention)]
+    moments = [BackwardMoment(after), *_mlp(sizes), BackwardMoment(summed, gone), *_attention(sizes, gone, own, attention)]
     if load is not None and routed:
         before, inside = expert_backward_bytes(spec, load, itemsize)
-        moments += [Moment(before), Moment(inside, waiting=routed * expert_operand_bytes(spec, load, itemsize))]
+        moments += [BackwardMoment(before), BackwardMoment(inside, waiting=routed * expert_operand_bytes(spec, load, itemsize))]
     if linear_layers(spec):
         from hetero_megatron.spec.delta_bytes import delta_backward_bytes
 
         experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
         freed = gone + row * spec.hidden_size + experts
-        moments.append(Moment(tokens * delta_backward_bytes(spec, itemsize) / tp, freed, 0.0, row * spec.hidden_size))
+        moments.append(BackwardMoment(tokens * delta_backward_bytes(spec, itemsize) / tp, freed, 0.0, row * spec.hidden_size))
     if split:
         return round(2 * own + max(x.made + x.waiting for x in moments))
     return round(own + max(x.made - x.freed + x.weight for x in moments))
@@ -121,28 +121,28 @@ class _Sizes(NamedTuple):
         return self.row * self.spec.hidden_size if self.tp > 1 else 0.0
 
 
-def _mlp(x: _Sizes) -> Iterator[Moment]:
+def _mlp(x: _Sizes) -> Iterator[BackwardMoment]:
     """In ``down_proj``, in the activation, and in what is before it."""
     h, f = x.spec.hidden_size, x.f
     if not f:
         return
-    yield Moment(x.whole + x.row * f, 0.0, x.weight(h, f))
+    yield BackwardMoment(x.whole + x.row * f, 0.0, x.weight(h, f))
     # The product is gone; its gradient, those of gate and up, and one helper.
-    yield Moment(x.whole + x.row * (4 if x.spec.gated else 2) * f, x.whole + x.row * f)
+    yield BackwardMoment(x.whole + x.row * (4 if x.spec.gated else 2) * f, x.whole + x.row * f)
     inputs = (2 if x.spec.gated else 1) * f
     joint = inputs if x.spec.lora is None else f  # a frozen matrix is made, and multiplied, by itself
-    yield Moment(x.row * (inputs + h), x.row * mlp_widths(x.spec) * f, x.weight(joint, h))
+    yield BackwardMoment(x.row * (inputs + h), x.row * mlp_widths(x.spec) * f, x.weight(joint, h))
 
 
-def _attention(x: _Sizes, gone: float, own: float, core: float | None) -> Iterator[Moment]:
+def _attention(x: _Sizes, gone: float, own: float, core: float | None) -> Iterator[BackwardMoment]:
     """In the norm before the MLP, in ``o_proj``, and in the attention core; ``gone``: bytes that the MLP kept."""
     spec, waiting = x.spec, x.row * x.spec.hidden_size
-    yield Moment(norm_backward_bytes(own, x.item), gone)
+    yield BackwardMoment(norm_backward_bytes(own, x.item), gone)
     q, kv = (n * spec.head_dim / x.tp for n in (spec.num_heads, spec.num_kv_heads))
     values = q if spec.mla is None else spec.num_heads * spec.mla.v_dim / x.tp
-    yield Moment(x.whole + x.row * values, gone + own, x.weight(spec.hidden_size, values), waiting)
+    yield BackwardMoment(x.whole + x.row * values, gone + own, x.weight(spec.hidden_size, values), waiting)
     copies = 4 * q if x.item == 2 and kv < q else 0.0  # keys, values and their gradients for each query head
-    yield Moment(x.row * (2 * q + 2 * kv + copies) if core is None else core, gone + own, 0.0, waiting)
+    yield BackwardMoment(x.row * (2 * q + 2 * kv + copies) if core is None else core, gone + own, 0.0, waiting)
 
 
 def head_backward_bytes(
