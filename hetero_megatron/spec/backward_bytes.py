@@ -56,7 +56,8 @@ def layer_backward_bytes(
     summed = scatter_bytes(row * spec.hidden_size, shards or max(1, round(tp)), itemsize)
     gone = mlp_kept_bytes(spec, tokens, itemsize, tp, routed)
     after = norm_backward_bytes(own, itemsize) if spec.norm_placement != "pre" else 0  # in a norm after the MLP
-    moments = [BackwardMoment(after), *_mlp(sizes), BackwardMoment(summed, gone), *_attention(sizes, gone, own, attention)]
+    moments = [BackwardMoment(after), *_mlp(sizes), BackwardMoment(summed, gone)]
+    moments += _attention(sizes, gone, own, attention)
     if load is not None and routed:
         before, inside = expert_backward_bytes(spec, load, itemsize)
         moments += [BackwardMoment(before), BackwardMoment(inside, waiting=routed * expert_operand_bytes(spec, load, itemsize))]
