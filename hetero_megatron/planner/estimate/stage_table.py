@@ -338,8 +338,8 @@ class StageTables:
         rows = []
         for recompute in AWAY:
             a, b = (self._stage(kind, recompute, n, n) for n in (SOME, SOME + 1))
-            (some, working), (more, _) = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in (a, b))
-            rows.append((some - SOME * (more - some), more - some, working))
+            (at_some, working), (at_next, _) = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in (a, b))
+            rows.append((at_some - SOME * (at_next - at_some), at_next - at_some, working))
         ends, layer_bytes, work = np.array(rows, np.float64).T[:, :, None]
         return ends, layer_bytes, work
 
