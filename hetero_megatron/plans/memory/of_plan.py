@@ -147,7 +147,7 @@ def estimate_memory(
     item = ITEM_BYTES[dtype]
     out = plan_activations(plan, spec, item, logits_bytes, routing, fp8, graphs)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
-    held, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
+    held_elements, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
     # Bytes of each rank's latest buckets, in the order of sending: [under way | being summed, IN_FLIGHT, ranks].
     recent = np.zeros((2, IN_FLIGHT, len(index)), np.int64)
     places: dict[tuple[int, ...], Ints] = {}
@@ -172,7 +172,7 @@ def estimate_memory(
         if bucket.weights is not None:
             owned_divided[rank_indices] += bucket_owned
             continue
-        held[rank_indices] += bucket_held
+        held_elements[rank_indices] += bucket_held
         owned[rank_indices] += bucket_owned
         if bucket.matrices and matrices is not None:
             moving = matrices.add(bucket, rank_indices, bucket_held, bucket_owned)
@@ -181,7 +181,7 @@ def estimate_memory(
         first_added = last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0)
         buffers[rank_indices] = np.maximum.reduce([buffers[rank_indices], first_added, moving.max(axis=0)])
     frozen = _frozen(plan, spec, item) if spec.lora is not None else {}
-    columns = (column.tolist() for column in (held, owned, owned_divided, buffers))
+    columns = (column.tolist() for column in (held_elements, owned, owned_divided, buffers))
     for rank, holds, owns, owns_divided, most_buffers in zip(plan.ranks, *columns, strict=True):
         frozen_elements, saved = frozen.get(rank, (0, 0))
         weights, gradients, optimizer = state_bytes(holds + frozen_elements, owns, item, moments, holds, saved)

@@ -65,8 +65,8 @@ class UniformStageMemory:
     def states(self, tp: int, layers: int, embed: bool, head: bool, owned: float) -> tuple[int, int, int]:
         """Bytes of (weights, gradients, optimizer); ``owned``: elements whose optimizer states the rank keeps."""
         cut, saved = (tp, layers, embed, head), int(layers * self.saved_per_layer(tp))
-        held, trained = self.held(*cut), self.trained(*cut)
-        states = state_bytes(held, owned, self.item, self.moments, trained, saved)
+        held_elements, trained = self.held(*cut), self.trained(*cut)
+        states = state_bytes(held_elements, owned, self.item, self.moments, trained, saved)
         if not self.muon or not trained:  # an embedding alone, beside adapters, trains nothing
             return states
         matrices = owned * layers * self._matrices_per_layer(tp) / trained
