@@ -54,10 +54,10 @@ class Comparison:
         return self.tokens_per_second[0] / self.tokens_per_second[1]
 
     def __str__(self) -> str:
-        one, two = map(format_seconds, self.seconds)
-        small, large = (f"{size / 2**30:.1f} GiB" for size in self.memory)
-        times = f"{one} per step against {two}: {self.speedup:.2f}x the tokens per second"
-        return f"{times}; at most {small} against {large} on a rank"
+        seconds, other_seconds = map(format_seconds, self.seconds)
+        own_memory, other_memory = (f"{size / 2**30:.1f} GiB" for size in self.memory)
+        times = f"{seconds} per step against {other_seconds}: {self.speedup:.2f}x the tokens per second"
+        return f"{times}; at most {own_memory} against {other_memory} on a rank"
 
 
 @dataclass(frozen=True)
@@ -95,26 +95,26 @@ class Plan:
                 something else than what is given here.
         """
         document = path if isinstance(path, Entry) else read_document(path)
-        source, made = document.file, made_for_of(document)
-        shapes = _model_of(made, model)
-        if made is not None:
-            made.agree_on_model(shapes.spec, source)
+        source, made_for = document.file, made_for_of(document)
+        shapes = _model_of(made_for, model)
+        if made_for is not None:
+            made_for.agree_on_model(shapes.spec, source)
             for key, value in (("dtype", dtype), ("optimizer", optimizer)):
                 if value is not None:
-                    made.agree(key, f"--{key}", value, source)
-            if fp8 is not None and made.fp8 is not None:
-                made.agree_on_fp8(fp8, source)
+                    made_for.agree(key, f"--{key}", value, source)
+            if fp8 is not None and made_for.fp8 is not None:
+                made_for.agree_on_fp8(fp8, source)
         length = _seq_length(document)
         stretched = shapes.stretched(length)
-        dtype = dtype or (made.dtype if made is not None else DTYPE)
+        dtype = dtype or (made_for.dtype if made_for is not None else DTYPE)
         described = None if cluster is None else cluster.described
-        plan, said = load_plan(document, stretched.spec, described, dtype), positions_notice(shapes, length)
+        plan, notices = load_plan(document, stretched.spec, described, dtype), positions_notice(shapes, length)
         if described is not None:
             written, plan = plan, add_islands(plan, stretched.spec, described)
-            said += [format_added(plan, described)] if plan is not written else []
-        optimizer = optimizer or (made.optimizer if made is not None else OPTIMIZER)
-        fp8 = fp8 if fp8 is not None or made is None else made.fp8
-        return Plan(plan, stretched, dtype, optimizer, fp8, source, tuple(said))
+            notices += [format_added(plan, described)] if plan is not written else []
+        optimizer = optimizer or (made_for.optimizer if made_for is not None else OPTIMIZER)
+        fp8 = fp8 if fp8 is not None or made_for is None else made_for.fp8
+        return Plan(plan, stretched, dtype, optimizer, fp8, source, tuple(notices))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -150,12 +150,12 @@ class Plan:
 
     def compare(self, other: Plan, cluster: Cluster) -> Comparison:
         """Predicted step time and memory of this plan beside another one's."""
-        both = predict(self, cluster), predict(other, cluster)
-        one, two = both
-        largest = [max(use.total for use in found.memory.values()) for found in both]
+        predictions = predict(self, cluster), predict(other, cluster)
+        first, second = predictions
+        largest = [max(use.total for use in prediction.memory.values()) for prediction in predictions]
         return Comparison(
-            (one.step_seconds, two.step_seconds), (largest[0], largest[1]),
-            (one.tokens_per_second, two.tokens_per_second),
+            (first.step_seconds, second.step_seconds), (largest[0], largest[1]),
+            (first.tokens_per_second, second.tokens_per_second),
         )  # fmt: skip
 
 
@@ -207,7 +207,7 @@ class Prediction:
     @property
     def over(self) -> list[str]:
         """A line per rank, or node, that does not fit."""
-        return [str(over) for over in self.simulated.over]
+        return [str(excess) for excess in self.simulated.over]
 
     def explain(self, width: int = 100) -> str:
         """Step time and its parts, memory, and the timeline in ``width`` columns."""
@@ -262,8 +262,8 @@ def predict(
     )  # fmt: skip
     costs = CostModel(spec, described, plan.seq_length, plan.dtype, options)
     compiled = compiled_plan(plan)
-    found = step.predict(plan.canonical, spec, described, plan.dtype, costs, prepared=PreparedPlan(compiled))
-    return Prediction(plan, cluster, found, question(costs, plan.global_batch_size), compiled)
+    simulated = step.predict(plan.canonical, spec, described, plan.dtype, costs, prepared=PreparedPlan(compiled))
+    return Prediction(plan, cluster, simulated, question(costs, plan.global_batch_size), compiled)
 
 
 def memory(plan: Plan, cluster: Cluster | None = None) -> Mapping[int, Memory]:
@@ -272,10 +272,10 @@ def memory(plan: Plan, cluster: Cluster | None = None) -> Mapping[int, Memory]:
     Faster than :func:`predict`, and it needs no rates.
     """
     spec, buckets = plan.model.spec, compiled_plan(plan).buckets
-    found = estimate_memory(plan.canonical, spec, plan.dtype, moments_of(plan.optimizer), buckets, fp8=plan.fp8)
+    needs = estimate_memory(plan.canonical, spec, plan.dtype, moments_of(plan.optimizer), buckets, fp8=plan.fp8)
     if cluster is None:
-        return found
-    return with_communicators(found, plan.canonical, spec, buckets, cluster.described)
+        return needs
+    return with_communicators(needs, plan.canonical, spec, buckets, cluster.described)
 
 
 def compiled_plan(plan: Plan) -> CompiledPlan:

@@ -25,9 +25,9 @@ def site_keys(spec: ModelSpec, sites: tuple[Sites, ...], plain: list[str]) -> di
     names = modules(spec)
     places = {(layer, name): site for site in sites for layer in site.layers for name in site.targets}
     layers, ends = sorted({layer for layer, _ in places}), {name for _, name in places}
-    even = len(places) == len(layers) * len(ends)
-    keys: dict[str, Any] = {"target_modules": plain if even else [names[place] for place in sorted(places)]}
-    if even and len(layers) < spec.num_layers:
+    uniform = len(places) == len(layers) * len(ends)
+    keys: dict[str, Any] = {"target_modules": plain if uniform else [names[place] for place in sorted(places)]}
+    if uniform and len(layers) < spec.num_layers:
         keys["layers_to_transform"] = layers
     for key, usual in (("rank", spec.lora.rank), ("alpha", spec.lora.alpha)):
         value_of_place = {names[place]: getattr(site, key) for place, site in sorted(places.items())}
@@ -197,9 +197,9 @@ def _choice(found: Mapping[str, Any], where: str, spec: ModelSpec, listed: tuple
 
 def _all_known(choice: ModuleChoice, spec: ModelSpec, where: str) -> None:
     """UserError: the choice takes what may have no adapter, or a name of it is nothing's."""
-    if other := next((name for name in other_modules(spec) if choice.takes(name)), None):
+    if unadaptable := next((name for name in other_modules(spec) if choice.takes(name)), None):
         raise UserError(
-            f"{other} may have no adapter", field="target_modules", value=choice.targets, where=where,
+            f"{unadaptable} may have no adapter", field="target_modules", value=choice.targets, where=where,
             accepted=f"projections alone, such as {next(iter(modules(spec).values()), 'none')}",
         )  # fmt: skip
     names = modules(spec).values()

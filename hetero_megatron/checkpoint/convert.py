@@ -238,8 +238,8 @@ def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:
         "kernels",
     )
     versions = {"hetero_megatron": __version__, "torch": torch.__version__}
-    begun = {"step": 0, "consumed_train_samples": 0, "model": asdict(spec), "dtype": dtype, "versions": versions}
-    return begun | dict.fromkeys(absent_keys)
+    state = {"step": 0, "consumed_train_samples": 0, "model": asdict(spec), "dtype": dtype, "versions": versions}
+    return state | dict.fromkeys(absent_keys)
 
 
 def _write(

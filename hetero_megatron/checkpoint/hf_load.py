@@ -63,15 +63,15 @@ class HFWeights:
         self._files = WeightFiles(self.directory, field)
         self.notices = self._files.notices
         self.nonfinite: dict[str, None] = {}
-        whole = FAMILIES[spec.hf_model_type].inside
-        self._renamed = self._unwrap(whole.prefix if whole is not None else None)
+        outer = FAMILIES[spec.hf_model_type].inside
+        self._renamed = self._unwrap(outer.prefix if outer is not None else None)
         dequantise(self._files)
         self._shapes = self._files.shapes()
         # What the names have before them, and those beside, in the files of a model of more than language.
-        wrapped = whole is not None and any(n.startswith(whole.prefix) for n in self._shapes)
-        self._prefix, self._apart = (whole.prefix, whole.apart) if wrapped and whole is not None else ("", ())
-        if apart := sum(n.startswith(self._apart) for n in self._shapes):
-            self.notices.append(f"{directory}: {apart} tensors of other parts than the language model are not read")
+        wrapped = outer is not None and any(n.startswith(outer.prefix) for n in self._shapes)
+        self._prefix, self._apart = (outer.prefix, outer.apart) if wrapped and outer is not None else ("", ())
+        if outside := sum(n.startswith(self._apart) for n in self._shapes):
+            self.notices.append(f"{directory}: {outside} tensors of other parts than the language model are not read")
         self._apart += self._predictions()
         self._sources = {t.name: self._source(t.name) for t, _ in stored_tensors(spec)}
         self._check()
@@ -81,15 +81,15 @@ class HFWeights:
         """How the tensors of layers after the last one begin that predict further tokens (DeepSeek-V3, GLM-4.5,
         Qwen3-Next), and that the model has not."""
         layer = self._prefix + FAMILIES[self.spec.hf_model_type].names.layer.format(r"(\d+)").replace(".", r"\.")
-        found = [re.fullmatch(rf"({layer}\.)eh_proj\.weight", name) for name in self._shapes]
-        first = self.spec.predictions.stop
-        starts = tuple(match[1] for match in found if match is not None and int(match[2]) >= first)
+        matches = [re.fullmatch(rf"({layer}\.)eh_proj\.weight", name) for name in self._shapes]
+        first_layer = self.spec.predictions.stop
+        starts = tuple(match[1] for match in matches if match is not None and int(match[2]) >= first_layer)
         unread = FAMILIES[self.spec.hf_model_type].unread
         starts += tuple(start for start in unread if any(name.startswith(start) for name in self._shapes))
         if starts:
             tensors, layers = sum(n.startswith(starts) for n in self._shapes), ", ".join(sorted(starts))
-            said = f"{tensors} tensors of layers that predict further tokens ({layers}) are not read"
-            self.notices.append(f"{self.directory}: {said}")
+            unread_text = f"{tensors} tensors of layers that predict further tokens ({layers}) are not read"
+            self.notices.append(f"{self.directory}: {unread_text}")
         return starts
 
     def _unwrap(self, whole: str | None) -> Names:
@@ -100,8 +100,8 @@ class HFWeights:
             accepted = "what merge_and_unload() and save_pretrained write, or the base with --load-adapter"
             raise self._files.refuse(unmerged(names), self.directory, accepted)
         if names.clash:
-            one, other = map(shown, names.clash)
-            raise self._files.refuse(f"holds {one} and {other}, which are one tensor", self.directory)
+            first, second = map(shown, names.clash)
+            raise self._files.refuse(f"holds {first} and {second}, which are one tensor", self.directory)
         self._files.rename(names.plain)
         if names.changed:
             self.notices.append(f"{self.directory}: names of tensors are read {names.changed}")
@@ -122,31 +122,31 @@ class HFWeights:
         return self._prefix + hf_source(self.spec, HEAD).name
 
     def _check(self) -> None:
-        problems, used = [], set()
+        problems, source_names = [], set()
         for tensor, _ in stored_tensors(self.spec):
             source = self._sources[tensor.name]
-            used.add(source.name)
-            expected, got = source.shape(tensor.shape), self._shapes.get(source.name)
-            if got is None:
+            source_names.add(source.name)
+            expected, stored_shape = source.shape(tensor.shape), self._shapes.get(source.name)
+            if stored_shape is None:
                 problems.append(f"missing {source.name} {list(expected)}{self._why_missing(source.name)}")
-            elif got != expected:
-                problems.append(f"{source.name} is {list(got)}, not {list(expected)}")
+            elif stored_shape != expected:
+                problems.append(f"{source.name} is {list(stored_shape)}, not {list(expected)}")
             elif (label := self._label(source.name)) not in _DTYPE_OF:
                 problems.append(f"{source.name} has dtype {label}, not one of {', '.join(_DTYPE_OF)}")
-        beside = used | ({self._head} if self.spec.tied else set()) | self._repeated().keys()
-        known = (n for n in self._shapes if n in beside or _BUFFERS.fullmatch(n) or n.startswith(self._apart))
-        spare = sorted(self._shapes.keys() - set(known))
-        if problems or spare:
-            problems, beyond = list(dict.fromkeys(problems)), [f"unexpected {shown(name)}" for name in spare]
-            kept = max(_SHOWN - 4, _SHOWN - len(beyond))  # some of both: a tensor may be there under another name
-            found = [*_first(problems, kept), *_first(beyond, _SHOWN - min(kept, len(problems)))]
-            read = f" (names are read {self._renamed.changed})" if self._renamed.changed else ""
-            fit = f"does not fit the model {self.spec.name}{read}: {'; '.join(found)}"
-            narrow = (self._label(n).startswith(_NARROW) for n in used & self._shapes.keys())
-            if any(map(_QUANTISED.fullmatch, spare)) or any(narrow):
-                fit += "; the weights are quantised, and nothing is trained in such a format"
-                raise self._files.refuse(fit, self.directory, "the model's directory from before the quantisation")
-            raise self._files.refuse(fit, self.directory)
+        read_names = source_names | ({self._head} if self.spec.tied else set()) | self._repeated().keys()
+        known_names = (n for n in self._shapes if n in read_names or _BUFFERS.fullmatch(n) or n.startswith(self._apart))
+        spare_names = sorted(self._shapes.keys() - set(known_names))
+        if problems or spare_names:
+            problems, unexpected = list(dict.fromkeys(problems)), [f"unexpected {shown(name)}" for name in spare_names]
+            limit = max(_SHOWN - 4, _SHOWN - len(unexpected))  # some of both: a tensor may be there under another name
+            faults = [*_first(problems, limit), *_first(unexpected, _SHOWN - min(limit, len(problems)))]
+            renaming = f" (names are read {self._renamed.changed})" if self._renamed.changed else ""
+            misfit = f"does not fit the model {self.spec.name}{renaming}: {'; '.join(faults)}"
+            narrow_dtypes = (self._label(n).startswith(_NARROW) for n in source_names & self._shapes.keys())
+            if any(map(_QUANTISED.fullmatch, spare_names)) or any(narrow_dtypes):
+                misfit += "; the weights are quantised, and nothing is trained in such a format"
+                raise self._files.refuse(misfit, self.directory, "the model's directory from before the quantisation")
+            raise self._files.refuse(misfit, self.directory)
 
     def _why_missing(self, name: str) -> str:
         if name in self._files.indexed:
@@ -160,27 +160,31 @@ class HFWeights:
         """What layers that predict further tokens repeat in the files, where they do -> what it is a copy of."""
         copies = repeated_tensors(self.spec)
         return {
-            name: self._sources[of].name for copy, of in copies.items() if (name := self._prefix + copy) in self._shapes
+            name: self._sources[copied].name
+            for copy, copied in copies.items()
+            if (name := self._prefix + copy) in self._shapes
         }
 
     def _check_copies(self) -> None:
         """Tensors that occur several times must be equal."""
-        for name, of in self._repeated().items():
-            if not _equal(self._files.tensor(name), self._files.tensor(of)):
-                both = f"holds {name} with other values than {of}, and layers that predict further tokens share it"
-                raise self._files.refuse(both, self.directory, "equal values, or --mtp-num-layers 0")
+        for name, copied in self._repeated().items():
+            if not _equal(self._files.tensor(name), self._files.tensor(copied)):
+                problem = (
+                    f"holds {name} with other values than {copied}, and layers that predict further tokens share it"
+                )
+                raise self._files.refuse(problem, self.directory, "equal values, or --mtp-num-layers 0")
         for name in dict.fromkeys(source.name for source in self._sources.values()):
             files = self._files.files_of[name]
             for file in files[:-1]:
                 if not _equal(self._files.tensor(name, file), self._files.tensor(name)):
-                    both = f"holds two different tensors {name}, in {shown(file)} and in {shown(files[-1])}"
-                    raise self._files.refuse(both, self.directory)
+                    problem = f"holds two different tensors {name}, in {shown(file)} and in {shown(files[-1])}"
+                    raise self._files.refuse(problem, self.directory)
         embedding = self._sources[EMBEDDING].name
         head = self._head
         twice = self.spec.tied and head in self._shapes and embedding != head
         if twice and not _equal(self._files.tensor(embedding), self._files.tensor(head)):
-            both = f"holds {head} beside {embedding} with other values, and config.json says that they are tied"
-            raise self._files.refuse(f'{both} (untied: "tie_word_embeddings": false)', self.directory)
+            problem = f"holds {head} beside {embedding} with other values, and config.json says that they are tied"
+            raise self._files.refuse(f'{problem} (untied: "tie_word_embeddings": false)', self.directory)
 
     def _label(self, name: str) -> str:
         return str(self._files.tensor(name).get_dtype())
@@ -203,11 +207,11 @@ class HFWeights:
         if math.prod(box.shape) == 0:
             return torch.empty(box.shape)
         if tensor.name not in self._sources:
-            pieces = [self.read(stored, inside) for stored, inside in stored_boxes(self.spec, tensor, box)]
+            pieces = [self.read(stored, part_box) for stored, part_box in stored_boxes(self.spec, tensor, box)]
             return torch.stack(pieces) if tensor.per_expert else torch.cat(pieces)
         source = self._sources[tensor.name]
-        parts = [self._part(source, slices) for _, slices in source.runs(box)]
-        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        runs = [self._part(source, slices) for _, slices in source.runs(box)]
+        values = runs[0] if len(runs) == 1 else torch.cat(runs)
         if not is_finite(values):
             self.nonfinite[source.name] = None
         return values.T if source.transpose else values
@@ -216,8 +220,8 @@ class HFWeights:
         """What ``slices`` are of a stored tensor."""
         values: torch.Tensor
         if source.width or source.filters:
-            whole = self._files.whole(source.name)
-            return whole.view(source.view(tuple(whole.shape)))[slices]
+            stored = self._files.whole(source.name)
+            return stored.view(source.view(tuple(stored.shape)))[slices]
         if source.step == 1 and tuple(s.stop - s.start for s in slices) == self._shapes[source.name]:
             values = self._files.whole(source.name)  # mapped, not copied
         else:  # safetensors takes no steps
@@ -231,11 +235,11 @@ class HFWeights:
         Args:
             owned: (logical name, box, master values), as from ``ShardedOptimizer.owned``.
         """
-        known = {t.name: t for t in logical_tensors(self.spec)}
+        tensor_of = {t.name: t for t in logical_tensors(self.spec)}
         for name, box, master in owned:
-            rounded = torch.promote_types(self.dtype(known[name]), dtype) != dtype
+            rounded = torch.promote_types(self.dtype(tensor_of[name]), dtype) != dtype
             if rounded and master.dtype != dtype:
-                master.copy_(self.read(known[name], box))
+                master.copy_(self.read(tensor_of[name], box))
 
 
 def _first(found: list[str], most: int) -> list[str]:

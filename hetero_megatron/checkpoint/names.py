@@ -124,14 +124,14 @@ def plain_names(names: Collection[str], layer: str, head: str, whole: str | None
         if any(part in name.split(".") for name in renamed.values()):
             renamed = {raw: ".".join(p for p in name.split(".") if p != part) for raw, name in renamed.items()}
             removed[f"{part}. ({wrapper})"] = None
-    base, _, rest = layer.removesuffix(".{}").partition(".")
-    removable = (f"{base}.{rest}.", f"{rest}.", *([whole] if whole else []))
+    base, _, layers_name = layer.removesuffix(".{}").partition(".")
+    removable = (f"{base}.{layers_name}.", f"{layers_name}.", *([whole] if whole else []))
     while start := _common(renamed.values(), removable, f"{base}."):
         renamed = {raw: name.removeprefix(start) for raw, name in renamed.items()}
         removed[f"{start} ({_PREFIXES[start]})"] = None
     added_prefix = ""
     values = renamed.values()
-    if any(n.startswith(f"{rest}.") for n in values) and not any(n.startswith(f"{base}.") for n in values):
+    if any(n.startswith(f"{layers_name}.") for n in values) and not any(n.startswith(f"{base}.") for n in values):
         added_prefix = f"{base}."
         renamed = {raw: name if name == head else added_prefix + name for raw, name in renamed.items()}
     raw_names: dict[str, str] = {}

@@ -122,8 +122,8 @@ class Files:
                 self._handles[file] = self._safe_open(path, framework="pt", device="cpu")
             whole_tensor = self._handles[file].get_slice(key)
             if [s.stop - s.start for s in slices] == list(whole_tensor.get_shape()):
-                everything: torch.Tensor = self._handles[file].get_tensor(key)  # mapped, not copied
-                return everything
+                mapped: torch.Tensor = self._handles[file].get_tensor(key)  # mapped, not copied
+                return mapped
             part: torch.Tensor = whole_tensor[slices]
             return part
         except (OSError, SafetensorError) as error:

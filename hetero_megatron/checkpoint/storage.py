@@ -107,9 +107,9 @@ class BoxWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         work, sums = self.directory.work(self.step), {}
         metadata.storage_data = {}
-        for result in (r for per_rank in results for r in per_rank):
-            metadata.storage_data[result.index] = result.storage_data.place
-            sums[result.storage_data.place.file] = result.storage_data.digest
+        for written in (r for per_rank in results for r in per_rank):
+            metadata.storage_data[written.index] = written.storage_data.place
+            sums[written.storage_data.place.file] = written.storage_data.digest
         for name, content in {METADATA: encode_metadata(metadata, self.state).encode(), **self.extra}.items():
             write_synced(work / name, content)
             sums[name] = sha256(work / name)

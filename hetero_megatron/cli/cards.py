@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="FILE", help="contribute: where to write (default CARD.yaml); a file of\n"
                         "the same card is added to")  # fmt: skip
     args = parser.parse_args(list(argv))
-    least, most_names = COUNTS[args.what]
-    if not least <= len(args.names) <= most_names:
+    least_names, most_names = COUNTS[args.what]
+    if not least_names <= len(args.names) <= most_names:
         noun = "file" if args.what in ("contribute", "check") else "card"
         field = noun.upper()
         raise UserError(f"{plural(len(args.names), noun)} for {args.what}", field=field, accepted=WORDS[args.what])

@@ -106,7 +106,7 @@ def check_launch(launch: Launch, ranks: int | None = None) -> Verdict:
             args.given.add(flag.key)
             args.failed.add(flag.key)
     world = ranks or launch.ranks or _least(args)
-    everything = any(unresolved(group[0]) for group in groups)  # words that may be any flags
+    may_be_any_flag = any(unresolved(group[0]) for group in groups)  # words that may be any flags
     notices: tuple[str, ...] = ()
     try:
         notices = configure_arguments(args, list(errors), {"WORLD_SIZE": str(world)}).notices
@@ -118,7 +118,7 @@ def check_launch(launch: Launch, ranks: int | None = None) -> Verdict:
         verdict.flags.append(_judged(group, words, errors, idle))
     flagged = {flag.flag for flag in verdict.flags}
     for problem in errors:
-        missing = "missing" in problem.problem and everything
+        missing = "missing" in problem.problem and may_be_any_flag
         if problem.field not in flagged and not missing:
             verdict.refused.append({"field": problem.field, "reason": problem.problem, "accepted": problem.accepted})
     return verdict

@@ -59,9 +59,9 @@ def take_epochs(
     epochs = args["epochs"]
     if epochs is None:
         return
-    for other in ("train_iters", "train_samples"):
-        if args[other] is not None:
-            raise flag_error(other, args[other], "two lengths: --epochs is one, too", "one of them")
+    for length_key in ("train_iters", "train_samples"):
+        if args[length_key] is not None:
+            raise flag_error(length_key, args[length_key], "two lengths: --epochs is one, too", "one of them")
     if data is None:  # a dry run
         return
     if data.reads_stream:
@@ -108,45 +108,45 @@ def configure_arguments(
     early: bool = False,
 ) -> RunConfig:  # fmt: skip
     """The configuration from a command line that is parsed already; ``errors``: what was found wrong with it then."""
-    parts = Collector(errors, args.places)
-    part, launcher = parts.part, parts.part(lambda: read_launcher(environment, joins=False))
-    part(take_defaults, args)
-    optimizer, evaluation = part(training.build_optimizer, args), part(training.build_evaluation, args)
-    dtype = part(training.build_precision, args)
-    loss_scale = part(training.build_loss_scale, args, dtype)
-    fp8, dropout = part(training.build_fp8, args), part(build_dropout, args)
-    stop, logging = part(training.build_exit, args), part(training.build_logging, args)
-    distributed, data = part(training.build_distributed, args), part(_data, args)
-    part(_find_model, args)
-    data = part(_own_tokenizer, args, data)
-    part(_set_dtype, args, dtype)
-    part(check_use, args, data)
-    spec = part(lambda: with_predictions(args, model)) if model is not None else part(_spec, args, data)
-    part(_check_vocabulary, args, data, spec)
-    cluster = part(_cluster, args)
-    plan = part(_plan, args, spec, launcher, cluster, dtype, fp8)
-    part(fp8_fits, plan, spec, fp8, dtype, cluster)
-    part(_muon_fits, optimizer, plan, spec)
-    balancing = part(build_balancing, args, spec, plan)
+    faults = Collector(errors, args.places)
+    collect, launcher = faults.part, faults.part(lambda: read_launcher(environment, joins=False))
+    collect(take_defaults, args)
+    optimizer, evaluation = collect(training.build_optimizer, args), collect(training.build_evaluation, args)
+    dtype = collect(training.build_precision, args)
+    loss_scale = collect(training.build_loss_scale, args, dtype)
+    fp8, dropout = collect(training.build_fp8, args), collect(build_dropout, args)
+    stop, logging = collect(training.build_exit, args), collect(training.build_logging, args)
+    distributed, data = collect(training.build_distributed, args), collect(_data, args)
+    collect(_find_model, args)
+    data = collect(_own_tokenizer, args, data)
+    collect(_set_dtype, args, dtype)
+    collect(check_use, args, data)
+    spec = collect(lambda: with_predictions(args, model)) if model is not None else collect(_spec, args, data)
+    collect(_check_vocabulary, args, data, spec)
+    cluster = collect(_cluster, args)
+    plan = collect(_plan, args, spec, launcher, cluster, dtype, fp8)
+    collect(fp8_fits, plan, spec, fp8, dtype, cluster)
+    collect(_muon_fits, optimizer, plan, spec)
+    balancing = collect(build_balancing, args, spec, plan)
     if early:
-        check_early(args, parts)
-        part(check_offload, plan)
-        part(lambda data, evaluation: check_data(data, evaluation, not args["skip_train"], parts), data, evaluation)
-    part(
+        check_early(args, faults)
+        collect(check_offload, plan)
+        collect(lambda data, evaluation: check_data(data, evaluation, not args["skip_train"], faults), data, evaluation)
+    collect(
         lambda data, plan, spec: take_epochs(args, data, plan.seq_length, plan.global_batch_size, spec.vocab_size),
         data, plan, spec,
     )  # fmt: skip
-    schedule = part(lambda plan: training.build_schedule(args, plan.global_batch_size), plan)
-    checkpoint, adapter = part(build_checkpoint, args), part(build_adapter, args)
-    failure = part(lambda launcher: build_failure(args, launcher.supervised), launcher)
-    elastic = part(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
-    preference = part(_preference, args, spec, balancing)
-    beside = part(_beside, args, spec, plan, cluster)
-    part(_outer_fits, plan, elastic, preference)
-    part(_predictions_fit, args, spec, preference, fp8)
-    alignment, compiled = part(training.build_alignment, args), part(_compile, args, plan)
-    graphs, as_rank = part(build_graphs, args, plan, spec, data), part(_as_rank, args, plan)
-    parts.done()
+    schedule = collect(lambda plan: training.build_schedule(args, plan.global_batch_size), plan)
+    checkpoint, adapter = collect(build_checkpoint, args), collect(build_adapter, args)
+    failure = collect(lambda launcher: build_failure(args, launcher.supervised), launcher)
+    elastic = collect(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
+    preference = collect(_preference, args, spec, balancing)
+    teacher_fields = collect(_beside, args, spec, plan, cluster)
+    collect(_outer_fits, plan, elastic, preference)
+    collect(_predictions_fit, args, spec, preference, fp8)
+    alignment, compiled = collect(training.build_alignment, args), collect(_compile, args, plan)
+    graphs, as_rank = collect(build_graphs, args, plan, spec, data), collect(_as_rank, args, plan)
+    faults.done()
     return RunConfig(
         spec=spec,
         plan=plan,
@@ -182,7 +182,7 @@ def configure_arguments(
         allow_over_memory=args["allow_over_memory"],
         notices=args.all_notices(),
         preference=preference, reference_logps=args["reference_logps"], reference_hf=args["reference_hf"],
-        **beside,
+        **teacher_fields,
     )
 
 
@@ -253,11 +253,11 @@ def _check_vocabulary(args: Arguments, data: DataConfig | None, spec: ModelSpec)
     if data is None:
         return
     refuse_bytes(data, spec.vocab_size)
-    named = next((key for key in ("model", "load_hf") if args[key] is not None), None)
+    model_key = next((key for key in ("model", "load_hf") if args[key] is not None), None)
     null = data.tokenizer_type == "NullTokenizer" or (data.tokenizer_type is None and not reads_text(data))
     size = args["vocab_size"]
-    if named is not None and size is not None and not null and size != spec.vocab_size:
-        problem = f"{flag_name(named)} {args[named]} says {spec.vocab_size}"
+    if model_key is not None and size is not None and not null and size != spec.vocab_size:
+        problem = f"{flag_name(model_key)} {args[model_key]} says {spec.vocab_size}"
         raise flag_error("vocab_size", size, problem, "leave the flag out")
 
 
@@ -286,20 +286,20 @@ def _predictions_fit(args: Arguments, spec: ModelSpec, preference: Preference | 
     """Refuse what knows no modules that predict further tokens."""
     if not spec.mtp_layers:
         return
-    beside = (
+    refused = (
         (preference is not None, "--preference", "it compares whole answers"),
         (fp8 is not None, "--fp8-format", "a last stage that has no layers of its own computes nothing in fp8"),
         (args["cuda_graph_impl"] == "local", "--cuda-graph-impl", "modules are no layers that are captured"),
     )
-    for there, flag, why in beside:
-        if there:
+    for is_set, flag, reason in refused:
+        if is_set:
             accepted = f"0, or no {flag}"
-            raise flag_error("mtp_num_layers", spec.mtp_layers, f"not known beside {flag}: {why}", accepted)
+            raise flag_error("mtp_num_layers", spec.mtp_layers, f"not known beside {flag}: {reason}", accepted)
 
 
 def _outer_fits(plan: Plan, elastic: ElasticConfig | None, preference: Preference | None) -> None:
-    for there, flag in ((elastic, "--elastic"), (preference, "--preference")):
-        if plan.outer is not None and there is not None:
+    for setting, flag in ((elastic, "--elastic"), (preference, "--preference")):
+        if plan.outer is not None and setting is not None:
             raise UserError("there are no outer steps beside it", field=flag, accepted="a plan without outer")
 
 

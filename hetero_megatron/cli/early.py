@@ -55,15 +55,15 @@ def _try_output(args: Arguments, key: str, attempt: Callable[[str, str], None]) 
 
 def _apart(args: Arguments, key: str) -> None:
     """An export is written into an empty directory at the end: nothing else may be written there before."""
-    mine = args[key]
-    for other in _EXPORTS if mine is not None else ():
-        theirs = args[other]
-        if other == key or theirs is None:
+    export = args[key]
+    for other_key in _EXPORTS if export is not None else ():
+        other_export = args[other_key]
+        if other_key == key or other_export is None:
             continue
-        if Path(os.path.realpath(mine)).is_relative_to(os.path.realpath(theirs)):
-            problem = f"{flag_name(other)} {theirs} has to be empty at the end of training"
-            accepted = f"a place outside {flag_name(other)}"
-            raise UserError(problem, field=flag_name(key), value=mine, accepted=accepted, where=WHERE)
+        if Path(os.path.realpath(export)).is_relative_to(os.path.realpath(other_export)):
+            problem = f"{flag_name(other_key)} {other_export} has to be empty at the end of training"
+            accepted = f"a place outside {flag_name(other_key)}"
+            raise UserError(problem, field=flag_name(key), value=export, accepted=accepted, where=WHERE)
 
 
 def _require_package(args: Arguments, key: str, module: str, name: str, package: str) -> None:
@@ -74,10 +74,10 @@ def _require_package(args: Arguments, key: str, module: str, name: str, package:
 def require_package(module: str, name: str, field: str, value: object, accepted: str) -> None:
     """UserError if a module cannot be imported; it is not imported."""
     try:
-        found = find_spec(module) is not None
+        is_installed = find_spec(module) is not None
     except (ImportError, ValueError):  # the package that holds it is missing, or is None in sys.modules
-        found = False
-    if not found:
+        is_installed = False
+    if not is_installed:
         raise UserError(f"{name} is not installed", field=field, value=value, accepted=accepted)
 
 
@@ -92,9 +92,9 @@ def check_data(data: DataConfig | None, evaluation: EvaluationConfig, trains: bo
     """Files are there, of a kind that is read, and no split that is asked for is empty."""
     if data is None or data.mock_data:
         return
-    for which, wanted in enumerate((trains, evaluation.iterations > 0, evaluation.iterations > 0)):
-        if wanted:
-            parts.part(_check_split, data, which)
+    for split, is_used in enumerate((trains, evaluation.iterations > 0, evaluation.iterations > 0)):
+        if is_used:
+            parts.part(_check_split, data, split)
 
 
 def _check_split(data: DataConfig, which: int) -> None:
@@ -118,16 +118,16 @@ def _count(data: DataConfig, split: SplitPaths, path: str) -> int | None:
     from hetero_megatron.data.sources import stdlib
 
     share = split.shares[split.which]
-    enough = min(MOST_READ, math.ceil(2 / share)) if share else MOST_READ
+    limit = min(MOST_READ, math.ceil(2 / share)) if share else MOST_READ
     if data.sft and path.startswith(HUB):
         require_package("datasets", "datasets", split.flag, path, "pip install 'hetero-megatron[data]'")
         return None
     if path != stdlib.NAME and is_indexed(path):
         return None if data.sft else open_indexed(indexed_prefix(path), split.flag).num_documents
     if data.reads_stream:
-        enough = 1
+        limit = 1
     if data.sft:
-        read = sum(1 for _ in islice(find_records(path, split.flag).read(), enough))
+        documents = sum(1 for _ in islice(find_records(path, split.flag).read(), limit))
     else:
-        read = sum(1 for _ in islice(find_corpus(path, data.json_keys, split.flag).documents(), enough))
-    return read if read < enough and not data.reads_stream else None
+        documents = sum(1 for _ in islice(find_corpus(path, data.json_keys, split.flag).documents(), limit))
+    return documents if documents < limit and not data.reads_stream else None

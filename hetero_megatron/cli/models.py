@@ -70,7 +70,7 @@ def markdown() -> str:
         rows.append(
             f"| `{name}` | {family.examples} | yes | yes | {context} | {experts} | {adapters(family)} | yes | yes |"
         )
-    refused = [f"| `{name}` | {lacks} | `{near}` |" for name, (lacks, near) in sorted(REFUSED.items())]
+    refused = [f"| `{name}` | {lacks} | `{supported}` |" for name, (lacks, supported) in sorted(REFUSED.items())]
     return _INTRO + "\n".join(rows) + "\n" + _REFUSED + "\n".join(refused) + "\n"
 
 

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(list(argv))
     check_writable(args.html, "--html")
     check_writable(args.trace, "--trace")
-    cluster, made = Cluster.read(args.cluster), None
+    cluster, made_for = Cluster.read(args.cluster), None
     if args.source:
         plan = read_plan(args, cluster)
     else:
@@ -72,32 +72,32 @@ def main(argv: Sequence[str]) -> int:
             if getattr(args, name) is not None:
                 raise UserError("the plan file says it", field="--" + name.replace("_", "-"), accepted="--from FILE")
         document = read_document(args.plan)
-        made = made_for_of(document)
-        name = model_name(made, args.model)
-        model = Model.of(with_lora(args, load_model(name), made), name)
+        made_for = made_for_of(document)
+        name = model_name(made_for, args.model)
+        model = Model.of(with_lora(args, load_model(name), made_for), name)
         plan = Plan.read(document, cluster, model, dtype=args.dtype, optimizer=args.optimizer, fp8=fp8_of(args))
     for notice in plan.notices:
         print(notice_line(notice), file=sys.stderr)
-    less = made.less_memory(cluster.described, plan.ranks, args.plan) if made is not None else None
-    if less is not None:  # no refusal: what it means for this cluster is what is asked here
-        print(notice_line(less.problem), file=sys.stderr)
-    found = predict(
+    memory_error = made_for.less_memory(cluster.described, plan.ranks, args.plan) if made_for is not None else None
+    if memory_error is not None:  # no refusal: what it means for this cluster is what is asked here
+        print(notice_line(memory_error.problem), file=sys.stderr)
+    prediction = predict(
         plan, cluster, memory_margin=args.memory_margin, routing_stats=args.routing_stats,
         reference=_forwards(args.preference, plan.model.spec.lora is not None),
         grad_reduce_in_bf16=args.grad_reduce_in_bf16,
     )  # fmt: skip
     if args.html:
-        write_text(args.html, "--html", found.page())
+        write_text(args.html, "--html", prediction.page())
     if args.trace:
-        write_text(args.trace, "--trace", json.dumps(found.trace()))
+        write_text(args.trace, "--trace", json.dumps(prediction.trace()))
     if args.json:
-        print_json(found.as_json())
+        print_json(prediction.as_json())
     else:
-        print(found.explain(args.width))
+        print(prediction.explain(args.width))
         if args.schedule:
-            print(found.schedule())
-    if not found.fits:
-        print(f"error: the plan does not fit: {found.over[0]}", file=sys.stderr)
+            print(prediction.schedule())
+    if not prediction.fits:
+        print(f"error: the plan does not fit: {prediction.over[0]}", file=sys.stderr)
         return 1
     return 0
 

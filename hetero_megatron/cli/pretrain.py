@@ -65,9 +65,11 @@ def under_plan(argv: Sequence[str], environment: Mapping[str, str], plan: str, c
     from hetero_megatron.launch.supervise import without_flag
 
     words = without_flag(without_flag(argv, "--plan"), "--cluster")
-    more = ["--plan", plan, *(["--cluster", cluster] if cluster else [])]
-    alone = {key: value for key, value in environment.items() if key not in ("LOCAL_WORLD_SIZE", "LOCAL_RANK")}
-    return configure([*more, *words], {**alone, "WORLD_SIZE": str(ranks), "RANK": "0"})
+    plan_flags = ["--plan", plan, *(["--cluster", cluster] if cluster else [])]
+    single_environment = {
+        key: value for key, value in environment.items() if key not in ("LOCAL_WORLD_SIZE", "LOCAL_RANK")
+    }
+    return configure([*plan_flags, *words], {**single_environment, "WORLD_SIZE": str(ranks), "RANK": "0"})
 
 
 def write_config(argv: Sequence[str], environment: Mapping[str, str], launcher: LauncherEnvironment) -> int:
@@ -210,15 +212,18 @@ def _over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes]) -> UserEr
     from hetero_megatron.utils.text import rank_ranges
 
     assert config.cluster is not None
-    over: dict[str, dict[int, int]] = {}
+    excess_of_chip: dict[str, dict[int, int]] = {}
     for rank, needs in memory.items():
         chip = config.cluster.chip_of(rank)
         if needs.total > chip.memory:
-            over.setdefault(chip.name, {})[rank] = needs.total - chip.memory
-    if not over:
+            excess_of_chip.setdefault(chip.name, {})[rank] = needs.total - chip.memory
+    if not excess_of_chip:
         return None
-    said = [f"{rank_ranges(sorted(by))} ({c}) by up to {format_bytes(max(by.values()))}" for c, by in over.items()]
+    chip_texts = [
+        f"{rank_ranges(sorted(excess_of_rank))} ({chip_name}) by up to {format_bytes(max(excess_of_rank.values()))}"
+        for chip_name, excess_of_rank in excess_of_chip.items()
+    ]
     return UserError(
-        f"in {config.dtype}, ranks need more than the memory of their chips: {'; '.join(said)}", field="memory",
+        f"in {config.dtype}, ranks need more than the memory of their chips: {'; '.join(chip_texts)}", field="memory",
         accepted="a plan that fits (hetero-megatron plan), another dtype, or --allow-over-memory to go on",
     )  # fmt: skip

@@ -123,8 +123,8 @@ def main(argv: Sequence[str]) -> int:
     planner = first_that_fits(words, fallbacks) if fallbacks else searched(words, config, scratch)
     if elastic:
         planner = largest_that_fits(words, [setup.plan, *fallbacks]) if fallbacks else planner
-        least, wait = _number(options, "--least-speed", 0.5), _number(options, "--wait-for-hosts", 0)
-        limits = ElasticLimits(int(restarts), grace, least, wait)
+        least_speed, wait = _number(options, "--least-speed", 0.5), _number(options, "--wait-for-hosts", 0)
+        limits = ElasticLimits(int(restarts), grace, least_speed, wait)
         return run_elastic(setup, words, planner, limits, scratch, log, options.get("--address"))
     replanner = replanned(words, scratch) if config.failure.replan_on_drift else None
     replans = int(_number(options, "--max-replans", 2))
@@ -251,18 +251,18 @@ def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
     def choose(seats: Sequence[Seat], cluster: Path | None) -> Path | None:
         from hetero_megatron.cli.configure import configure
 
-        same = ["--seq-length", str(config.plan.seq_length), "--global-batch-size", str(config.plan.global_batch_size)]
+        fixed = ["--seq-length", str(config.plan.seq_length), "--global-batch-size", str(config.plan.global_batch_size)]
         settings = config.plan.made_for
         if settings is not None:  # the words may leave to the plan what the search needs to know
-            same += ["--dtype", config.dtype, "--optimizer", config.optimizer.name]
+            fixed += ["--dtype", config.dtype, "--optimizer", config.optimizer.name]
             if config.fp8 is not None and "--fp8-format" not in words:
-                same += ["--fp8-format", config.fp8.format, "--fp8-recipe", config.fp8.recipe]
+                fixed += ["--fp8-format", config.fp8.format, "--fp8-recipe", config.fp8.recipe]
             if settings.mtp_layers and "--mtp-num-layers" not in words:
-                same += ["--mtp-num-layers", str(settings.mtp_layers)]
+                fixed += ["--mtp-num-layers", str(settings.mtp_layers)]
             if settings.lora is not None and "--load-adapter" not in words:
-                same += lora_words(settings.lora)
-            same += ["--model", settings.model] if not {"--model", "--load-hf", "--num-layers"} & set(words) else []
-        flags = ["--auto-plan", "--cluster", str(cluster), *same, *words]
+                fixed += lora_words(settings.lora)
+            fixed += ["--model", settings.model] if not {"--model", "--load-hf", "--num-layers"} & set(words) else []
+        flags = ["--auto-plan", "--cluster", str(cluster), *fixed, *words]
         try:
             plan = configure(flags, {"WORLD_SIZE": str(len(seats)), SUPERVISED: "1"}).plan
         except UserError as error:

@@ -98,13 +98,13 @@ class Cluster:
     ranks: tuple[Rank, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        found: list[Rank] = []
+        ranks: list[Rank] = []
         for group in self.nodes:
             for index in range(group.count):
                 node = group.node(index)
                 for local in range(group.chips_per_node):
-                    found.append(Rank(len(found), node, group.name, group.chip, local))
-        object.__setattr__(self, "ranks", tuple(found))
+                    ranks.append(Rank(len(ranks), node, group.name, group.chip, local))
+        object.__setattr__(self, "ranks", tuple(ranks))
 
     @property
     def world_size(self) -> int:
@@ -120,13 +120,13 @@ class Cluster:
     def link(self, a: int, b: int) -> Link | None:
         """The link from rank ``a`` to ``b``; None if neither the file nor the catalogue has it."""
         first, second = self.ranks[a], self.ranks[b]
-        inside = first.node == second.node
-        return self.link_inside(first.group) if inside else self.link_between(first.group, second.group)
+        same_node = first.node == second.node
+        return self.link_inside(first.group) if same_node else self.link_between(first.group, second.group)
 
     def link_inside(self, group: str) -> Link | None:
         """The link between chips of a node of a group; None if neither the file nor the catalogue has it."""
-        known = self.chips[self.groups[group].chip].link_bandwidth
-        return self.intra_node or (Link(known) if known is not None else None)
+        bandwidth = self.chips[self.groups[group].chip].link_bandwidth
+        return self.intra_node or (Link(bandwidth) if bandwidth is not None else None)
 
     def link_between(self, group: str, other: str) -> Link | None:
         """The link between nodes of two groups, or of one; None if the file does not have it."""
@@ -171,8 +171,8 @@ class Cluster:
 
     def one_library(self, a: NodeGroup, b: NodeGroup) -> bool:
         """Whether chips of both groups have the same vendor; unknown vendors count as the only known one."""
-        one, two = self.chips[a.chip].vendor, self.chips[b.chip].vendor
-        return one == two or len({chip.vendor for chip in self.chips.values() if chip.vendor}) == 1
+        vendor_a, vendor_b = self.chips[a.chip].vendor, self.chips[b.chip].vendor
+        return vendor_a == vendor_b or len({chip.vendor for chip in self.chips.values() if chip.vendor}) == 1
 
     def seconds_per_byte(
         self, link: Link, a: NodeGroup, b: NodeGroup, shared: bool, rate: float | None = None, share: float = 1.0
@@ -191,9 +191,9 @@ class Cluster:
             wire = max(wire, 1 / BRIDGE_RATE / (a.chips_per_node if shared else 1))
         copies = []
         for group in (a, b):
-            known = self.chips[group.chip].host_bandwidth
-            assert known, "refused where the file is read"
-            copies.append(1 / known / share / (group.chips_per_node if shared else 1))
+            host_bandwidth = self.chips[group.chip].host_bandwidth
+            assert host_bandwidth, "refused where the file is read"
+            copies.append(1 / host_bandwidth / share / (group.chips_per_node if shared else 1))
         return max(wire, *copies) if way == BRIDGE else wire + sum(copies)
 
     def first_chunk_seconds(self, link: Link, a: NodeGroup, b: NodeGroup) -> float:
@@ -209,12 +209,12 @@ class Cluster:
             if rank.node == node and rank.local == local:
                 return rank
         names = list(dict.fromkeys(r.node for r in self.ranks))
-        shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+        names_text = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
         raise UserError(
             "the cluster has no such chip",
             field="node",
             value=f"{node}, chip {local}",
-            accepted=f"{shown} (HETERO_NODE names the node; without it, the host's name does)",
+            accepted=f"{names_text} (HETERO_NODE names the node; without it, the host's name does)",
             where=self.file,
         )
 

@@ -233,11 +233,11 @@ def parse_host_file(text: str, file: str = "") -> Entry:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        where = f"{file}:{number}" if file else f"line {number}"
-        host, slots, chip = _host(words, where)
+        line_place = f"{file}:{number}" if file else f"line {number}"
+        host, slots, chip = _host(words, line_place)
         if host in line_of:
             problem = f"two hosts have this name (line {line_of[host]} is the other)"
-            raise UserError(problem, field="host", value=host, accepted="each host once", where=where)
+            raise UserError(problem, field="host", value=host, accepted="each host once", where=line_place)
         line_of[host] = number
         last = nodes[-1] if nodes else None
         if last is not None and (last["chip"], last["chips_per_node"]) == (chip, slots):

@@ -21,9 +21,9 @@ def link_pairs(cluster: Cluster) -> list[tuple[int, int]]:
         other_nodes = list(nodes.values())[1:]
         if other_nodes:
             chosen[group, group, False] = (first[0], other_nodes[0][0])
-        for other, nodes_there in heads.items():
-            if other != group:
-                chosen[group, other, False] = (first[0], next(iter(nodes_there.values()))[0])
+        for other_group, nodes_there in heads.items():
+            if other_group != group:
+                chosen[group, other_group, False] = (first[0], next(iter(nodes_there.values()))[0])
     return list(chosen.values())
 
 

@@ -76,9 +76,9 @@ def check_pairs(comm: Comm, ranks: int, size: int) -> list[Fault]:
         try:
             comm.connect([peer])
             received = torch.zeros(size, dtype=torch.uint8, device=comm.device)
-            coming = comm.irecv(received, peer, number)
+            receive = comm.irecv(received, peer, number)
             comm.isend(pattern(comm.rank, peer, size, comm.device), peer, number).wait()
-            coming.wait()
+            receive.wait()
         except CommError as error:
             return [*faults, Fault(peer, comm.rank, str(error))]
         faults += _compare(received, peer, comm.rank, ())

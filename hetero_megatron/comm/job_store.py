@@ -112,9 +112,9 @@ class Records:
         """
         code, _, text = data.partition(b" ")
         if not hmac.compare_digest(code, self._code(key, text).encode()):
-            whose = f"was not written with this job's {SECRET}" if self.secret else f"was written with a {SECRET}"
+            difference = f"was not written with this job's {SECRET}" if self.secret else f"was written with a {SECRET}"
             accepted = f"the same {SECRET} on all ranks, and a rendezvous store that nobody else reaches"
-            raise UserError(f"the record {key} {whose}", field="rendezvous store", accepted=accepted)
+            raise UserError(f"the record {key} {difference}", field="rendezvous store", accepted=accepted)
         return decode(text, kind, f"whoever wrote {key} into the rendezvous store")
 
     def get(self, keys: Sequence[str], kind: Any) -> list[Any]:

@@ -109,9 +109,9 @@ class Rendezvous:
                 problem, accepted = f"rank 0 cannot listen there: {error.strerror}", "an address of rank 0's host"
                 raise UserError(problem, field="MASTER_ADDR", value=self.where, accepted=accepted) from None
         first = within(PATIENCE, self._first_member)
-        whose = f"{first} has rank 0 as well" if first is not None else "another program listens there"
+        listener = f"{first} has rank 0 as well" if first is not None else "another program listens there"
         raise UserError(
-            f"rank 0 cannot open the rendezvous store at {self.where}: {whose}", field="MASTER_PORT", value=port,
+            f"rank 0 cannot open the rendezvous store at {self.where}: {listener}", field="MASTER_PORT", value=port,
             accepted="one process of each rank, and a free port, the same for all ranks", where="environment",
         )  # fmt: skip
 

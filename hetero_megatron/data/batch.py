@@ -104,26 +104,26 @@ class Batch:
             return self
 
         def part(x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([x[:, a:b] for a, b in intervals], dim=1) if intervals else x[:, :0]
+            return torch.cat([x[:, start:end] for start, end in intervals], dim=1) if intervals else x[:, :0]
 
         mask = None if self.loss_mask is None else part(self.loss_mask)
         tokens, labels, positions = map(part, (self.tokens, self.labels, self.positions))
         pairs = None if self.pairs is None else replace(self.pairs, sides=part(self.pairs.sides))
         ahead = tuple(replace(a, tokens=part(a.tokens), labels=part(a.labels), mask=part(a.mask)) for a in self.ahead)
-        said = self.teacher
-        said = None if said is None else Said(part(said.ids), part(said.logps), part(said.rest))
+        teacher = self.teacher
+        teacher = None if teacher is None else Said(part(teacher.ids), part(teacher.logps), part(teacher.rest))
         return replace(
             self, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, pairs=pairs, ahead=ahead,
-            teacher=said,
+            teacher=teacher,
         )  # fmt: skip
 
 
 def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) -> Batch:
     """The batch of some global sample indices, in that order."""
     samples = [dataset[i] for i in indices]
-    made = _batch(samples, options)
-    others = [s.mismatched for s in samples if s.mismatched is not None]
-    return replace(made, samples=tuple(indices), mismatched=_batch(others, options) if others else None)
+    batch = _batch(samples, options)
+    mismatched = [s.mismatched for s in samples if s.mismatched is not None]
+    return replace(batch, samples=tuple(indices), mismatched=_batch(mismatched, options) if mismatched else None)
 
 
 def _batch(samples: Sequence[Sample], options: BatchOptions) -> Batch:
@@ -136,8 +136,8 @@ def _batch(samples: Sequence[Sample], options: BatchOptions) -> Batch:
     mask = torch.from_numpy(inputs != options.eod) if options.eod_mask_loss else None
     masks = [s.loss_mask for s in samples]
     if any(m is not None for m in masks):
-        given = torch.from_numpy(np.stack([np.ones(length, bool) if m is None else m for m in masks]))
-        mask = given if mask is None else given & mask
+        loss_mask = torch.from_numpy(np.stack([np.ones(length, bool) if m is None else m for m in masks]))
+        mask = loss_mask if mask is None else loss_mask & mask
     documents = [s.documents.tolist() for s in samples] if options.reset_attention_mask else None
     return Batch(
         torch.from_numpy(np.ascontiguousarray(inputs)),
@@ -151,7 +151,7 @@ def _batch(samples: Sequence[Sample], options: BatchOptions) -> Batch:
 
 
 def _said(every: Sequence[LikeliestTokens]) -> Said | None:
-    return Said(*(torch.from_numpy(np.stack(parts)) for parts in zip(*every, strict=True))) if every else None
+    return Said(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*every, strict=True))) if every else None
 
 
 def _pairs(samples: Sequence[Sample], length: int) -> Pairs:
@@ -162,10 +162,10 @@ def _pairs(samples: Sequence[Sample], length: int) -> Pairs:
         assert sample.pairs is not None and sample.loss_mask is not None
         starts = [*sample.documents.tolist(), length]
         desired += sample.desired or ()
-        for answer in range((2 if sample.desired is None else 1) * len(sample.pairs)):
-            part = slice(starts[answer], starts[answer + 1])
-            row[part] = len(lengths)
-            lengths.append(int(sample.loss_mask[part].sum()))
+        for i in range((2 if sample.desired is None else 1) * len(sample.pairs)):
+            answer_slice = slice(starts[i], starts[i + 1])
+            row[answer_slice] = len(lengths)
+            lengths.append(int(sample.loss_mask[answer_slice].sum()))
         numbers += sample.pairs
     return Pairs(torch.from_numpy(sides), tuple(numbers), tuple(lengths), tuple(desired))
 

@@ -80,8 +80,8 @@ class DataConfig:
     shuffle_buffer: int = 1000
 
     def __post_init__(self) -> None:
-        chosen = choose_type(self.tokenizer_type, self.tokenizer_model, self.vocab_file, self.merge_file)
-        object.__setattr__(self, "tokenizer_type", chosen)
+        tokenizer_type = choose_type(self.tokenizer_type, self.tokenizer_model, self.vocab_file, self.merge_file)
+        object.__setattr__(self, "tokenizer_type", tokenizer_type)
         per_split = [f"--{s}-data-path" for s in SPLITS if self.paths_of(s)]
         if self.dataloader_type not in DATALOADER_TYPES:
             raise UserError(
@@ -92,13 +92,13 @@ class DataConfig:
             raise UserError("negative", field="--num-workers", value=self.num_workers, accepted="an integer >= 0")
         if self.split is not None:
             parse_split(self.split)  # also where nothing is split
-        given = [name for name, value in (("--mock-data", self.mock_data), ("--data-path", self.data_path)) if value]
-        if len(given) + bool(per_split) > 1:
+        sources = [name for name, value in (("--mock-data", self.mock_data), ("--data-path", self.data_path)) if value]
+        if len(sources) + bool(per_split) > 1:
             raise UserError(
-                f"these flags exclude one another: {', '.join(given + per_split)}", field=(given + per_split)[-1],
+                f"these flags exclude one another: {', '.join(sources + per_split)}", field=(sources + per_split)[-1],
                 accepted="one of --mock-data, --data-path, --train-data-path (with --valid-data-path ...)",
             )  # fmt: skip
-        if not given and not per_split:
+        if not sources and not per_split:
             raise UserError(
                 "no data to train on", field="--data-path",
                 accepted="--data-path PATH (stdlib: the built-in corpus), --train-data-path PATH or --mock-data",
@@ -109,15 +109,15 @@ class DataConfig:
             self._check_sft()
 
     def _check_sft(self) -> None:
-        told = "a conversation is always one document: attention and positions do not cross to the next one"
-        others = {
+        one_document = "a conversation is always one document: attention and positions do not cross to the next one"
+        refused = {
             "--mock-data": (self.mock_data, "fine-tuning needs conversations", "--data-path"),
-            "--reset-position-ids": (self.reset_position_ids, told, "leave the flag out"),
-            "--reset-attention-mask": (self.reset_attention_mask, told, "leave the flag out"),
+            "--reset-position-ids": (self.reset_position_ids, one_document, "leave the flag out"),
+            "--reset-attention-mask": (self.reset_attention_mask, one_document, "leave the flag out"),
             "--eod-mask-loss": (self.eod_mask_loss, "what counts is decided by --sft-loss", "leave the flag out"),
         }
-        for flag, (given, problem, accepted) in others.items():
-            if given:
+        for flag, (is_given, problem, accepted) in refused.items():
+            if is_given:
                 raise UserError(problem, field=flag, value="given", accepted=accepted, where="with --sft")
         if self.pairs and self.reads_stream:
             raise UserError(
@@ -153,10 +153,10 @@ class DataConfig:
 def parse_split(text: str, field: str = "--split") -> tuple[Fraction, Fraction, Fraction]:
     """Shares of train, valid and test with sum 1, from one to three numbers; missing ones are 0."""
     accepted = "one to three numbers >= 0 for train,valid,test, not all 0, e.g. 99,1,0"
-    parts = [part.strip() for part in text.replace("/", ",").split(",")]
-    if not all(map(_NUMBER.fullmatch, parts)):
+    numerals = [numeral.strip() for numeral in text.replace("/", ",").split(",")]
+    if not all(map(_NUMBER.fullmatch, numerals)):
         raise UserError("not a list of numbers", field=field, value=text, accepted=accepted)
-    numbers = [Fraction(part) for part in parts]
+    numbers = [Fraction(numeral) for numeral in numerals]
     if len(numbers) > 3 or any(n < 0 for n in numbers) or not sum(numbers):
         raise UserError("cannot be used as shares", field=field, value=text, accepted=accepted)
     shares = [n / sum(numbers) for n in [*numbers, Fraction(0), Fraction(0)][:3]]
@@ -172,15 +172,15 @@ def split_documents(count: int, shares: tuple[Fraction, Fraction, Fraction]) -> 
 def parse_blend(words: tuple[str, ...], field: str = "--data-path") -> tuple[list[str], list[float] | None]:
     """(paths, weights): ``p``, ``p1 p2 ...`` (weights None: by size) or ``w1 p1 w2 p2 ...``."""
     numbers = [_number(word) for word in words]
-    shown, accepted = " ".join(words), "PATH, or WEIGHT PATH WEIGHT PATH ..."
+    flag_text, accepted = " ".join(words), "PATH, or WEIGHT PATH WEIGHT PATH ..."
     if len(words) == 1 or all(n is None for n in numbers):
         return list(words), None
     if len(words) % 2 or any((n is None) == (i % 2 == 0) for i, n in enumerate(numbers)):
-        raise UserError("weights and paths do not alternate", field=field, value=shown, accepted=accepted)
+        raise UserError("weights and paths do not alternate", field=field, value=flag_text, accepted=accepted)
     weights = [n for n in numbers[::2] if n is not None]
     for weight in weights:
         if not math.isfinite(weight) or weight <= 0:
-            raise UserError(f"weight {weight:g} is not positive", field=field, value=shown, accepted="weights > 0")
+            raise UserError(f"weight {weight:g} is not positive", field=field, value=flag_text, accepted="weights > 0")
     return list(words[1::2]), weights
 
 
@@ -238,9 +238,9 @@ def build_tokenizer(
     Raises:
         UserError: a required flag is missing, or one is given that the type does not use; damaged files.
     """
-    given = {"--tokenizer-model": model, "--vocab-file": vocab_file, "--merge-file": merge_file,
+    flag_values = {"--tokenizer-model": model, "--vocab-file": vocab_file, "--merge-file": merge_file,
              "--trust-remote-code": trust_remote_code}  # fmt: skip
-    for flag, value in given.items():
+    for flag, value in flag_values.items():
         if value and type in TOKENIZER_TYPES and type not in USED_BY[flag]:
             raise UserError(
                 f"{type} does not read it", field=flag, value=value,

@@ -190,9 +190,9 @@ def check_tokens(
         return
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
+        bad_id = low if low < 0 else high
         raise UserError(
-            f"{name} holds token id {bad}{place(bad)}, but the vocabulary has {plural(vocab_size, 'entry')}",
+            f"{name} holds token id {bad_id}{place(bad_id)}, but the vocabulary has {plural(vocab_size, 'entry')}",
             field=field, value=name,
             accepted=f"ids 0..{vocab_size - 1}: data made with the tokenizer that is given, or a model with more rows",
         )  # fmt: skip

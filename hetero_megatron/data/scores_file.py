@@ -84,12 +84,12 @@ def open_scores(path: str, field: str, kind: str) -> ScoresFile:
     header: Any = None
     with suppress(UserError):
         header = parse_json(text, path) if text else None
-    good = isinstance(header, dict) and isinstance(header.get("made_for"), dict) and header.get("kind") == kind
+    is_scores = isinstance(header, dict) and isinstance(header.get("made_for"), dict) and header.get("kind") == kind
     try:
-        arrays = _mapped(path, header["arrays"], _start(length), "r") if good else {}
+        arrays = _mapped(path, header["arrays"], _start(length), "r") if is_scores else {}
     except (OSError, ValueError, TypeError, KeyError):
-        good = False
-    if not good:
+        is_scores = False
+    if not is_scores:
         raise UserError(f"is no file of {kind}", field=field, value=path, accepted="one, or a new name")
     return ScoresFile(path, header, arrays)
 
@@ -101,13 +101,13 @@ def _start(length: int) -> int:
 
 def _mapped(path: str, places: Mapping[str, Sequence[Any]], start: int, mode: Any) -> dict[str, np.ndarray]:
     """ValueError: the file is too short, or the places are none."""
-    found = dict[str, np.ndarray]()
+    arrays = dict[str, np.ndarray]()
     size = os.path.getsize(path)
-    for name, (dtype, shape, at) in places.items():
-        if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in (*shape, at)):
+    for name, (dtype, shape, offset) in places.items():
+        if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in (*shape, offset)):
             raise ValueError(name)
-        if start + at + math.prod(shape) * np.dtype(dtype).itemsize > size:
+        if start + offset + math.prod(shape) * np.dtype(dtype).itemsize > size:
             raise ValueError(name)
-        there = math.prod(shape) > 0
-        found[name] = np.memmap(path, dtype, mode, start + at, tuple(shape)) if there else np.zeros(shape, dtype)
-    return found
+        filled = math.prod(shape) > 0
+        arrays[name] = np.memmap(path, dtype, mode, start + offset, tuple(shape)) if filled else np.zeros(shape, dtype)
+    return arrays

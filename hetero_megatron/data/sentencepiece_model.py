@@ -57,8 +57,8 @@ def read_model(path: str, field: str) -> PieceModel:
         "has pieces that users defined, or unused ones": not kinds <= {_NORMAL, _UNKNOWN, _CONTROL, _BYTE},
         "has a piece twice": len({text for text, _, _ in pieces}) < len(pieces),
     }
-    for reason, true in reasons.items():
-        if true:
+    for reason, applies in reasons.items():
+        if applies:
             raise UserError(f"{reason}, which is not read here", field=field, value=path, accepted=_ACCEPTED)
     unknown, bos, eos = (int(trained.get(number, default)) for number, default in ((40, 0), (41, 1), (42, 2)))
     if not all(0 <= i < len(pieces) for i in (unknown, bos, eos)):

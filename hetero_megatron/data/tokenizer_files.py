@@ -117,15 +117,15 @@ def cannot_load(model: str, error: Exception) -> UserError:
             )  # fmt: skip
     if isinstance(error, ImportError):
         missing = [package for module, package in (_SENTENCEPIECE | _TIKTOKEN).items() if not _installed(module)]
-        what = f" ({' or '.join(missing)})" if missing else ""
-        problem = f"reading this tokenizer needs a package that is not installed here{what}"
+        fault = f" ({' or '.join(missing)})" if missing else ""
+        problem = f"reading this tokenizer needs a package that is not installed here{fault}"
         return UserError(problem, field=_FIELD, value=model, accepted=_EXTRA)
     if os.path.isdir(path) and (diagnosis := _unread(path)):
         return UserError(diagnosis[0], field=_FIELD, value=model, accepted=diagnosis[1])
-    what = "a directory without a tokenizer that transformers can load, or a damaged one" if os.path.isdir(path) else (
+    fault = "a directory without a tokenizer that transformers can load, or a damaged one" if os.path.isdir(path) else (
         "neither a directory nor a tokenizer that can be had from the Hugging Face hub"
     )  # fmt: skip
-    return UserError(f"it is {what} ({type(error).__name__})", field=_FIELD, value=model, accepted=_ACCEPTED)
+    return UserError(f"it is {fault} ({type(error).__name__})", field=_FIELD, value=model, accepted=_ACCEPTED)
 
 
 def _unread(path: Path) -> tuple[str, str] | None:

@@ -81,20 +81,20 @@ class NullTokenizer:
 
     def encode(self, text: str, limits: CallLimits = UNLIMITED) -> np.ndarray:
         words = text.split()
-        bad = next((word for word in words if not _ID.fullmatch(word)), None)
-        if bad is not None:
-            shown = bad if len(bad) <= 40 else f"{bad[:37]}..."
+        outside = next((word for word in words if not _ID.fullmatch(word)), None)
+        if outside is not None:
+            word_text = outside if len(outside) <= 40 else f"{outside[:37]}..."
             raise UserError(
-                f"the text holds {shown!r}, which is no token id",
+                f"the text holds {word_text!r}, which is no token id",
                 field="--tokenizer-type",
                 value="NullTokenizer",
                 accepted="text made of token ids, or another tokenizer type",
             )
         ids = np.array([int(word) for word in words], dtype=np.int64)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.vocab_size):
-            bad = ids[(ids < 0) | (ids >= self.vocab_size)][0]
+            outside = ids[(ids < 0) | (ids >= self.vocab_size)][0]
             raise UserError(
-                f"the text holds id {bad}", field="--vocab-size", value=self.eod, accepted=f"ids 0..{self.eod - 1}"
+                f"the text holds id {outside}", field="--vocab-size", value=self.eod, accepted=f"ids 0..{self.eod - 1}"
             )
         return ids
 
@@ -147,14 +147,14 @@ class HuggingFaceTokenizer:
     def chat_templates(self) -> str | Mapping[str, str] | None:
         """Jinja text of its files (tokenizer_config.json, chat_template.jinja, additional_chat_templates): the only
         one, or several by name. UserError: it is no text."""
-        found = self._inner.chat_template
-        texts = list(found.values()) if isinstance(found, dict) else [found]
-        if found is not None and not all(isinstance(text, str) for text in texts):
+        templates = self._inner.chat_template
+        texts = list(templates.values()) if isinstance(templates, dict) else [templates]
+        if templates is not None and not all(isinstance(text, str) for text in texts):
             raise UserError(
-                "is no text, and no list of names and texts", field="chat_template", value=repr(found)[:80],
+                "is no text, and no list of names and texts", field="chat_template", value=repr(templates)[:80],
                 accepted="Jinja text", where=self.name,
             )  # fmt: skip
-        return cast("str | Mapping[str, str] | None", found)
+        return cast("str | Mapping[str, str] | None", templates)
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -164,8 +164,8 @@ class HuggingFaceTokenizer:
     @property
     def pad(self) -> int:
         """An id for places that nobody looks at."""
-        found = self._inner.pad_token_id
-        return int(found if found is not None else self.eod or 0)
+        pad_id = self._inner.pad_token_id
+        return int(pad_id if pad_id is not None else self.eod or 0)
 
     @property
     def has_offsets(self) -> bool:
@@ -176,17 +176,17 @@ class HuggingFaceTokenizer:
     ) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [n], characters that each comes from int64 [n, 2], empty for tokens that the tokenizer adds)."""
         options = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": True, "verbose": False}
-        found = []
+        encodings = []
 
         def encode() -> Sequence[int]:
-            found.append(self._inner(text, **options))
-            return cast("Sequence[int]", found[0].input_ids)
+            encodings.append(self._inner(text, **options))
+            return cast("Sequence[int]", encodings[0].input_ids)
 
         try:
             ids = require_size(_encoded(self.name, encode, limits), text, self.name)
         except UserError as error:
             raise UserError(str(error), where=where) from None
-        return ids, np.asarray(found[0].offset_mapping, np.int64).reshape(-1, 2)
+        return ids, np.asarray(encodings[0].offset_mapping, np.int64).reshape(-1, 2)
 
     def special_ids(self) -> dict[str, int | None]:
         """Ids of the tokens that config.json names."""
@@ -240,11 +240,11 @@ class Llama2Tokenizer:
         from hetero_megatron.data.tokenizer_files import refuse_panics
 
         file = str(Path(model) / "tokenizer.model") if Path(model).is_dir() else model
-        found = read_model(file, "--tokenizer-model")
+        pieces_model = read_model(file, "--tokenizer-model")
         with refuse_panics():
-            self._inner = byte_pairs(found)
-        self.name, self.vocab_size = f"Llama2Tokenizer {model}", len(found.pieces)
-        self._bos, self.eod, self.fingerprint = found.bos, found.eos, f"llama2-{found.digest}"
+            self._inner = byte_pairs(pieces_model)
+        self.name, self.vocab_size = f"Llama2Tokenizer {model}", len(pieces_model.pieces)
+        self._bos, self.eod, self.fingerprint = pieces_model.bos, pieces_model.eos, f"llama2-{pieces_model.digest}"
 
     def encode(self, text: str, limits: CallLimits = UNLIMITED) -> np.ndarray:
         ids = _encoded(self.name, lambda: [self._bos, *self._inner.encode(text).ids], limits)

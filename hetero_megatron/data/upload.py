@@ -33,11 +33,15 @@ class Uploader:
 
     def start(self, batch: Batch) -> _UnderWay:
         sides = () if batch.pairs is None else (batch.pairs.sides,)
-        ahead = [x for a in batch.ahead for x in (a.tokens, a.labels, a.mask)]
-        whole = torch.stack([batch.tokens, batch.labels, batch.positions, *sides])  # [3 or 4, b, s]
+        ahead_tensors = [x for a in batch.ahead for x in (a.tokens, a.labels, a.mask)]
+        stacked = torch.stack([batch.tokens, batch.labels, batch.positions, *sides])  # [3 or 4, b, s]
         table = None if batch.draws is None else batch.draws.table
-        said = () if batch.teacher is None else (batch.teacher.ids, batch.teacher.logps, batch.teacher.rest)
-        pinned = tuple(self._pinned(x) for x in (whole, batch.loss_mask, *ahead, *said, table) if x is not None)
+        teacher_tensors = () if batch.teacher is None else (batch.teacher.ids, batch.teacher.logps, batch.teacher.rest)
+        pinned = tuple(
+            self._pinned(x)
+            for x in (stacked, batch.loss_mask, *ahead_tensors, *teacher_tensors, table)
+            if x is not None
+        )
         with self._accelerator.on_stream(self._stream):
             tensors = tuple(torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in pinned)
             for to, source in zip(tensors, pinned, strict=True):
@@ -47,20 +51,20 @@ class Uploader:
         tokens, labels, positions = tensors[0][:3].unbind()
         pairs = None if batch.pairs is None else replace(batch.pairs, sides=tensors[0][3])
         mask = tensors[1] if batch.loss_mask is not None else None
-        moved = tensors[1 + (mask is not None) :][: len(ahead)]
-        there = tuple(
+        moved = tensors[1 + (mask is not None) :][: len(ahead_tensors)]
+        ahead_on_device = tuple(
             replace(a, tokens=moved[3 * k], labels=moved[3 * k + 1], mask=moved[3 * k + 2])
             for k, a in enumerate(batch.ahead)
         )
-        told = tensors[1 + (mask is not None) + len(ahead) :][: len(said)]
+        teacher = tensors[1 + (mask is not None) + len(ahead_tensors) :][: len(teacher_tensors)]
         counted, draws = batch.num_loss_tokens(), batch.draws
         if draws is not None and table is not None:
             draws = replace(draws, table=tensors[-1])
-        made = replace(
+        device_batch = replace(
             batch, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, counted=counted, draws=draws,
-            pairs=pairs, ahead=there, teacher=Said(*told) if told else None,
+            pairs=pairs, ahead=ahead_on_device, teacher=Said(*teacher) if teacher else None,
         )  # fmt: skip
-        return _UnderWay(made, event, tensors, pinned)
+        return _UnderWay(device_batch, event, tensors, pinned)
 
     def _pinned(self, values: torch.Tensor) -> torch.Tensor:
         memory = self._accelerator.host_memory(values.nbytes).view(values.dtype).view(values.shape)

@@ -49,8 +49,8 @@ class MemoryTracker(TorchDispatchMode):
     def resized(self, tensor: torch.Tensor) -> None:
         """The memory of a tensor was given back, or is there again."""
         storage = tensor.untyped_storage()
-        size, (_, known) = storage.nbytes(), self._known[storage._cdata]
-        self.live += size - known
+        size, (_, known_size) = storage.nbytes(), self._known[storage._cdata]
+        self.live += size - known_size
         self.peak = max(self.peak, self.live)
         self._remember(storage, size)
 

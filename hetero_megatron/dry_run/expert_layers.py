@@ -50,9 +50,9 @@ def expect_routing(runtime: Runtime) -> None:
         if isinstance(layer.mlp.dispatch, ExpertExchange):
             for exchange, hop in zip(layer.mlp.dispatch.hops, loads.hops):
                 ranks = exchange.ways.group.ranks
-                to = [round(hop.copies.get((rank, r), 0.0)) for r in ranks]
-                come = [round(hop.copies.get((r, rank), 0.0)) for r in ranks]
-                exchange.find_routes = partial(ExpectedRoutes, to, come)
+                sent = [round(hop.copies.get((rank, r), 0.0)) for r in ranks]
+                received = [round(hop.copies.get((r, rank), 0.0)) for r in ranks]
+                exchange.find_routes = partial(ExpectedRoutes, sent, received)
 
 
 def with_expected_rows(kernels: KernelPlan) -> KernelPlan:
@@ -62,10 +62,10 @@ def with_expected_rows(kernels: KernelPlan) -> KernelPlan:
     sums = Kernel("moe_unpermute", "shapes", ATEN, unpermute, _unpermute_backward)
     spec = kernels.registry.spec("moe_unpermute")
     gradients = kernels.weight_gradients
-    made = kernels.with_calls({
+    expected = kernels.with_calls({
         "grouped_gemm": bind_grouped_gemm(product, gradients), "moe_unpermute": make_function(spec, sums).apply,
     })  # fmt: skip
-    return made
+    return expected
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor) -> Any:

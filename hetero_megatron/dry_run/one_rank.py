@@ -83,11 +83,11 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         memory.host = offload
         _make_moments(runtime.optimizer.inner, config.optimizer)
         memory.host = False
-        apart = runtime.divided.names if runtime.divided is not None else ()
+        divided_names = runtime.divided.names if runtime.divided is not None else ()
         built = runtime.stage_model
-        whole = [p for n, p in built.module.named_parameters() if n not in apart]
+        undivided = [p for n, p in built.module.named_parameters() if n not in divided_names]
         scales = [t for s in built.scales.values() for t in ([s] if isinstance(s, torch.Tensor) else s.tensors)]
-        parameters = _bytes([*whole, *scales, *_frozen_rows(runtime.divided)])
+        parameters = _bytes([*undivided, *scales, *_frozen_rows(runtime.divided)])
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
         # Gradients wait for finish(), so that their bytes are told apart.
@@ -98,13 +98,13 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
             "context parallel": {r: n for r, n in comm.sent_bytes.items() if r in stage - peers},
             "tensor parallel": {r: n for r, n in comm.sent_bytes.items() if r in peers},
         }
-        before = dict(comm.sent_bytes)
+        sent_before = dict(comm.sent_bytes)
         grads = runtime.sync.finish()
-        sent["gradients"] = _since(before, comm.sent_bytes)
-        before = dict(comm.sent_bytes)
+        sent["gradients"] = _since(sent_before, comm.sent_bytes)
+        sent_before = dict(comm.sent_bytes)
         runtime.optimizer.after_update = lambda: False
         runtime.optimizer.step(grads, 1.0)
-        sent["weights"] = _since(before, comm.sent_bytes)
+        sent["weights"] = _since(sent_before, comm.sent_bytes)
         if runtime.outer is not None:
             sent["an outer step"] = _exchanged(runtime.outer, comm)
         optimizer = _optimizer_bytes(runtime)
@@ -114,27 +114,27 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
 
 def _exchanged(outer: OuterSteps, comm: FakeComm) -> dict[int, int]:
     """Exchange the first fragment; bytes sent to each rank."""
-    before = dict(comm.sent_bytes)
+    sent_before = dict(comm.sent_bytes)
     outer.count([1.0] * len(outer.places))
     outer.updates = outer.outer.period - outer.outer.delay - 1
     for _ in range(outer.outer.delay + 1):
         outer.after_update()
-    return _since(before, comm.sent_bytes)
+    return _since(sent_before, comm.sent_bytes)
 
 
 def _observed(divided: DividedWeights | None, memory: MemoryTracker) -> list[int]:
     """Bytes of divided weights that are whole, to be extended whenever that changes."""
-    found = [0]
+    divided_bytes = [0]
     if divided is not None:
         sizes: dict[int, int] = {}
 
         def resized(part: torch.Tensor) -> None:
             memory.resized(part)
             sizes[id(part)] = part.untyped_storage().nbytes()
-            found.append(sum(sizes.values()))
+            divided_bytes.append(sum(sizes.values()))
 
         divided.observe(resized)
-    return found
+    return divided_bytes
 
 
 def _host_memory(offloaded: OffloadedActivations | None, memory: MemoryTracker) -> Callable[[], int]:
@@ -232,9 +232,9 @@ def _links(run: DryRun, cluster: Cluster | None) -> list[str]:
     if cluster is None:
         return []
     total: dict[str, int] = defaultdict(int)
-    here = cluster.ranks[run.rank].node
+    own_node = cluster.ranks[run.rank].node
     for by_rank in run.sent.values():
         for rank, count in by_rank.items():
-            other = cluster.ranks[rank].node
-            total["inside the node" if other == here else f"to {other}"] += count
-    return [f"  link: {where:<16}{format_bytes(count):>7}" for where, count in sorted(total.items())]
+            other_node = cluster.ranks[rank].node
+            total["inside the node" if other_node == own_node else f"to {other_node}"] += count
+    return [f"  link: {link_name:<16}{format_bytes(count):>7}" for link_name, count in sorted(total.items())]

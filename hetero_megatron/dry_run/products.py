@@ -30,8 +30,8 @@ def with_chip_products(kernels: KernelPlan) -> KernelPlan:
     kernels = _with_chip_sums(kernels) if kernels.choices["gemm"].signature.dtype.itemsize == 2 else kernels
     if kernels.fp8 is None:
         return kernels
-    whole = kernels.fp8 == TENSORWISE
-    recipe = Tensorwise(_product, _quantise_whole) if whole else Blockwise(_product, _quantise)
+    is_tensorwise = kernels.fp8 == TENSORWISE
+    recipe = Tensorwise(_product, _quantise_whole) if is_tensorwise else Blockwise(_product, _quantise)
     gemm = Fp8Gemm(recipe)
     kernel = Kernel(kernels.fp8, "shapes", ATEN, gemm.forward, gemm.backward, parts=gemm.parts)
     hybrid = HYBRID in kernels.choices[kernels.fp8].signature.features
@@ -39,12 +39,12 @@ def with_chip_products(kernels: KernelPlan) -> KernelPlan:
 
 
 def _with_chip_sums(kernels: KernelPlan) -> KernelPlan:
-    given, gradients = kernels.choices["gemm"].kernel, kernels.weight_gradients
-    kernel = replace(given, parts={**given.parts, "weight": weight_gradient})
+    host_kernel, gradients = kernels.choices["gemm"].kernel, kernels.weight_gradients
+    kernel = replace(host_kernel, parts={**host_kernel.parts, "weight": weight_gradient})
     gemm = bind_gemm(kernel, gradients)
-    made = kernels.with_calls({"gemm": gemm})
-    made.joint_gemm = bind_joint_gemm(kernel, gradients, gemm)
-    return made
+    chip_kernels = kernels.with_calls({"gemm": gemm})
+    chip_kernels.joint_gemm = bind_joint_gemm(kernel, gradients, gemm)
+    return chip_kernels
 
 
 def weight_gradient(
@@ -52,8 +52,8 @@ def weight_gradient(
 ) -> torch.Tensor:
     """dy [.., n], x [.., k] -> [n, k], as an accelerator makes it that cannot add to a wider sum: in the dtype of the
     operands, before it is added."""
-    made = dy.new_empty(dy.shape[-1], x.shape[-1])
-    return made if into is None else into
+    gradient = dy.new_empty(dy.shape[-1], x.shape[-1])
+    return gradient if into is None else into
 
 
 def with_chip_chunks(kernels: KernelPlan) -> KernelPlan:
@@ -69,9 +69,9 @@ def with_chip_chunks(kernels: KernelPlan) -> KernelPlan:
 
 def _product(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
     """Kernels want the summed axis to be adjacent in memory."""
-    made = a.data.new_empty(a.data.shape[0], b.data.shape[0], dtype=dtype)
+    product = a.data.new_empty(a.data.shape[0], b.data.shape[0], dtype=dtype)
     _ = a.data.contiguous(), b.data.contiguous()
-    return made
+    return product
 
 
 def _quantise_whole(x: torch.Tensor, kind: torch.dtype, largest: torch.Tensor, turned: bool) -> list[Quantised]:

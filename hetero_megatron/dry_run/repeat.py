@@ -84,8 +84,8 @@ class RepeatingExecutor(PipelineExecutor):
             self.activations.settle()
         if action in self._traced:
             bytes_by_rank = {r: n - sent.get(r, 0) for r, n in self.comm.sent_bytes.items() if n > sent.get(r, 0)}
-            more = self._host_bytes() - host
-            trace = Trace(memory.peak - start, memory.live - start, bytes_by_rank, host=more)
+            host_bytes = self._host_bytes() - host
+            trace = Trace(memory.peak - start, memory.live - start, bytes_by_rank, host=host_bytes)
             self._traces[action.kind, action.chunk] = self._completed(trace, action, live)
         memory.peak = max(memory.peak, peak)
 
@@ -95,8 +95,8 @@ class RepeatingExecutor(PipelineExecutor):
         put_in = live.inputs.get(key)
         if action.kind == "F":
             out = live.outputs[key]
-            same = put_in is not None and out.untyped_storage()._cdata == put_in.untyped_storage()._cdata
-            return replace(trace, shape=out.shape, dtype=out.dtype, same=same)
+            same_memory = put_in is not None and out.untyped_storage()._cdata == put_in.untyped_storage()._cdata
+            return replace(trace, shape=out.shape, dtype=out.dtype, same=same_memory)
         return replace(trace, grad=action.kind != "W" and put_in is not None and put_in.grad is not None)
 
     def _host_bytes(self) -> int:

@@ -70,8 +70,8 @@ class EmulatedClock(Clock):
             self.host += cpu
         else:
             self.overrun += max(0.0, cpu - seconds)
-            while (left := target - time.perf_counter()) > 0:
-                time.sleep(left)
+            while (seconds_left := target - time.perf_counter()) > 0:
+                time.sleep(seconds_left)
         self._lateness = time.perf_counter() - target
         return seconds
 

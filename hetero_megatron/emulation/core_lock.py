@@ -82,5 +82,5 @@ class _Token:
     def _runs(self) -> bool:
         """Whoever has it; False also before anybody had it."""
         pid = os.pread(self._holder, 4, 0)
-        found = status(struct.unpack("i", pid)[0]) if pid else None
-        return found is not None and found.state not in "ZXTt"
+        holder = status(struct.unpack("i", pid)[0]) if pid else None
+        return holder is not None and holder.state not in "ZXTt"

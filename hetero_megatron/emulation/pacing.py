@@ -83,20 +83,20 @@ class NodeLanes:
 
     def book(self, now: float, peer: int, size: int, seconds: float) -> float:
         """When a message of ``size`` bytes is through that takes so many seconds on its link."""
-        there = self._node_of[peer]
-        if there == self._node:
+        peer_node = self._node_of[peer]
+        if peer_node == self._node:
             return now
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
-            return max(self._queue(now, there, seconds), self._queue(now, self._node, size / self._fastest))
+            return max(self._queue(now, peer_node, seconds), self._queue(now, self._node, size / self._fastest))
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _queue(self, now: float, lane: int, seconds: float) -> float:
-        at = self._FREE.size * lane
-        known = os.pread(self._file, self._FREE.size, at)
-        free = max(now, self._FREE.unpack(known)[0] if known else 0.0) + seconds
-        os.pwrite(self._file, self._FREE.pack(free), at)
+        offset = self._FREE.size * lane
+        stored = os.pread(self._file, self._FREE.size, offset)
+        free = max(now, self._FREE.unpack(stored)[0] if stored else 0.0) + seconds
+        os.pwrite(self._file, self._FREE.pack(free), offset)
         return free
 
 
@@ -161,8 +161,8 @@ class Pacer:
         held: list[_Message] = []  # by cut links, in order
         while True:
             with self._wake:
-                while (left := self._seconds_left()) is None or left > 0:
-                    wait = min((s for s in (left, MENDED_EVERY if held else None) if s is not None), default=None)
+                while (due_in := self._seconds_left()) is None or due_in > 0:
+                    wait = min((s for s in (due_in, MENDED_EVERY if held else None) if s is not None), default=None)
                     if not self._wake.wait(wait) and held:
                         break
                 if self._seconds_left() == 0:

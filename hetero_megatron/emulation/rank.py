@@ -94,12 +94,12 @@ class Emulation:
         if not self._cores or not hasattr(os, "sched_setaffinity"):
             yield
             return
-        own = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, set(self._cores) - own or own)
+        own_cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, set(self._cores) - own_cores or own_cores)
         try:
             yield
         finally:
-            os.sched_setaffinity(0, own)
+            os.sched_setaffinity(0, own_cores)
 
     def describe(self) -> str:
         """One line for the console; empty without emulation."""
@@ -117,8 +117,8 @@ class Emulation:
         from hetero_megatron.testbed.state import LOAD
 
         load = self.directory / LOAD if self.directory is not None else None
-        seen = read_json_object(load) if load is not None and load.exists() else {}
-        return {"chips": self.chips, "links": self.links, **seen}
+        load_facts = read_json_object(load) if load is not None and load.exists() else {}
+        return {"chips": self.chips, "links": self.links, **load_facts}
 
     def _make_clock(self) -> Clock:
         if self.chips == "none":

@@ -93,10 +93,10 @@ _LAUNCHERS = (
 
 def find_task(environment: Mapping[str, str]) -> Task | None:
     """The task of a launcher that started several (or does not say how many); None: this process is alone."""
-    found = list(_tasks(environment))
-    whole = [task for task in found if task.complete]  # with srun --mpi=pmi2, PMI's variables are a part of the truth
-    sure = [task for task in found if task.size is not None]  # PMIx alone does not say
-    chosen = next(iter(whole or sure or found), None)
+    tasks = list(_tasks(environment))
+    full = [task for task in tasks if task.complete]  # with srun --mpi=pmi2, PMI's variables are a part of the truth
+    sure = [task for task in tasks if task.size is not None]  # PMIx alone does not say
+    chosen = next(iter(full or sure or tasks), None)
     return None if chosen is None or chosen.size == 1 else chosen
 
 

@@ -244,9 +244,9 @@ def _check_complete(world: int | None, rank: int | None, address: str, port: int
     needed = ("WORLD_SIZE", "RANK") if world in (None, 1) else tuple(values)
     missing = [name for name in needed if values[name] is None]
     if missing:
-        there = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+        set_values = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
         raise UserError(
-            f"not set, beside {there}", field=" and ".join(missing), where=WHERE,
+            f"not set, beside {set_values}", field=" and ".join(missing), where=WHERE,
             accepted="torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; none of them, to run alone",
         )  # fmt: skip
 
@@ -310,9 +310,9 @@ def interface_of(address: str) -> str | None:
 
 def address_towards(host: str) -> str:
     """This host's address on the way to another. OSError: there is no way."""
-    kind, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    kind, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(there)  # sends nothing
+        probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])
 
 

@@ -12,7 +12,7 @@ PORTS = range(20000, 40000)  # where a step's first task listens, by numbers of 
 
 def expand(text: str) -> list[str]:
     """``n[01-03,7],login`` as n01, n02, n03, n7, login; ``[]`` where it is no such list."""
-    found: list[str] = []
+    expanded: list[str] = []
     for word in _split(text.strip()):
         names = [""]
         position = 0
@@ -25,8 +25,8 @@ def expand(text: str) -> list[str]:
             names = [name + match["stem"] + number for name in names for number in numbers]
             if not names or len(names) > MOST_NAMES:
                 return []
-        found += names
-    return found
+        expanded += names
+    return expanded
 
 
 def _split(text: str) -> list[str]:
@@ -43,7 +43,7 @@ def _split(text: str) -> list[str]:
 
 def _numbers(text: str) -> list[str]:
     """``01-03,7``: 01, 02, 03, 7."""
-    found: list[str] = []
+    numbers: list[str] = []
     for part in text.split(","):
         low, dash, high = part.partition("-")
         if not low.isdigit() or (dash and not high.isdigit()) or len(high) > 9 or len(low) > 9:
@@ -51,8 +51,8 @@ def _numbers(text: str) -> list[str]:
         last = int(high) if dash else int(low)
         if not int(low) <= last < int(low) + MOST_NAMES:
             return []
-        found += [str(number).zfill(len(low)) for number in range(int(low), last + 1)]
-    return found
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), last + 1)]
+    return numbers
 
 
 def rendezvous_address(environment: Mapping[str, str]) -> tuple[str, int]:

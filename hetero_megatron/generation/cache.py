@@ -69,8 +69,8 @@ class CachedAttention(nn.Module):
         if rows.even is not None:
             self.keys[:, :, rows.even - 1], self.values[:, :, rows.even - 1] = k[:, 0], v[:, 0]
         else:
-            at = torch.arange(len(rows.filled), device=k.device)
-            self.keys[at, :, rows.filled - 1], self.values[at, :, rows.filled - 1] = k[:, 0], v[:, 0]
+            row_indices = torch.arange(len(rows.filled), device=k.device)
+            self.keys[row_indices, :, rows.filled - 1], self.values[row_indices, :, rows.filled - 1] = k[:, 0], v[:, 0]
         return self._attend(q, sinks)
 
     def _attend(self, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -81,19 +81,19 @@ class CachedAttention(nn.Module):
         rows, kv = self.rows, self.keys.shape[1]
         end = rows.even if rows.even is not None else int(rows.filled.max())
         keys, values = self.keys[:, :, :end], self.values[:, :, :end]
-        grouped, seen = q.view(b, kv, heads // kv, d), self._seen(end)
+        grouped, visible = q.view(b, kv, heads // kv, d), self._seen(end)
         if self.inner.softcap is None and sinks is None:
-            out = F.scaled_dot_product_attention(grouped, keys, values, seen)
+            out = F.scaled_dot_product_attention(grouped, keys, values, visible)
             return out.reshape(b, 1, heads, d)
         scores = (grouped / math.sqrt(d)) @ keys.transpose(-1, -2)  # [b, kv, group, end]
         if self.inner.softcap is not None:
             scores = softcap(scores, self.inner.softcap)
-        if seen is not None:
-            scores = scores.masked_fill(~seen, -math.inf)
-        wide = torch.promote_types(q.dtype, torch.float32)
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -math.inf)
+        wide_dtype = torch.promote_types(q.dtype, torch.float32)
         if sinks is not None:
             scores = torch.cat([scores, sinks.view(1, kv, -1, 1).expand(b, -1, -1, 1).to(scores.dtype)], dim=-1)
-        weights = torch.softmax(scores, -1, dtype=wide)[..., :end].to(q.dtype)
+        weights = torch.softmax(scores, -1, dtype=wide_dtype)[..., :end].to(q.dtype)
         return (weights @ values).reshape(b, 1, heads, d)
 
     def _seen(self, end: int) -> torch.Tensor | None:
@@ -102,12 +102,12 @@ class CachedAttention(nn.Module):
         if rows.even is not None and end <= min(window or end, chunk or end):
             return None
         place = torch.arange(end, device=rows.filled.device)
-        seen = place < rows.filled[:, None]
+        visible = place < rows.filled[:, None]
         if window is not None:
-            seen &= place >= rows.filled[:, None] - window
+            visible &= place >= rows.filled[:, None] - window
         if chunk is not None:
-            seen &= place >= (rows.filled[:, None] - 1) // chunk * chunk
-        return seen[:, None, None]
+            visible &= place >= (rows.filled[:, None] - 1) // chunk * chunk
+        return visible[:, None, None]
 
 
 class CachedDelta(nn.Module):
@@ -126,19 +126,19 @@ class CachedDelta(nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         """As :class:`~hetero_megatron.model.gated_delta_net.DeltaCore` of the current tokens."""
         *filters, a_log, dt_bias = weights
-        count, behind, rows = q.shape[1], self.inner.delta.kernel - 1, self.rows
+        count, past, rows = q.shape[1], self.inner.delta.kernel - 1, self.rows
         decay, write, state = self.inner.decay(a, a_log, dt_bias), b.sigmoid(), None if rows.first else self.state
         if rows.first:
-            self.before = [x.new_zeros(len(x), behind, x.shape[-1]) for x in (q, k, v)]
+            self.before = [x.new_zeros(len(x), past, x.shape[-1]) for x in (q, k, v)]
             if rows.even != count:  # what a row was filled up with neither decays its state nor is written to it
                 real = (torch.arange(count, device=q.device) < rows.filled[:, None])[..., None]
                 decay, write = decay * real, write * real
         joined = [torch.cat(pair, 1) for pair in zip(self.before, (q, k, v), strict=True)]
         convolve = self.inner.kernels.causal_conv
-        q, k, v = (convolve(x, w, None)[:, behind:] for x, w in zip(joined, filters, strict=True))
+        q, k, v = (convolve(x, w, None)[:, past:] for x, w in zip(joined, filters, strict=True))
         ends = rows.filled if rows.first else torch.ones_like(rows.filled)
-        at = ends[:, None] + torch.arange(behind, device=q.device)  # the last tokens of each row, of what was joined
-        self.before = [x.gather(1, at[..., None].expand(-1, -1, x.shape[-1])) for x in joined]
+        tail = ends[:, None] + torch.arange(past, device=q.device)  # the last tokens of each row, of what was joined
+        self.before = [x.gather(1, tail[..., None].expand(-1, -1, x.shape[-1])) for x in joined]
         out, self.state = self.inner.rule(q, k, v, decay, write, state, context)
         return out
 

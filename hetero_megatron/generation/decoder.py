@@ -126,11 +126,11 @@ class Decoder:
             return token in sampling.ends or len(row.answer) == new_tokens or (stops is not None and stops(row.ids))
 
         for bound in dict.fromkeys((self.switch, None)):
-            going = [i for i, row in enumerate(rows) if not ended[i] and (bound is None or len(row.ids) <= bound)]
-            if going:
-                self.model.turn_for(bound or len(rows[going[0]].ids), self.spec.head_dim)
-                self._continue([rows[i] for i in going], sampling, ends, bound)
-                for i in going:
+            unfinished = [i for i, row in enumerate(rows) if not ended[i] and (bound is None or len(row.ids) <= bound)]
+            if unfinished:
+                self.model.turn_for(bound or len(rows[unfinished[0]].ids), self.spec.head_dim)
+                self._continue([rows[i] for i in unfinished], sampling, ends, bound)
+                for i in unfinished:
                     ended[i] = bool(rows[i].answer) and ends(rows[i])
         return [list(row.answer) for row in rows]
 
@@ -146,15 +146,15 @@ class Decoder:
             tokens[row_index, : len(row.ids)] = torch.tensor(row.ids)
         self.rows.begin(lengths.to(device))
         positions = torch.arange(width, device=device).expand(len(rows), width)
-        going, tokens = set(range(len(rows))), tokens.to(device)
+        unfinished, tokens = set(range(len(rows))), tokens.to(device)
         while True:
             logits = self._forward(tokens, positions)
             next_tokens = self._spread(sampling.choose(logits, rows) if logits is not None else None, len(rows))
-            for row_index in sorted(going):
+            for row_index in sorted(unfinished):
                 rows[row_index].answer.append(int(next_tokens[row_index]))
                 if ends(rows[row_index]) or (bound is not None and len(rows[row_index].ids) > bound):
-                    going.discard(row_index)
-            if not going:
+                    unfinished.discard(row_index)
+            if not unfinished:
                 return
             positions = self.rows.filled[:, None]
             self.rows.advance()

@@ -74,11 +74,11 @@ def _divide(scores: torch.Tensor, ids: Sequence[int], penalty: float) -> torch.T
 def _without_repeats(
     s: torch.Tensor, row: PromptRow, ids: list[int], settings: ScoreSettings, ends: Sequence[int]
 ) -> torch.Tensor:
-    for size, seen in ((settings.no_repeat_ngram_size, ids), (settings.encoder_no_repeat_ngram_size, row.prompt)):
+    for size, past in ((settings.no_repeat_ngram_size, ids), (settings.encoder_no_repeat_ngram_size, row.prompt)):
         if size and len(ids) >= size - 1:
             last = ids[len(ids) - size + 1 :]
-            starts = range(len(seen) - size + 1)
-            s[_inside([seen[i + size - 1] for i in starts if list(seen[i : i + size - 1]) == last], s)] = -math.inf
+            starts = range(len(past) - size + 1)
+            s[_inside([past[i + size - 1] for i in starts if list(past[i : i + size - 1]) == last], s)] = -math.inf
     words = [word for word in settings.bad_words_ids if not (len(word) == 1 and word[0] in ends)]
     return _add(s, ids, [(word, -math.inf) for word in words])
 
@@ -86,8 +86,8 @@ def _without_repeats(
 def _of_length(
     s: torch.Tensor, row: PromptRow, ids: list[int], settings: ScoreSettings, ends: Sequence[int]
 ) -> torch.Tensor:
-    least = settings.min_new_tokens
-    if len(ids) < settings.min_length if least is None else len(row.answer) < least:
+    min_new_tokens = settings.min_new_tokens
+    if len(ids) < settings.min_length if min_new_tokens is None else len(row.answer) < min_new_tokens:
         s[list(ends)] = -math.inf
     return s
 

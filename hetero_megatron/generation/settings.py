@@ -231,8 +231,8 @@ class _Reader:
         return f"ids from 0 to {self.vocabulary - 1}"
 
     def _sequence(self, key: str, found: Any) -> tuple[int, ...]:
-        good = isinstance(found, list) and all(type(i) is int and 0 <= i < self.vocabulary for i in found)
-        if not good or not found:
+        are_ids = isinstance(found, list) and all(type(i) is int and 0 <= i < self.vocabulary for i in found)
+        if not are_ids or not found:
             raise self.refuse(key, "holds something else than token ids", f"lists of {self._ids()}")
         return tuple(found)
 
@@ -252,8 +252,8 @@ class _Reader:
         return tuple(biases.items())
 
     def decay(self, found: Any) -> tuple[int, float]:
-        good = isinstance(found, list) and len(found) == 2 and type(found[0]) is int and abs(found[0]) < 2**31
-        if not good or not _is_number(found[1]) or found[1] <= 0:
+        is_pair = isinstance(found, list) and len(found) == 2 and type(found[0]) is int and abs(found[0]) < 2**31
+        if not is_pair or not _is_number(found[1]) or found[1] <= 0:
             raise self.refuse("exponential_decay_length_penalty", "is no start and factor", "[tokens, factor above 0]")
         return found[0], float(found[1])
 

@@ -109,7 +109,7 @@ def section(title: str, note: str = "") -> str:
 
 def figures(*rows: tuple[str, str]) -> str:
     """What is read first: (what it is, figure)."""
-    shown = "".join(f"<div><b>{html.escape(figure)}</b>{html.escape(what)}</div>" for what, figure in rows)
+    shown = "".join(f"<div><b>{html.escape(figure)}</b>{html.escape(label)}</div>" for label, figure in rows)
     return f"<div class='big'>{shown}</div>"
 
 
@@ -144,8 +144,8 @@ def charts_html(charts: Sequence[Mapping[str, Any]], seconds: float, prefix: str
     numbered = [{**chart, "id": f"{prefix}{i}"} for i, chart in enumerate(charts)]
     canvases = "".join(f"<h3>{html.escape(c['title'])}</h3><canvas id='{c['id']}'></canvas>" for c in numbered)
     colors = [*KIND_COLORS.values()]
-    known = {"step": seconds, "kinds": KINDS, "colors": colors, "inks": [*map(ink, colors)], "charts": numbered}
-    data = json.dumps(known, separators=(",", ":"))
+    page_data = {"step": seconds, "kinds": KINDS, "colors": colors, "inks": [*map(ink, colors)], "charts": numbered}
+    data = json.dumps(page_data, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # in names: neither an end nor a comment of HTML inside the script
     script = f"<script>const DATA = {data};{_SCRIPT}</script>"
     return f"{legend(keys)}{canvases}<div id='tip'></div>{script}"

@@ -85,8 +85,8 @@ class Bar:
 
 def luminance(color: str) -> float:
     """Relative luminance of ``#rrggbb``, 0 to 1 (WCAG 2)."""
-    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -103,8 +103,8 @@ def ink(color: str) -> str:
 
 def asked_list(rows: Sequence[tuple[str, str]]) -> str:
     """What was asked: (what, in words)."""
-    found = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in rows)
-    return f"<dl class='asked'>{found}</dl>"
+    entries = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in rows)
+    return f"<dl class='asked'>{entries}</dl>"
 
 
 def chip_colors(kinds: Sequence[str]) -> dict[str, str]:
@@ -120,7 +120,7 @@ def legend(colors: Mapping[str, str]) -> str:
 
 def plan_blocks(pipelines: Sequence[PipelineBlock], colors: Mapping[str, str]) -> str:
     """A row of blocks per pipeline, as wide as their layers and colored by chip."""
-    parts = []
+    rows = []
     for pipeline in pipelines[:MOST_PIPELINES]:
         stages = []
         for stage in pipeline.stages:
@@ -130,10 +130,10 @@ def plan_blocks(pipelines: Sequence[PipelineBlock], colors: Mapping[str, str]) -
                 f"<div class='stage' style='flex:{max(stage.layers, 1)} 1 0;--c:{color}' title='{tip}'>"
                 f"<b>{html.escape(stage.heading)}</b>{html.escape(stage.details)}</div>"
             )
-        parts.append(f"<p class='caption'>{html.escape(pipeline.caption)}</p><div class='pipe'>{''.join(stages)}</div>")
+        rows.append(f"<p class='caption'>{html.escape(pipeline.caption)}</p><div class='pipe'>{''.join(stages)}</div>")
     if len(pipelines) > MOST_PIPELINES:
-        parts.append(f"<p>and {len(pipelines) - MOST_PIPELINES} more pipelines</p>")
-    return "".join(parts)
+        rows.append(f"<p>and {len(pipelines) - MOST_PIPELINES} more pipelines</p>")
+    return "".join(rows)
 
 
 def cluster_blocks(nodes: Mapping[str, Sequence[tuple[int, str]]], used: set[int], colors: Mapping[str, str]) -> str:
@@ -150,19 +150,19 @@ def cluster_blocks(nodes: Mapping[str, Sequence[tuple[int, str]]], used: set[int
             groups[-1][0].append(name)
         else:
             groups.append(([name], chips, busy))
-    parts = []
+    blocks = []
     for names, chips, busy in groups[:MOST_NODES]:
         squares = "".join(
-            f"<i style='--c:{colors.get(chip, '#999999')}'{'' if on else ' class=idle'}></i>"
-            for (_, chip), on in zip(chips, busy, strict=True)
+            f"<i style='--c:{colors.get(chip, '#999999')}'{'' if is_used else ' class=idle'}></i>"
+            for (_, chip), is_used in zip(chips, busy, strict=True)
         )
-        shown = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} nodes)"
+        heading = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} nodes)"
         types = ", ".join(dict.fromkeys(chip for _, chip in chips))
         idle = "" if all(busy) else f", {busy.count(False)} idle"
         text = f"{len(chips)} x {types}{idle}"
-        parts.append(f"<div class='node'>{html.escape(shown)}<br>{squares}<br>{html.escape(text)}</div>")
-    more = f"<p>and {len(groups) - MOST_NODES} more kinds of nodes</p>" if len(groups) > MOST_NODES else ""
-    return f"<div class='nodes'>{''.join(parts)}</div>{more}"
+        blocks.append(f"<div class='node'>{html.escape(heading)}<br>{squares}<br>{html.escape(text)}</div>")
+    left_out = f"<p>and {len(groups) - MOST_NODES} more kinds of nodes</p>" if len(groups) > MOST_NODES else ""
+    return f"<div class='nodes'>{''.join(blocks)}</div>{left_out}"
 
 
 def bars(rows: Sequence[Bar]) -> str:
@@ -170,17 +170,17 @@ def bars(rows: Sequence[Bar]) -> str:
     longest = max((max(sum(v for _, v in row.parts), row.limit or 0.0) for row in rows), default=0.0) or 1.0
     out = []
     for row in rows[:MOST_ROWS]:
-        at, pieces = 0.0, []
+        start, pieces = 0.0, []
         for index, (color, value) in enumerate(row.parts):
             tip = f" title='{html.escape(row.tips[index], quote=True)}'" if index < len(row.tips) else ""
-            place = f"left:{100 * at / longest:.3f}%;width:{100 * value / longest:.3f}%"
+            place = f"left:{100 * start / longest:.3f}%;width:{100 * value / longest:.3f}%"
             pieces.append(f"<i style='{place};--c:{color}'{tip}></i>")
-            at += value
+            start += value
         mark = f"<u style='left:calc({100 * row.limit / longest:.3f}% - 2px)'></u>" if row.limit is not None else ""
         text = f"<b>{html.escape(row.text)}</b>"
         out.append(f"<span>{html.escape(row.name)}</span><div class='track'>{''.join(pieces)}{mark}</div>{text}")
-    more = f"<p>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
-    return f"<div class='bars'>{''.join(out)}</div>{more}"
+    left_out = f"<p>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
+    return f"<div class='bars'>{''.join(out)}</div>{left_out}"
 
 
 def memory_bars(
@@ -202,15 +202,15 @@ def memory_bars(
     for ranks, parts, limit, chip in runs:
         # Of activations and buffers the larger counts: they are not there at the same time.
         moving = max(parts.get("activations", 0.0), parts.get("buffers", 0.0))
-        kept = {k: v for k, v in parts.items() if v and (k not in ("activations", "buffers") or v == moving)}
-        total = sum(kept.values())
-        over = f", {(total - limit) / GIB:.3g} GiB too much" if total > limit else ""
+        counted = {k: v for k, v in parts.items() if v and (k not in ("activations", "buffers") or v == moving)}
+        total = sum(counted.values())
+        excess = f", {(total - limit) / GIB:.3g} GiB too much" if total > limit else ""
         rows.append(
             Bar(
                 f"{'ranks' if len(ranks) > 1 else 'rank'} {rank_ranges(ranks)} {chip}".strip(),
-                f"{total / GIB:.3g} of {limit / GIB:.3g} GiB{over}",
-                tuple((PART_COLORS.get(k, "#999999"), v) for k, v in kept.items()), limit,
-                tuple(f"{k}: {v / GIB:.3g} GiB" for k, v in kept.items()),
+                f"{total / GIB:.3g} of {limit / GIB:.3g} GiB{excess}",
+                tuple((PART_COLORS.get(k, "#999999"), v) for k, v in counted.items()), limit,
+                tuple(f"{k}: {v / GIB:.3g} GiB" for k, v in counted.items()),
             )
         )  # fmt: skip
     names = dict.fromkeys(k for parts in memory.values() for k, v in parts.items() if v)
@@ -237,15 +237,15 @@ def curve(lines: Sequence[Line], marks: Sequence[tuple[int, str]]) -> str:
     out = ["<svg viewBox='0 0 1000 1000' preserveAspectRatio='none'>"]
     for tick in ticks:
         out.append(f"<line x1='0' x2='1000' y1='{y(tick):.1f}' y2='{y(tick):.1f}' stroke='var(--line)'/>")
-    for step, what in marks:
+    for step, event in marks:
         if x0 <= step <= x1:
-            title = f"<title>step {step}: {html.escape(what)}</title>"
+            title = f"<title>step {step}: {html.escape(event)}</title>"
             place = f"x1='{x(step):.1f}' x2='{x(step):.1f}' y1='0' y2='1000'"
             out.append(f"<line {place} stroke='#d33' stroke-dasharray='4 3'>{title}</line>")
     for line in lines:
-        for part in _parts(line.points):
-            text = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in part)
-            dot = f" {x(part[0][0]):.1f},{y(part[0][1]):.1f}" if len(part) == 1 else ""
+        for run in _parts(line.points):
+            text = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in run)
+            dot = f" {x(run[0][0]):.1f},{y(run[0][1]):.1f}" if len(run) == 1 else ""
             width = "6' stroke-linecap='round" if dot else "1.8"
             out.append(
                 f"<polyline points='{text}{dot}' fill='none' stroke='{line.color}' stroke-width='{width}'/>"
@@ -258,14 +258,14 @@ def curve(lines: Sequence[Line], marks: Sequence[tuple[int, str]]) -> str:
 
 def _parts(points: Sequence[tuple[int, float | None]]) -> list[list[tuple[int, float]]]:
     """Runs of known values; thinned out where there are more than the picture has columns."""
-    every = max(1, len(points) // MOST_POINTS)
-    parts: list[list[tuple[int, float]]] = [[]]
+    stride = max(1, len(points) // MOST_POINTS)
+    runs: list[list[tuple[int, float]]] = [[]]
     for i, (step, value) in enumerate(points):
         if value is None:
-            parts.append([])
-        elif i % every == 0 or i == len(points) - 1:
-            parts[-1].append((step, value))
-    return [part for part in parts if part]
+            runs.append([])
+        elif i % stride == 0 or i == len(points) - 1:
+            runs[-1].append((step, value))
+    return [run for run in runs if run]
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
@@ -277,8 +277,8 @@ def nice_ticks(low: float, high: float) -> list[float]:
     raw = (high - low) / 4
     size = 10 ** math.floor(math.log10(raw))
     step = next(size * f for f in (1, 2, 5, 10) if size * f >= raw)
-    first = math.floor(low / step)
-    return [round(i * step, 12) for i in range(first, math.ceil(high / step) + 1)]
+    first_tick = math.floor(low / step)
+    return [round(i * step, 12) for i in range(first_tick, math.ceil(high / step) + 1)]
 
 
 def share_caption(number: int, copies: int, micro_batches: int, size: int) -> str:

@@ -137,8 +137,8 @@ class Admission:
         if unlike:
             return f"its cluster file does not have the chips of {_names(set(unlike))}, which are in the job", None
         if chips[request.node] != request.chips:
-            whose = "its" if request.cluster else "the job's"
-            mismatch = f"{whose} cluster file gives {request.node} {plural(chips[request.node], 'chip')}"
+            owner = "its" if request.cluster else "the job's"
+            mismatch = f"{owner} cluster file gives {request.node} {plural(chips[request.node], 'chip')}"
             return f"{mismatch}; accepted: --cluster FILE with all nodes, this one with {request.chips}", None
         return "", file if request.cluster else None
 
@@ -152,7 +152,7 @@ class Admission:
 
 def _too_slow(theirs: Mapping[int, Speed], known: Mapping[int, Speed], least: float) -> str:
     for speed in theirs.values():
-        rates_of_kind = [other.flops for other in known.values() if other.kind == speed.kind]
+        rates_of_kind = [rank_speed.flops for rank_speed in known.values() if rank_speed.kind == speed.kind]
         if rates_of_kind and speed.flops < least * median(rates_of_kind):
             comparison = f"where {len(rates_of_kind)} of the job compute {median(rates_of_kind):.3g}"
             accepted = f"accepted: at least {least:g} of that (--least-speed of the job)"

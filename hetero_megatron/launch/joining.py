@@ -193,10 +193,10 @@ class Joining:
         except RuntimeError:
             self.log(f"{self.node}: the launcher is gone")
             return PEER_ERROR
-        bad = {member: code for member, code in codes_told.items() if code}
-        for member, code in bad.items():
+        failed = {member: code for member, code in codes_told.items() if code}
+        for member, code in failed.items():
             self.log(f"{self.node}: process {member} ended with {say_code(code)}")
-        codes = [code if code > 0 else 128 - code for code in bad.values()]
+        codes = [code if code > 0 else 128 - code for code in failed.values()]
         return USER_ERROR if USER_ERROR in codes else codes[0] if codes else 0
 
     def _on_signal(self, number: int, _: object) -> None:

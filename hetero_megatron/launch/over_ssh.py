@@ -109,9 +109,9 @@ class SshLaunch:
                     connection.failed, code = reason, code or LOST
             code = code or next((_failure(c) for c in connections if c.ended and _failure(c)), 0)
             if code and deadline is None:
-                bad = next((c for c in connections if c.ended and _failure(c)), None)
-                if bad is not None:
-                    _say(f"{bad.host.node} ended with {bad.failed or f'exit code {bad.exit_code}'}")
+                failed = next((c for c in connections if c.ended and _failure(c)), None)
+                if failed is not None:
+                    _say(f"{failed.host.node} ended with {failed.failed or f'exit code {failed.exit_code}'}")
                 deadline = time.monotonic() + self.grace
             if deadline is not None and time.monotonic() > deadline:
                 _say(f"{', '.join(c.host.node for c in running)} did not end in {self.grace:g} s: killed")

@@ -50,8 +50,8 @@ class DeltaCore(nn.Module):
 
     def decay(self, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
         """The logarithm, at most 0, of what each value head's state is multiplied with, in at least fp32."""
-        wide = torch.promote_types(a.dtype, torch.float32)
-        return -a_log.to(wide).exp() * F.softplus(a.to(wide) + dt_bias.to(wide))
+        dtype = torch.promote_types(a.dtype, torch.float32)
+        return -a_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype))
 
     def rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, context: Context

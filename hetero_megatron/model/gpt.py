@@ -269,8 +269,8 @@ class GPTStage(nn.Module):
         # would make the host wait for all that the device has queued.
         # A stage without layers has them too: calibration takes what an action costs besides its layers to be alike.
         numbers = (*(layers or range(spec.num_layers)), *(spec.predictions if head else ()))
-        used = dict.fromkeys(spec.layer(i).rope for i in numbers)
-        self._freqs = {rope: torch.empty(0) for rope in used if rope is not None}
+        ropes = dict.fromkeys(spec.layer(i).rope for i in numbers)
+        self._freqs = {rope: torch.empty(0) for rope in ropes if rope is not None}
         self._angles: dict[Rope, Angles] = {}
         self._place = (seq_length, device)
         self.turn_for(seq_length, spec.head_dim)
@@ -324,9 +324,9 @@ class GPTStage(nn.Module):
                 x = x + self.model["embed_positions"](batch.positions)
         counted = None if batch.loss_mask is None else self.own_tokens(batch.loss_mask)
         ropes, draws = self._rope_tables(batch.positions, x.dtype), batch.draws
-        inside = None if draws is None else self._tokens(batch)
-        tokens = None if inside is None else self.own_tokens(inside[None])[0]
-        context = Context(batch.documents, ropes, counted, batch.positions, draws, tokens, inside)
+        token_numbers = None if draws is None else self._tokens(batch)
+        tokens = None if token_numbers is None else self.own_tokens(token_numbers[None])[0]
+        context = Context(batch.documents, ropes, counted, batch.positions, draws, tokens, token_numbers)
         if embedded:
             x = context.drop(x, self.kernels, self.dropout, 0, EMBEDDING)
         stream: ResidualStream | None = None
@@ -352,12 +352,12 @@ class GPTStage(nn.Module):
     def _with_predictions(self, x: torch.Tensor, batch: StageBatch, context: Context) -> torch.Tensor:
         """x: [b, s, h] -> [(1 + modules) b, s, h]: what each module puts out, after it. All go through the head at
         once, as further rows."""
-        found = [x]
-        for number, ahead in zip(self.predictions, batch.ahead, strict=True):
-            embedded = context.drop(self.embed(ahead.tokens), self.kernels, self.dropout, number, EMBEDDING)
-            its = replace(context, counted=self.own_tokens(ahead.mask))
-            found.append(self.model["layers"][str(number)](found[-1], its, embedded))  # type: ignore[index]
-        return torch.cat(found)
+        outputs = [x]
+        for number, tokens_ahead in zip(self.predictions, batch.ahead, strict=True):
+            embedded = context.drop(self.embed(tokens_ahead.tokens), self.kernels, self.dropout, number, EMBEDDING)
+            module_context = replace(context, counted=self.own_tokens(tokens_ahead.mask))
+            outputs.append(self.model["layers"][str(number)](outputs[-1], module_context, embedded))  # type: ignore[index]
+        return torch.cat(outputs)
 
     def _tokens(self, batch: StageBatch) -> torch.Tensor:
         """Numbers of a batch's tokens in their sequence: [s] int64."""

@@ -31,11 +31,11 @@ def initial_values(tensor: LogicalTensor, box: Box, spec: ModelSpec, seed: int) 
     if len(tensor.shape) == 1:
         return torch.full(box.shape, 1.0 - spec.norm_offset)
     if tensor.per_expert:  # one matrix per expert, as if it were a tensor by itself
-        parts = [
-            initial_values(one, Box(box.lo[1:], box.hi[1:]), spec, seed)
-            for one in (expert_tensor(tensor, e) for e in range(box.lo[0], box.hi[0]))
+        expert_values = [
+            initial_values(expert, Box(box.lo[1:], box.hi[1:]), spec, seed)
+            for expert in (expert_tensor(tensor, e) for e in range(box.lo[0], box.hi[0]))
         ]
-        return torch.stack(parts) if parts else torch.empty(box.shape)
+        return torch.stack(expert_values) if expert_values else torch.empty(box.shape)
     if tensor.name.endswith("lora_B.weight"):
         return torch.zeros(box.shape)
     adapter = tensor.name.endswith("lora_A.weight")

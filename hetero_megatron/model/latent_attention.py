@@ -58,8 +58,8 @@ class LatentAttention(nn.Module):
         q, q_turned = q.unflatten(-1, (heads, mla.qk_dim)).split([mla.nope_dim, mla.rope_dim], dim=-1)
         k_turned = k_turned.unsqueeze(2)
         if self.rope is not None:  # copies: it may overwrite what it turns, which is a part of what others keep
-            apart = q_turned.clone(), k_turned.clone()
-            q_turned, k_turned = turn(self.kernels, self.rope, *apart, *context.ropes[self.rope])
+            copies = q_turned.clone(), k_turned.clone()
+            q_turned, k_turned = turn(self.kernels, self.rope, *copies, *context.ropes[self.rope])
         q = torch.cat([q, q_turned], dim=-1)
         k = torch.cat([k, k_turned.expand(-1, -1, heads, -1)], dim=-1)
         if self.query_scale != 1.0:

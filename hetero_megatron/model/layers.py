@@ -91,11 +91,11 @@ def lay_together(*linears: Linear) -> tuple[Linear, ...]:
     """Put their weights, and their biases, one after the other in one piece of memory each: then ``joint_products`` is
     one product. They stay parameters of their own."""
     for name in ("weight", "bias"):
-        old = [getattr(linear, name) for linear in linears]
-        if old[0] is None:
+        separate = [getattr(linear, name) for linear in linears]
+        if separate[0] is None:
             continue
-        whole = old[0].new_empty(sum(map(len, old)), *old[0].shape[1:])
-        for linear, rows in zip(linears, whole.split([len(part) for part in old]), strict=True):
+        joined = separate[0].new_empty(sum(map(len, separate)), *separate[0].shape[1:])
+        for linear, rows in zip(linears, joined.split([len(tensor) for tensor in separate]), strict=True):
             setattr(linear, name, nn.Parameter(rows))
     return linears
 
@@ -237,15 +237,15 @@ def turn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k [b, s, heads, d] by the rotary embedding. Interleaved pairs come out as halves: of both alike, so that
     their products are the same."""
-    turned, both = 2 * cos.shape[-1], (q, k)
-    whole = turned == q.shape[-1]
-    parts = [*both] if whole else [x[..., :turned] for x in both]
+    turned, unturned = 2 * cos.shape[-1], (q, k)
+    turns_all = turned == q.shape[-1]
+    parts = [*unturned] if turns_all else [x[..., :turned] for x in unturned]
     if rope.interleaved:
         parts = [x.unflatten(-1, (turned // 2, 2)).transpose(-1, -2).flatten(-2) for x in parts]
     q, k = kernels.rope(*parts, cos, sin)
-    if whole:
+    if turns_all:
         return q, k
-    q, k = (torch.cat([x, rest[..., turned:]], dim=-1) for x, rest in zip((q, k), both, strict=True))
+    q, k = (torch.cat([x, original[..., turned:]], dim=-1) for x, original in zip((q, k), unturned, strict=True))
     return q, k
 
 
@@ -287,10 +287,10 @@ class Attention(nn.Module):
         # Where the query heads do not use the local key-value heads evenly, each one's head is looked up.
         users = [i // spec.queries_per_kv - kv0 for i in range(q0, q1)]
         local = max(kv1 - kv0, 1)
-        each = max(len(users) // local, 1)
-        even = len(users) % local == 0 and users == [i // each for i in range(len(users))]
+        queries_per_kv = max(len(users) // local, 1)
+        alternates_evenly = len(users) % local == 0 and users == [i // queries_per_kv for i in range(len(users))]
         # On the device from the start: a list would be uploaded at every use.
-        self.kv_of_query = None if even else torch.tensor(users)
+        self.kv_of_query = None if alternates_evenly else torch.tensor(users)
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """x: [b, s, h] -> [b, s, h]; of a TP rank, a partial sum over its heads until ``o_proj`` adds them up."""
@@ -322,5 +322,5 @@ class Attention(nn.Module):
         """[b, s, 1, 1]: what queries are multiplied with by their position."""
         assert context.positions is not None
         passed = (context.positions + self.growth_offset).div(self.growth_length, rounding_mode="floor")
-        wide = torch.promote_types(dtype, torch.float32)
-        return (1 + self.growth * passed.to(wide).log1p()).to(dtype)[..., None, None]
+        wide_dtype = torch.promote_types(dtype, torch.float32)
+        return (1 + self.growth * passed.to(wide_dtype).log1p()).to(dtype)[..., None, None]

@@ -95,8 +95,8 @@ class Experts(nn.Module):
 
 def _by_row(weights: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:
     """Weights [tokens, k] of choices -> [rows], of the rows in which ``slots`` [tokens, k] puts them (-1: none)."""
-    at = torch.where(slots >= 0, slots, rows).flatten()
-    return weights.new_zeros(rows + 1).scatter(0, at, weights.flatten())[:rows]
+    targets = torch.where(slots >= 0, slots, rows).flatten()
+    return weights.new_zeros(rows + 1).scatter(0, targets, weights.flatten())[:rows]
 
 
 class Router(nn.Module):

@@ -50,6 +50,6 @@ def make_prediction(layer: nn.Module, spec: ModelSpec, kernels: KernelPlan) -> N
 def _predict(
     layer: Any, run: Callable[..., Any], kernels: KernelPlan, x: torch.Tensor, context: Context, embedded: torch.Tensor
 ) -> torch.Tensor:
-    both = torch.cat([layer.enorm(embedded), layer.hnorm(x)], dim=-1)
-    stream = run(kernels.gemm(both, layer.eh_proj.weight, None), context)
+    joined = torch.cat([layer.enorm(embedded), layer.hnorm(x)], dim=-1)
+    stream = run(kernels.gemm(joined, layer.eh_proj.weight, None), context)
     return cast(torch.Tensor, layer.shared_head["norm"](stream.sum()))

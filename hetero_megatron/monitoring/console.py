@@ -49,39 +49,39 @@ class ConsoleLine:
 def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
     """One line, without a newline."""
     now = now or datetime.datetime.now()
-    parts = [
+    entries = [
         f" [{now.strftime('%Y-%m-%d %H:%M:%S.%f')}] iteration {p.iteration:8d}/{p.iterations:8d}",
         f"consumed samples: {p.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {p.seconds * 1000:.1f}",
     ]
     if p.tflops is not None:
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {p.tflops:.{1 if p.tflops >= 10 else 4}f}")
+        entries.append(f"throughput per GPU (TFLOP/s/GPU): {p.tflops:.{1 if p.tflops >= 10 else 4}f}")
     if p.tokens_per_second is not None:
-        parts.append(f"tokens/s: {p.tokens_per_second:.0f}")
+        entries.append(f"tokens/s: {p.tokens_per_second:.0f}")
     if p.loss_tokens_per_second is not None:
-        parts.append(f"tokens/s in the loss: {p.loss_tokens_per_second:.0f}")
+        entries.append(f"tokens/s in the loss: {p.loss_tokens_per_second:.0f}")
     if p.mfu is not None:
-        parts.append(f"MFU: {100 * p.mfu:.1f}%")
+        entries.append(f"MFU: {100 * p.mfu:.1f}%")
     eta = p.eta_seconds if p.eta_seconds is not None else (p.iterations - p.iteration) * p.seconds
-    parts.append(f"ETA: {format_duration(eta)}")
-    parts.append(f"learning rate: {p.learning_rate:.6E}")
-    parts.append(f"global batch size: {p.batch_size:5d}")
+    entries.append(f"ETA: {format_duration(eta)}")
+    entries.append(f"learning rate: {p.learning_rate:.6E}")
+    entries.append(f"global batch size: {p.batch_size:5d}")
     if p.loss is not None:
-        parts.append(f"lm loss: {p.loss:.6E}")
-    parts += [f"{name}: {loss:.6E}" for name, loss in p.balance.items()]
-    parts += [f"{name}: {mean:.6E}" for name, mean in p.facts.items()]
-    parts.append(f"loss scale: {p.loss_scale:.1f}")
+        entries.append(f"lm loss: {p.loss:.6E}")
+    entries += [f"{name}: {loss:.6E}" for name, loss in p.balance.items()]
+    entries += [f"{name}: {mean:.6E}" for name, mean in p.facts.items()]
+    entries.append(f"loss scale: {p.loss_scale:.1f}")
     if p.grad_norm is not None:
-        parts.append(f"grad norm: {p.grad_norm:.3f}")
+        entries.append(f"grad norm: {p.grad_norm:.3f}")
     if p.num_zeros is not None:
-        parts.append(f"num zeros: {p.num_zeros}")
+        entries.append(f"num zeros: {p.num_zeros}")
     if p.params_norm is not None:
-        parts.append(f"params norm: {p.params_norm:.3f}")
-    parts.append(f"number of skipped iterations: {p.skipped:3d}")
-    parts.append(f"number of nan iterations: {p.nan:3d}")
+        entries.append(f"params norm: {p.params_norm:.3f}")
+    entries.append(f"number of skipped iterations: {p.skipped:3d}")
+    entries.append(f"number of nan iterations: {p.nan:3d}")
     if p.busiest is not None:
-        parts.append(f"busiest expert over mean: {p.busiest:.2f}")
-    return " | ".join(parts) + " |"
+        entries.append(f"busiest expert over mean: {p.busiest:.2f}")
+    return " | ".join(entries) + " |"
 
 
 _SHORT_FACTS = {
@@ -95,26 +95,26 @@ def format_short(p: ConsoleLine) -> str:
     eta = p.eta_seconds if p.eta_seconds is not None else (p.iterations - p.iteration) * p.seconds
     width = len(str(p.iterations))
     line = f" iteration {p.iteration:{width}d}/{p.iterations}"
-    parts = [f"loss {p.loss:.4f}"] if p.loss is not None else []
+    entries = [f"loss {p.loss:.4f}"] if p.loss is not None else []
     for name, (word, form) in _SHORT_FACTS.items():
-        parts += [f"{word} {p.facts[name]:{form}}"] if name in p.facts else []
-    parts += [f"skipped {p.skipped}"] if p.skipped else []
-    parts += [f"not finite {p.nan}"] if p.nan else []
-    parts.append(f"{p.seconds:.3g} s" if p.seconds >= 1 else f"{1000 * p.seconds:.3g} ms")
+        entries += [f"{word} {p.facts[name]:{form}}"] if name in p.facts else []
+    entries += [f"skipped {p.skipped}"] if p.skipped else []
+    entries += [f"not finite {p.nan}"] if p.nan else []
+    entries.append(f"{p.seconds:.3g} s" if p.seconds >= 1 else f"{1000 * p.seconds:.3g} ms")
     counting = f" ({p.loss_tokens_per_second:,.0f} in the loss)" if p.loss_tokens_per_second is not None else ""
-    parts += [f"{p.tokens_per_second:,.0f} tokens/s{counting}"] if p.tokens_per_second is not None else []
-    parts += [f"MFU {100 * p.mfu:.1f}%"] if p.mfu is not None else []
-    parts.append(f"ETA {format_duration(eta)}")
-    parts += [f"experts {p.busiest:.2f}x"] if p.busiest is not None else []
-    short = {"load_balancing_loss": "balance", "z_loss": "z"}
-    parts += [f"{short.get(name, name.removesuffix(' loss'))} {loss:.3f}" for name, loss in p.balance.items()]
-    parts += [f"grad norm {p.grad_norm:.3g}"] if p.grad_norm is not None else []
-    parts.append(f"lr {p.learning_rate:.2e}")
-    parts += [f"loss scale {p.loss_scale:g}"] if p.loss_scale != 1.0 else []
-    parts += [f"{p.tflops:.3g} TFLOP/s/GPU"] if p.tflops is not None else []
-    for part in parts:
-        if len(line) + 3 + len(part) <= COLUMNS:
-            line += f" | {part}"
+    entries += [f"{p.tokens_per_second:,.0f} tokens/s{counting}"] if p.tokens_per_second is not None else []
+    entries += [f"MFU {100 * p.mfu:.1f}%"] if p.mfu is not None else []
+    entries.append(f"ETA {format_duration(eta)}")
+    entries += [f"experts {p.busiest:.2f}x"] if p.busiest is not None else []
+    short_names = {"load_balancing_loss": "balance", "z_loss": "z"}
+    entries += [f"{short_names.get(name, name.removesuffix(' loss'))} {loss:.3f}" for name, loss in p.balance.items()]
+    entries += [f"grad norm {p.grad_norm:.3g}"] if p.grad_norm is not None else []
+    entries.append(f"lr {p.learning_rate:.2e}")
+    entries += [f"loss scale {p.loss_scale:g}"] if p.loss_scale != 1.0 else []
+    entries += [f"{p.tflops:.3g} TFLOP/s/GPU"] if p.tflops is not None else []
+    for entry in entries:
+        if len(line) + 3 + len(entry) <= COLUMNS:
+            line += f" | {entry}"
     return line
 
 
@@ -124,14 +124,14 @@ def format_validation(
 ) -> str:  # fmt: skip
     """Megatron's line after an evaluation; of preference pairs with ``facts`` in the place of the perplexity."""
     line = f" validation loss at iteration {iteration} on {name} | lm loss value: {loss:.6E} | "
-    more = facts or {"lm loss PPL": perplexity}
-    return line + "".join(f"{key}: {value:.6E} | " for key, value in more.items())
+    measures = facts or {"lm loss PPL": perplexity}
+    return line + "".join(f"{key}: {value:.6E} | " for key, value in measures.items())
 
 
 def format_duration(seconds: float) -> str:
     """``42s``, ``3:05``, ``2:03:05`` or ``3d 02:03``."""
-    whole = max(0, round(seconds))
-    minutes, s = divmod(whole, 60)
+    rounded = max(0, round(seconds))
+    minutes, s = divmod(rounded, 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
     if days:

@@ -20,17 +20,17 @@ MOST = 2**53  # of a count: it is exact as a float, too
 
 def integer(low: int = 0, high: int = MOST) -> Check:
     def check(value: Any) -> Wrong:
-        good = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-        return None if good else ("", value, f"an integer from {low} to {high}")
+        is_valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        return None if is_valid else ("", value, f"an integer from {low} to {high}")
 
     return check
 
 
 def number(low: float = -LARGEST, high: float = LARGEST) -> Check:
     def check(value: Any) -> Wrong:
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        good = good and math.isfinite(value) and low <= value <= high
-        return None if good else ("", value, f"a number from {low:g} to {high:g}")
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool)
+        is_valid = is_valid and math.isfinite(value) and low <= value <= high
+        return None if is_valid else ("", value, f"a number from {low:g} to {high:g}")
 
     return check
 

@@ -146,7 +146,7 @@ class MetricsWriter:
     ) -> None:
         self._file: LineFile | None = None
         self._evaluated: int | None = None  # the step whose evaluation is logged already
-        folder, again = None if directory is None else Path(directory), resumed is not None
+        folder, is_resumed = None if directory is None else Path(directory), resumed is not None
         if folder is not None:
             file, logged = _open(folder, resumed)
             self._file = LineFile(folder / FILE, file)
@@ -158,10 +158,10 @@ class MetricsWriter:
             self._boards.append(Board("--tensorboard-dir", tensorboard_dir, make))
         if wandb is not None:
             project = str(wandb.get("project"))
-            self._boards.append(Board("--wandb-project", project, partial(Wandb, wandb, folder, again)))
+            self._boards.append(Board("--wandb-project", project, partial(Wandb, wandb, folder, is_resumed)))
         if mlflow is not None:
             experiment = str(mlflow["experiment"])
-            self._boards.append(Board("--mlflow-experiment", experiment, partial(Mlflow, mlflow, folder, again)))
+            self._boards.append(Board("--mlflow-experiment", experiment, partial(Mlflow, mlflow, folder, is_resumed)))
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
@@ -191,11 +191,11 @@ class MetricsWriter:
         """Record an evaluation (``name``: validation or test) after ``step``; ``perplexity`` adds it to
         dashboards. ``facts``: of preference pairs, which have no perplexity."""
         ppl = perplexity_of(loss)
-        more = {f"{name}_perplexity": ppl} if not facts else {f"{name}_{key}": x for key, x in facts.items()}
-        values = {f"{name}_loss": loss, **more}
+        measures = {f"{name}_perplexity": ppl} if not facts else {f"{name}_{key}": x for key, x in facts.items()}
+        values = {f"{name}_loss": loss, **measures}
         self._line({"step": step, **(values if math.isfinite(loss) else dict.fromkeys(values))})
         if step != self._evaluated:
-            scalars = {f"lm loss {name}": loss} | ({} if not facts else more)
+            scalars = {f"lm loss {name}": loss} | ({} if not facts else measures)
             self._scalars(scalars | ({f"lm loss {name} ppl": ppl} if perplexity and not facts else {}), step)
 
     def emulation(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -239,8 +239,8 @@ def _open(directory: Path, resumed: Resumed | None) -> tuple[BinaryIO, bool]:
         raise UserError(f"cannot be written: {error.strerror}", field="--save", value=str(directory)) from error
     if os.path.lexists(path):
         assert resumed is not None
-        again = resumed.step if resumed.evaluates else None
-        logged = rewind(path, resumed.step) if resumed.trains else rewind(path, evaluated=again)
+        evaluated = resumed.step if resumed.evaluates else None
+        logged = rewind(path, resumed.step) if resumed.trains else rewind(path, evaluated=evaluated)
     return open_append(path, "--save"), logged
 
 

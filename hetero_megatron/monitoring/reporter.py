@@ -104,24 +104,24 @@ class Reporter:
 
     def _begin(self) -> None:
         """Predict a step, and write down what starts here."""
-        found, notice = expectation(self.config)
+        prediction, notice = expectation(self.config)
         if notice:
             print(notice_line(notice), flush=True)
         busy: dict[int, float] = {}
-        if found is not None:
+        if prediction is not None:
             from hetero_megatron.predictor.report.prediction import format_step_seconds
 
             busy = expected_busy(self.config)
-            self.predicted = found.step_seconds
-            print(f"predicted step: {format_step_seconds(found)}", flush=True)
-            self.expected_busy = {} if found.assumed else busy
+            self.predicted = prediction.step_seconds
+            print(f"predicted step: {format_step_seconds(prediction)}", flush=True)
+            self.expected_busy = {} if prediction.assumed else busy
         directory = self.config.logging.save
-        again = self.runtime.comm.launcher.restarts > 0
+        is_restart = self.runtime.comm.launcher.restarts > 0
         if directory is not None:
-            if not self._goes_on() and not again:
+            if not self._goes_on() and not is_restart:
                 set_aside(directory, FILE)
-            text = f"start at step {self.first_step}" + (" after a restart" if again else "")
-            self.event("start", text, **start_event(self.config, found, busy, self.chips, self.first_step))
+            text = f"start at step {self.first_step}" + (" after a restart" if is_restart else "")
+            self.event("start", text, **start_event(self.config, prediction, busy, self.chips, self.first_step))
 
     def say(self, text: str) -> None:
         """Print a line, on the rank that speaks."""
@@ -142,8 +142,8 @@ class Reporter:
         """What every rank did in one of the first steps. Called on all ranks."""
         if self.config.logging.save is None or step != min(self.first_step + TIMELINE_AFTER, self.config.steps):
             return
-        everyone = self.runtime.world.gather_objects(measured_rows(stats.actions), list[tuple[str, float, float, int]])
-        rows = {str(r): row for r, row in zip(self.config.plan.ranks, everyone, strict=True)}
+        gathered = self.runtime.world.gather_objects(measured_rows(stats.actions), list[tuple[str, float, float, int]])
+        rows = {str(r): row for r, row in zip(self.config.plan.ranks, gathered, strict=True)}
         self.event("timeline", f"timeline of step {step}", step=step, seconds=seconds, ranks=rows)
 
     def step(
@@ -200,7 +200,7 @@ class Reporter:
     ) -> None:  # fmt: skip
         losses, seconds, tokens, counting = map(sum, zip(*self._since, strict=True))
         count = len(self._since)
-        means = {name: sum(each[name] for each in self._averaged) / count for name in self._averaged[-1]}
+        means = {name: sum(step_means[name] for step_means in self._averaged) / count for name in self._averaged[-1]}
         facts = {name: mean for name, mean in means.items() if name in stats.facts}
         further = {name: mean for name, mean in means.items() if name not in stats.facts}
         rate = self.flops * size * count / seconds
@@ -235,10 +235,10 @@ class Reporter:
 
     def finish(self, step: int, reason: str) -> None:
         """Say how it ended, and close the files. Called on all ranks."""
-        mine = torch.tensor([self.platform.peak_memory() / 2**20, bool(reason)], dtype=torch.float64)
-        peaks, told = self.runtime.world.gather_vectors(mine).T
-        if not reason and told.any():
-            reason = f"rank {self.runtime.here.plan.ranks[int(told.argmax())]} was told to"
+        rank_state = torch.tensor([self.platform.peak_memory() / 2**20, bool(reason)], dtype=torch.float64)
+        peaks, stopped = self.runtime.world.gather_vectors(rank_state).T
+        if not reason and stopped.any():
+            reason = f"rank {self.runtime.here.plan.ranks[int(stopped.argmax())]} was told to"
         facts, clock = self.emulation.facts(), self._worst_clock()
         if self.writer is None:
             return
@@ -281,15 +281,17 @@ class Reporter:
         """How far emulated clocks could be kept; None on real chips. Called on all ranks."""
         from hetero_megatron.testbed.clocks import spread, worst_clock
 
-        mine = self.runtime.comm.clock.report()
-        if not mine:
+        report = self.runtime.comm.clock.report()
+        if not report:
             return None
         names = ("overrun", "late")
-        every = self.runtime.world.gather_vectors(torch.tensor([mine[n] for n in names], dtype=torch.float64)).tolist()
-        kept = worst_clock({r: dict(zip(names, row)) for r, row in zip(self.config.plan.ranks, every, strict=True)})
-        if kept is not None and self.emulation.chips == "soft":
-            kept = replace(kept, spread=spread(list(self._busy)))
-        return kept
+        reports = self.runtime.world.gather_vectors(
+            torch.tensor([report[n] for n in names], dtype=torch.float64)
+        ).tolist()
+        worst = worst_clock({r: dict(zip(names, row)) for r, row in zip(self.config.plan.ranks, reports, strict=True)})
+        if worst is not None and self.emulation.chips == "soft":
+            worst = replace(worst, spread=spread(list(self._busy)))
+        return worst
 
 
 def _of_modules(stats: StepStats) -> dict[str, float]:

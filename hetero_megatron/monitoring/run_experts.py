@@ -52,9 +52,9 @@ def _ranks(rows: Sequence[tuple[int, Mapping[str, Any]]], start: Mapping[str, An
 def _map(layers: Mapping[str, Sequence[int]]) -> str:
     out = []
     for layer, counts in sorted(layers.items(), key=lambda item: int(item[0]))[:MOST_LAYERS]:
-        most, total = max(counts) or 1, sum(counts) or 1
+        peak, total = max(counts) or 1, sum(counts) or 1
         cells = "".join(
-            f"<i style='--o:{0.05 + 0.95 * n / most:.2f}' title='expert {e}: {n * len(counts) / total:.2f} x mean'></i>"
+            f"<i style='--o:{0.05 + 0.95 * n / peak:.2f}' title='expert {e}: {n * len(counts) / total:.2f} x mean'></i>"
             for e, n in enumerate(counts[:MOST_EXPERTS])
         )
         out.append(f"<span>{html.escape(f'layer {layer}')}</span><div>{cells}</div>")

@@ -76,8 +76,8 @@ def _intervals(value: Any, depth: int = 0) -> list[tuple[int, int]] | None:
 
 def _some_ranks(value: Any) -> f.Wrong:
     intervals = _intervals(value)
-    good = intervals and all(a < b for a, b in intervals) and sum(b - a for a, b in intervals) <= MOST_RANKS
-    return None if good else ("", value, f'ranks, as 3, "0-3,8" or a list of these, at most {MOST_RANKS:,}')
+    is_valid = intervals and all(a < b for a, b in intervals) and sum(b - a for a, b in intervals) <= MOST_RANKS
+    return None if is_valid else ("", value, f'ranks, as 3, "0-3,8" or a list of these, at most {MOST_RANKS:,}')
 
 
 def _layer_ranges(value: Any) -> f.Wrong:

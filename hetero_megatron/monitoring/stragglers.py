@@ -113,11 +113,11 @@ class StragglerWatch:
             predicted = rank in self.expected and self.batch_size in (0, self._size)
             if len(recent) < RECENT or (not predicted and self._step <= WARM_UP + BASELINE):
                 continue
-            should = self.expected[rank] if predicted else median(first)
+            expected_seconds = self.expected[rank] if predicted else median(first)
             seconds = median(recent)
-            if seconds > self.factor * should:
-                steady = min(recent) > self.factor * should
-                stragglers.append(Behind(rank, self.chips[rank], seconds, should, predicted, steady))
+            if seconds > self.factor * expected_seconds:
+                steady = min(recent) > self.factor * expected_seconds
+                stragglers.append(Behind(rank, self.chips[rank], seconds, expected_seconds, predicted, steady))
         return stragglers
 
 
@@ -275,9 +275,9 @@ def cut_pairs(diagnoses: Sequence[Diagnosis], nodes: Sequence[str], lost: Collec
     """
     pairs = set()
     for diagnosis in diagnoses:
-        for other in diagnosis.unreachable:
-            if max(diagnosis.rank, other) < len(nodes):
-                pair = frozenset((nodes[diagnosis.rank], nodes[other]))
+        for unreachable_rank in diagnosis.unreachable:
+            if max(diagnosis.rank, unreachable_rank) < len(nodes):
+                pair = frozenset((nodes[diagnosis.rank], nodes[unreachable_rank]))
                 if len(pair) == 2 and not pair & set(lost):
                     pairs.add(pair)
     return pairs

@@ -75,8 +75,8 @@ def key_heads(queries: Sequence[int]) -> KeyHeads:
     """From the local key-value head of every local query head."""
     count = max(queries, default=-1) + 1
     repeat = len(queries) // count if count else 1
-    even = list(queries) == [i // repeat for i in range(len(queries))] and len(queries) == repeat * count
-    return KeyHeads(repeat) if even else KeyHeads(1, tuple(queries))
+    repeats_evenly = list(queries) == [i // repeat for i in range(len(queries))] and len(queries) == repeat * count
+    return KeyHeads(repeat) if repeats_evenly else KeyHeads(1, tuple(queries))
 
 
 def accumulators(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,8 +36,11 @@ def definition(x: Tensor, weight: Tensor, documents: Documents) -> tuple[Tensor]
     rows = []
     for row in range(x.shape[0]):
         bounds = [*(documents[row] if documents is not None else [0]), x.shape[1]]
-        parts = [values[row, a:b].T for a, b in zip(bounds, bounds[1:], strict=False)]
-        ended = [F.conv1d(F.pad(part, (taps - 1, 0))[None], filters[:, None], groups=len(filters)) for part in parts]
+        documents_values = [values[row, a:b].T for a, b in zip(bounds, bounds[1:], strict=False)]
+        ended = [
+            F.conv1d(F.pad(document, (taps - 1, 0))[None], filters[:, None], groups=len(filters))
+            for document in documents_values
+        ]
         rows.append(torch.cat(ended, -1)[0].T)
     return (F.silu(torch.stack(rows)).to(x.dtype) if rows else torch.zeros_like(x),)
 
@@ -52,19 +55,21 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, documents: Documents) -> t
         total = _sums(x, weight, documents)
         inner = torch.ops.aten.silu_backward(grad.to(total.dtype), total)
         d_x, d_weight = torch.zeros_like(inner), torch.zeros(weight.shape, dtype=inner.dtype, device=x.device)
-        for tap, here, there, seen in _taps(x, weight, documents):
-            part = inner[:, here] if seen is None else inner[:, here] * seen
-            d_x[:, there].addcmul_(part, weight[:, tap].to(part.dtype))
-            d_weight[:, tap] = (part * x[:, there]).sum((0, 1))
+        for tap, targets, sources, same_document in _taps(x, weight, documents):
+            gradient = inner[:, targets] if same_document is None else inner[:, targets] * same_document
+            d_x[:, sources].addcmul_(gradient, weight[:, tap].to(gradient.dtype))
+            d_weight[:, tap] = (gradient * x[:, sources]).sum((0, 1))
         return d_x.to(x.dtype), d_weight.to(weight.dtype)
 
 
 def _sums(x: Tensor, weight: Tensor, documents: Documents) -> Tensor:
     """What SiLU is of, in at least fp32."""
     out = torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device)
-    for tap, here, there, seen in _taps(x, weight, documents):
-        part = x[:, there].to(out.dtype)
-        out[:, here].addcmul_(part if seen is None else part * seen, weight[:, tap].to(out.dtype))
+    for tap, targets, sources, same_document in _taps(x, weight, documents):
+        values = x[:, sources].to(out.dtype)
+        out[:, targets].addcmul_(
+            values if same_document is None else values * same_document, weight[:, tap].to(out.dtype)
+        )
     return out
 
 
@@ -74,9 +79,9 @@ def _taps(x: Tensor, weight: Tensor, documents: Documents) -> Iterator[tuple[int
     packed = documents is not None and any(len(row) > 1 for row in documents)
     place = _places(documents, length).to(x.device) if packed and documents is not None else None
     for back in range(min(taps, length)):
-        here, there = slice(back, length), slice(0, length - back)
-        seen = None if place is None or not back else (place[:, here, None] >= back).to(wide(x.dtype))
-        yield taps - 1 - back, here, there, seen
+        targets, sources = slice(back, length), slice(0, length - back)
+        same_document = None if place is None or not back else (place[:, targets, None] >= back).to(wide(x.dtype))
+        yield taps - 1 - back, targets, sources, same_document
 
 
 def _places(documents: Sequence[Sequence[int]], length: int) -> Tensor:

@@ -26,8 +26,8 @@ def divergence_terms(
         terms = _weighted(p, student - teacher)
         return terms, terms
     mixture = torch.logaddexp(teacher + math.log(d.js_beta), student + math.log1p(-d.js_beta))
-    own = (1 - d.js_beta) * _weighted(p, student - mixture)
-    return d.js_beta * _weighted(q, teacher - mixture) + own, own
+    student_terms = (1 - d.js_beta) * _weighted(p, student - mixture)
+    return d.js_beta * _weighted(q, teacher - mixture) + student_terms, student_terms
 
 
 def _weighted(probability: torch.Tensor, logarithm: torch.Tensor) -> torch.Tensor:

@@ -45,33 +45,37 @@ def definition(
     kind, repeat = wide(v.dtype), v.shape[2] // max(k.shape[2], 1)
     wide_q, wide_k = (normalised(x, eps).repeat_interleave(repeat, dim=2) for x in (q, k))
     wide_q = wide_q * q.shape[-1] ** -0.5
-    now = v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1], dtype=kind) if state is None else state.to(kind)
+    state_t = (
+        v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1], dtype=kind) if state is None else state.to(kind)
+    )
     starts = [set(row[1:]) for row in documents or ()]
     columns = (x.to(kind)[..., None].unbind(1) for x in (wide_q, wide_k, g.exp()[..., None], beta))
     outs = []
     for t, (q_t, k_t, decay, write, v_t) in enumerate(zip(*columns, v.to(kind).unbind(1), strict=True)):
         fresh = [t in row for row in starts]
         if any(fresh):
-            now = now.masked_fill(torch.tensor(fresh, device=v.device)[:, None, None, None], 0.0)
-        now = now * decay
-        change = (v_t - (k_t * now).sum(-2)) * write
-        now = now + k_t * change[:, :, None]
-        outs.append((q_t * now).sum(-2))
+            state_t = state_t.masked_fill(torch.tensor(fresh, device=v.device)[:, None, None, None], 0.0)
+        state_t = state_t * decay
+        change = (v_t - (k_t * state_t).sum(-2)) * write
+        state_t = state_t + k_t * change[:, :, None]
+        outs.append((q_t * state_t).sum(-2))
     out = torch.stack(outs, 1) if outs else torch.zeros_like(v, dtype=kind)
-    return out.to(v.dtype), now
+    return out.to(v.dtype), state_t
 
 
 def _reference_backward(grad: Tensor, grad_state: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
     """Autograd through the definition."""
     *tensors, documents, eps = saved
-    given: list[Any] = [None if x is None else x.detach().requires_grad_() for x in tensors]
+    inputs: list[Any] = [None if x is None else x.detach().requires_grad_() for x in tensors]
     with torch.enable_grad():
-        q, k, v, g, beta, state = given
-        results = definition(q, k, v, g, beta, state, documents, eps)
-        wanted = [x for x in given if x is not None]
-        found = iter(torch.autograd.grad(results, wanted, (grad, grad_state), allow_unused=True))
-    made = [None if x is None else next(found) for x in given]
-    return tuple(torch.zeros_like(x) if d is None and x is not None else d for x, d in zip(given, made, strict=True))
+        q, k, v, g, beta, state = inputs
+        outputs = definition(q, k, v, g, beta, state, documents, eps)
+        differentiated = [x for x in inputs if x is not None]
+        input_gradients = iter(torch.autograd.grad(outputs, differentiated, (grad, grad_state), allow_unused=True))
+    gradients = [None if x is None else next(input_gradients) for x in inputs]
+    return tuple(
+        torch.zeros_like(x) if d is None and x is not None else d for x, d in zip(inputs, gradients, strict=True)
+    )
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -94,8 +98,8 @@ def random_case(
     v = normal(b, s, value_heads, dv, seed=seed + 2)
     g = -uniform(b, s, value_heads, seed=seed + 3, low=0.0, high=2.0).square()
     beta = uniform(b, s, value_heads, seed=seed + 4, low=0.0, high=1.0)
-    first = normal(b, value_heads, dk, dv, seed=seed + 5) if state else None
-    return Case(name, (q, k, v, g, beta, first, documents, eps))
+    first_state = normal(b, value_heads, dk, dv, seed=seed + 5) if state else None
+    return Case(name, (q, k, v, g, beta, first_state, documents, eps))
 
 
 def _cases() -> Iterable[Case]:

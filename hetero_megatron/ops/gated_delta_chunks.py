@@ -96,14 +96,14 @@ def _document_masks(documents: Documents, length: int, like: Tensor) -> tuple[Te
     for row, starts in enumerate(documents):
         marks[row, list(starts)] = 1
     number = marks.cumsum(1).view(len(documents), -1, size).transpose(0, 1)  # [n, b, C]
-    before = torch.cat([torch.ones_like(number[:1, :, -1:]), number[:-1, :, -1:]])
+    previous_last = torch.cat([torch.ones_like(number[:1, :, -1:]), number[:-1, :, -1:]])
     last = number[..., -1:]
-    found = (
-        (number == before)[..., None], (number == last)[..., None], (before == last)[..., None],
+    masks = (
+        (number == previous_last)[..., None], (number == last)[..., None], (previous_last == last)[..., None],
         number[..., None] == number[..., None, :],
     )  # fmt: skip
-    entered, leaves, through, same = (x[:, :, None, None].to(like.device, like.dtype) for x in found)
-    return entered, leaves, through, same
+    entered, leaves, through, same_document = (x[:, :, None, None].to(like.device, like.dtype) for x in masks)
+    return entered, leaves, through, same_document
 
 
 def _prepare(
@@ -120,8 +120,8 @@ def _prepare(
     reach, rest, carried = running.exp(), (total - running).exp_(), total.exp()
     masks = _document_masks(documents, length, decay)
     if masks is not None:
-        entered, leaves, through, same = masks
-        reach, rest, carried, decay = reach * entered, rest * leaves, carried * through, decay.mul_(same)
+        entered, leaves, through, same_document = masks
+        reach, rest, carried, decay = reach * entered, rest * leaves, carried * through, decay.mul_(same_document)
     keys = unit_k.x @ unit_k.x.transpose(-1, -2)
     inside = ((unit_q.x * q.shape[-1] ** -0.5) @ unit_k.x.transpose(-1, -2)) * decay
     lower = (keys * decay).mul_(write)
@@ -143,13 +143,13 @@ def _states(c: _Chunks, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(state before each chunk [n, ..], what each writes V, the last state)."""
     n = len(c.v)
     keys_left = (c.k.x * c.rest).transpose(-1, -2)
-    before, written = first.new_empty(n, *first.shape), torch.empty_like(c.v)
-    now = first
+    states, written = first.new_empty(n, *first.shape), torch.empty_like(c.v)
+    state = first
     for i in range(n):
-        before[i] = now
-        torch.sub(c.written[i], c.read[i] @ now, out=written[i])
-        now = (keys_left[i] @ written[i]).addcmul_(now, c.carried[i])
-    return before, written, now
+        states[i] = state
+        torch.sub(c.written[i], c.read[i] @ state, out=written[i])
+        state = (keys_left[i] @ written[i]).addcmul_(state, c.carried[i])
+    return states, written, state
 
 
 def forward(
@@ -160,8 +160,8 @@ def forward(
         return torch.zeros_like(v), _empty_state(q, v, state)
     with torch.no_grad():
         c = _prepare(q, k, v, g, beta, documents, eps)
-        before, written, last = _states(c, _first_state(state, c))
-        out = (c.q.x * (c.reach * q.shape[-1] ** -0.5)) @ before
+        states, written, last = _states(c, _first_state(state, c))
+        out = (c.q.x * (c.reach * q.shape[-1] ** -0.5)) @ states
         out += c.inside @ written
         return _join(out, v.shape[1]).to(v.dtype), last.flatten(1, 2)
 
@@ -177,42 +177,42 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of the six tensors, in their dtypes; none of a state that was not given."""
     if not v.numel():
-        nothing = [torch.zeros_like(x) for x in (q, k, v, g, beta)]
-        return (*nothing, None if state is None else grad_state.clone())
+        zeros = [torch.zeros_like(x) for x in (q, k, v, g, beta)]
+        return (*zeros, None if state is None else grad_state.clone())
     with torch.no_grad():
         c = _prepare(q, k, v, g, beta, documents, eps)
-        before, written, _ = _states(c, _first_state(state, c))
-        last = grad_state.to(c.v.dtype).reshape(before.shape[1:])
-        found = _gradients(c, before, written, _split(grad, k.shape[2]), last)
-    *tokens, first = found
-    made = [_join(x, v.shape[1]).to(like.dtype) for x, like in zip(tokens, (q, k, v, g, beta), strict=True)]
-    return (*made, None if state is None else first.flatten(1, 2).to(state.dtype))
+        states, written, _ = _states(c, _first_state(state, c))
+        last = grad_state.to(c.v.dtype).reshape(states.shape[1:])
+        chunk_gradients = _gradients(c, states, written, _split(grad, k.shape[2]), last)
+    *tokens, d_first = chunk_gradients
+    gradients = [_join(x, v.shape[1]).to(like.dtype) for x, like in zip(tokens, (q, k, v, g, beta), strict=True)]
+    return (*gradients, None if state is None else d_first.flatten(1, 2).to(state.dtype))
 
 
 def _state_gradients(c: _Chunks, grad: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of the state after each chunk, of what each writes, of the first state), from those of the results."""
     scale = c.k.x.shape[-1] ** -0.5
-    after = last.new_empty(len(grad), *last.shape)
+    grads_after = last.new_empty(len(grad), *last.shape)
     change = c.inside.transpose(-1, -2) @ grad
     direct = (c.q.x * (c.reach * scale)).transpose(-1, -2) @ grad
     keys_left, read = c.k.x * c.rest, c.read.transpose(-1, -2)
-    now = last
+    grad_state = last
     for i in reversed(range(len(grad))):
-        after[i] = now
-        change[i] += keys_left[i] @ now
-        now = (direct[i] - read[i] @ change[i]).addcmul_(now, c.carried[i])
-    return after, change, now
+        grads_after[i] = grad_state
+        change[i] += keys_left[i] @ grad_state
+        grad_state = (direct[i] - read[i] @ change[i]).addcmul_(grad_state, c.carried[i])
+    return grads_after, change, grad_state
 
 
 def _gradients(c: _Chunks, before: Tensor, written: Tensor, grad: Tensor, last: Tensor) -> tuple[Tensor, ...]:
     """Of q, k, v, g, beta as chunks have them, and of the first state."""
-    scale, one = c.k.x.shape[-1] ** -0.5, (3,)  # the axis of the value heads of a key head
-    after, change, first = _state_gradients(c, grad, last)
+    scale, group_axis = c.k.x.shape[-1] ** -0.5, (3,)  # the axis of the value heads of a key head
+    grads_after, change, d_first = _state_gradients(c, grad, last)
     # out = (lambda q) S + A V, and the next state.
     d_reach_q = grad @ before.transpose(-1, -2)
     d_inside = grad @ written.transpose(-1, -2)
-    d_left = written @ after.transpose(-1, -2)
-    d_carried = (after * before).sum((-1, -2), keepdim=True) * c.carried
+    d_left = written @ grads_after.transpose(-1, -2)
+    d_carried = (grads_after * before).sum((-1, -2), keepdim=True) * c.carried
     # (1 + M) [U, W] = beta [v, lambda k]
     sides = torch.cat([change, -(change @ before.transpose(-1, -2))], -1)
     solved = torch.linalg.solve_triangular(c.lower.transpose(-1, -2), sides, upper=True, unitriangular=True)
@@ -223,21 +223,21 @@ def _gradients(c: _Chunks, before: Tensor, written: Tensor, grad: Tensor, last: 
     d_inside.mul_(c.decay)
     by_decay = d_lower.mul_(c.decay)
     d_beta = (by_decay * c.keys).sum(-1, keepdim=True)
-    pairs = (by_decay * c.beta).sum(one, keepdim=True)
-    summed = d_inside.sum(one, keepdim=True)
-    d_q = (summed @ c.k.x).add_((d_reach_q * c.reach).sum(one, keepdim=True))
+    pairs = (by_decay * c.beta).sum(group_axis, keepdim=True)
+    summed = d_inside.sum(group_axis, keepdim=True)
+    d_q = (summed @ c.k.x).add_((d_reach_q * c.reach).sum(group_axis, keepdim=True))
     d_k = (summed.transpose(-1, -2) @ c.q.x).mul_(scale).add_((pairs + pairs.transpose(-1, -2)) @ c.k.x)
     # beta [v, lambda k]
     reached = (d_reach_k * c.k.x).sum(-1, keepdim=True) * c.reach
     d_beta += reached + (d_sides * c.v).sum(-1, keepdim=True)
-    d_k += (d_reach_k * (c.beta * c.reach) + d_left * c.rest).sum(one, keepdim=True)
+    d_k += (d_reach_k * (c.beta * c.reach) + d_left * c.rest).sum(group_axis, keepdim=True)
     # lambda, kappa and lambda_C
-    left = (d_left * c.k.x).sum(-1, keepdim=True) * c.rest
-    running += reached * c.beta + (d_reach_q * c.q.x).sum(-1, keepdim=True) * (c.reach * scale) - left
-    running[..., -1:, :] += left.sum(-2, keepdim=True) + d_carried
+    d_rest = (d_left * c.k.x).sum(-1, keepdim=True) * c.rest
+    running += reached * c.beta + (d_reach_q * c.q.x).sum(-1, keepdim=True) * (c.reach * scale) - d_rest
+    running[..., -1:, :] += d_rest.sum(-2, keepdim=True) + d_carried
     d_g = running.flip(-2).cumsum(-2).flip(-2)[..., 0]
     return (
-        c.q.gradient(d_q, scale), c.k.gradient(d_k, 1.0), d_sides * c.beta, d_g, d_beta[..., 0], first
+        c.q.gradient(d_q, scale), c.k.gradient(d_k, 1.0), d_sides * c.beta, d_g, d_beta[..., 0], d_first
     )  # fmt: skip
 
 

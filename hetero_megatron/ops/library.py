@@ -57,8 +57,8 @@ def define(spec: OpSpec, kernel: Kernel) -> Any:
     """
     name = operator_name(spec, kernel)
     if name in _DEFINED:
-        other, defined = _DEFINED[name]
-        assert (other.forward, other.backward) == (kernel.forward, kernel.backward), f"two kernels are called {name}"
+        first, defined = _DEFINED[name]
+        assert (first.forward, first.backward) == (kernel.forward, kernel.backward), f"two kernels are called {name}"
         return defined
     kernel_backward = kernel.backward
     assert kernel_backward is not None

@@ -57,8 +57,8 @@ class Registry:
             return unknown("operator", kernel.op, self.specs, field)
         spec = self.specs[kernel.op]
         if not kernel.provider or not callable(kernel.forward):
-            wrong = "a provider's name" if not kernel.provider else "a forward that can be called"
-            return UserError(f"it lacks {wrong}", field=field, accepted="Kernel(op, provider, kind, forward, backward)")
+            need = "a provider's name" if not kernel.provider else "a forward that can be called"
+            return UserError(f"it lacks {need}", field=field, accepted="Kernel(op, provider, kind, forward, backward)")
         if kernel.kind not in ORDER:
             return UserError("is no kind of provider", field=f"{field}: kind", value=kernel.kind,
                              accepted=", ".join(ORDER))  # fmt: skip
@@ -66,8 +66,8 @@ class Registry:
             return UserError("another version of the operator", field=f"{field}: version", value=kernel.version,
                              accepted=str(spec.version))  # fmt: skip
         if kernel.backward is None and spec.gradients:
-            wanted = f"forward and backward together: gradients of {', '.join(spec.gradients)}"
-            return UserError("it has no backward", field=field, accepted=wanted)
+            accepted = f"forward and backward together: gradients of {', '.join(spec.gradients)}"
+            return UserError("it has no backward", field=field, accepted=accepted)
         missing = [name for name in spec.parts if name not in kernel.parts]
         if missing:
             return UserError(f"it lacks the part {missing[0]}", field=f"{field}: parts", value=sorted(kernel.parts),
@@ -110,8 +110,8 @@ def upgraded(spec: OpSpec, kernel: Kernel) -> Kernel:
     """One of an earlier version as one of this version, where that can be."""
     if kernel.version == spec.version or spec.upgrade is None:
         return kernel
-    found: Kernel | None = spec.upgrade(kernel)
-    return found or kernel
+    newer: Kernel | None = spec.upgrade(kernel)
+    return newer or kernel
 
 
 def unknown(what: str, name: str, known: Iterable[str], field: str) -> UserError:

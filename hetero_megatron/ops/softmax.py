@@ -15,9 +15,9 @@ def definition(x: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tenso
     values = x.to(wide(x.dtype)) * scale
     if not causal:
         return (values.softmax(-1).to(x.dtype),)
-    seen = _seen(x)
-    probs = values.masked_fill(~seen, -math.inf).softmax(-1)
-    return (torch.where(seen.any(-1, keepdim=True), probs, 0.0).to(x.dtype),)
+    visible = _seen(x)
+    probs = values.masked_fill(~visible, -math.inf).softmax(-1)
+    return (torch.where(visible.any(-1, keepdim=True), probs, 0.0).to(x.dtype),)
 
 
 def _seen(x: torch.Tensor) -> torch.Tensor:
@@ -29,8 +29,8 @@ def _seen(x: torch.Tensor) -> torch.Tensor:
 def forward(x: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor]:
     values = x.to(wide(x.dtype)) * scale
     if causal:
-        seen = _seen(x)
-        probs = values.masked_fill_(~seen, -math.inf).softmax(-1).masked_fill_(~seen.any(-1, keepdim=True), 0.0)
+        visible = _seen(x)
+        probs = values.masked_fill_(~visible, -math.inf).softmax(-1).masked_fill_(~visible.any(-1, keepdim=True), 0.0)
     else:
         probs = values.softmax(-1)
     return (probs.to(x.dtype),)

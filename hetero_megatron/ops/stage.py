@@ -47,8 +47,8 @@ def stage_operators(spec: ModelSpec, share: Share, head: bool, tp: int) -> Itera
         yield "router_topk", {"experts": (spec.moe.num_experts,)}
     yield "attention", {"head_dim": (d,), "heads": (heads,), "kv_heads": (kv_heads,)}
     if spec.delta is not None:
-        own = share.key_heads[1] - share.key_heads[0]
-        key_heads, value_heads = own, own * spec.delta.values_per_key
+        local_key_heads = share.key_heads[1] - share.key_heads[0]
+        key_heads, value_heads = local_key_heads, local_key_heads * spec.delta.values_per_key
         widths = key_heads * spec.delta.key_dim, value_heads * spec.delta.value_dim
         yield "causal_conv", {"width": widths, "taps": (spec.delta.kernel,)}
         heads_of = {"key_heads": (key_heads,), "value_heads": (value_heads,)}
@@ -63,8 +63,8 @@ def adapted_widths(spec: ModelSpec, share: Share) -> set[int]:
     """Features of this share that adapters drop some of."""
     if spec.lora is None or not spec.lora.dropout:
         return set()
-    found = {tensor_box(t, share).shape[-1] for t in trained_tensors(spec) if t.name.endswith("lora_A.weight")}
-    return found - {0}
+    widths = {tensor_box(t, share).shape[-1] for t in trained_tensors(spec) if t.name.endswith("lora_A.weight")}
+    return widths - {0}
 
 
 def default_kernels(
@@ -139,13 +139,13 @@ def stage_signatures(
                 accepted="vocab_cross_entropy or linear_cross_entropy instead, a smaller micro-batch, or more MiB",
             )
         # What knows no soft-capped logits and no bias, and would make the gradient of a frozen head.
-        apart = not spec.plain_head or spec.lora is not None or "vocab_cross_entropy" in wanted
-        operators["vocab_cross_entropy" if apart else "linear_cross_entropy"] = operators.pop("cross_entropy")
+        separate_loss = not spec.plain_head or spec.lora is not None or "vocab_cross_entropy" in wanted
+        operators["vocab_cross_entropy" if separate_loss else "linear_cross_entropy"] = operators.pop("cross_entropy")
     if fp8 is not None:
         operators[fp8.operator] = operators["gemm"]
     of_attention = {"softcap": spec.attn_softcap is not None, "sinks": spec.sinks, "dropout": dropout.attention > 0}
     features: dict[str, tuple[str, ...]] = {
-        "attention": tuple(name for name, on in of_attention.items() if on),
+        "attention": tuple(name for name, is_used in of_attention.items() if is_used),
         **({fp8.operator: (HYBRID,)} if fp8 is not None and fp8.hybrid else {}),
     }
     return [

@@ -52,9 +52,9 @@ class StageAttention:
         own_tokens = sum(b - a for a, b in self.member.tokens)
         self.gather = context.transport == "gather" or len(context.groups) == 1
         self.key_tokens = seen_tokens(self.group.tokens) if context.transport == "gather" else self.group.tokens
-        seen = sum(b - a for a, b in self.key_tokens)
+        seen_keys = sum(b - a for a, b in self.key_tokens)
         q_shapes = ((own_tokens, _size(held_heads.q_heads)), (self.group.num_tokens, _size(computed.q_heads)))
-        k_shapes = ((own_tokens, _size(held_heads.kv_heads)), (seen, _size(computed.kv_heads)))
+        k_shapes = ((own_tokens, _size(held_heads.kv_heads)), (seen_keys, _size(computed.kv_heads)))
         for move, shapes in ((queries, q_shapes), (keys, k_shapes)):
             for layout, shape in zip((move.before, move.after), shapes, strict=True):
                 assert local_size(layout, comm.rank) in (shape, (0, 0)), (layout, shape)

@@ -138,7 +138,7 @@ class Slot:
         self.context = context  # whose tensors the graphs read
         inputs = [tensor for tensor in (x, added) if tensor is not None]
         # What another layer's graph puts out is read where it lies.
-        static = {tensor.data_ptr() for other in layer.graphs.layers for slot in other.slots for tensor in slot.outputs}
+        static = {tensor.data_ptr() for peer in layer.graphs.layers for slot in peer.slots for tensor in slot.outputs}
         self.chained = [tensor.data_ptr() in static for tensor in inputs]
         self.inputs = [
             (tensor if chained else torch.empty_like(tensor)).data.requires_grad_(tensor.requires_grad)

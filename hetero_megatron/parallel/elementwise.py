@@ -54,8 +54,8 @@ def _norms(layer: Layer) -> Iterable[Norm]:
     before_attention, _, before_mlp, _ = layer.norms()
     attention = layer.mixer
     latents = (getattr(attention, name, None) for name in ("q_a_layernorm", "kv_a_layernorm"))
-    found = (before_attention, before_mlp, *(latents if isinstance(attention, LatentAttention) else ()))
-    return (norm for norm in found if norm is not None)
+    norms = (before_attention, before_mlp, *(latents if isinstance(attention, LatentAttention) else ()))
+    return (norm for norm in norms if norm is not None)
 
 
 class _Result:
@@ -67,10 +67,10 @@ class _Result:
 
     def take(self) -> Tensor:
         """For one of its readers; it is there from the first of them to the last."""
-        found = self._value()
+        output = self._value()
         self.readers -= 1
-        self._again = [found] if self.readers > 0 else []
-        return found
+        self._again = [output] if self.readers > 0 else []
+        return output
 
     def _value(self) -> Tensor:
         if self._again:
@@ -101,17 +101,17 @@ class Results:
 
     def of(self, run: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """``run(*args)``; it keeps ``args``, or they are such results themselves."""
-        found = run(*args)
-        self._add(found, run, args)
-        return found
+        output = run(*args)
+        self._add(output, run, args)
+        return output
 
     def norm(self, run: Callable[..., Any], x: Tensor, residual: Tensor | None = None) -> Any:
         """``run(x, residual)`` of a norm, which keeps x or its sum with the residual."""
         if residual is None:
             return self.of(run, x)
-        found, total = run(x, residual)
-        self._add(found, run, (total,))
-        return found, total
+        normed, total = run(x, residual)
+        self._add(normed, run, (total,))
+        return normed, total
 
     def _add(self, found: Tensor, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> None:
         if not torch.is_grad_enabled() or not found.is_contiguous():
@@ -119,21 +119,23 @@ class Results:
         storage = found.untyped_storage()
         if storage.nbytes() != found.nbytes:  # a part of something
             return
-        known = (self._find(arg) for arg in args)
-        given = tuple(self._keep_else(arg) if made is None else made for arg, made in zip(args, known, strict=True))
-        self._known[storage._cdata] = StorageWeakRef(storage), _Result(run, given, found._version)
+        makers = (self._find(arg) for arg in args)
+        inputs = tuple(
+            self._keep_else(arg) if maker is None else maker for arg, maker in zip(args, makers, strict=True)
+        )
+        self._known[storage._cdata] = StorageWeakRef(storage), _Result(run, inputs, found._version)
 
     def _find(self, tensor: Tensor) -> _Result | None:
         """The result whose memory ``tensor`` is, or a view of; None where it was written to since it was made."""
-        _, made = self._known.get(tensor.untyped_storage()._cdata, (None, None))
-        return None if made is None or made.version != tensor._version else made
+        _, maker = self._known.get(tensor.untyped_storage()._cdata, (None, None))
+        return None if maker is None or maker.version != tensor._version else maker
 
     def _keep(self, tensor: Tensor) -> Any:
-        made = self._find(tensor)
-        if made is None:
+        maker = self._find(tensor)
+        if maker is None:
             return self._keep_else(tensor)
-        made.readers += 1
-        return made, tensor.size(), tensor.stride(), tensor.storage_offset()
+        maker.readers += 1
+        return maker, tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 def _take(kept: Any) -> Tensor:
@@ -141,5 +143,5 @@ def _take(kept: Any) -> Tensor:
         return kept
     if not isinstance(kept, tuple):
         return kept.take()  # type: ignore[no-any-return]
-    made, *view = kept
-    return made.take().as_strided(*view)
+    maker, *view = kept
+    return maker.take().as_strided(*view)

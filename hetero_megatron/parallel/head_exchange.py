@@ -65,8 +65,8 @@ class HeadExchange:
         me = group.comm.rank
         self.group, self.me = group, me
         # A gradient comes back from every rank that got a copy: those are added.
-        self.forward = [_Way(m, me, after, False) for m, (_, after) in zip(moves, shapes, strict=True)]
-        self.backward = [_Way(m.adjoint(), me, before, True) for m, (before, _) in zip(moves, shapes, strict=True)]
+        self.forward = [_Way(m, me, target, False) for m, (_, target) in zip(moves, shapes, strict=True)]
+        self.backward = [_Way(m.adjoint(), me, source, True) for m, (source, _) in zip(moves, shapes, strict=True)]
         self.nothing = group.size == 1 and all(m.before.boxes == m.after.boxes for m in moves)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

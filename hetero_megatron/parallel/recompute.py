@@ -118,30 +118,30 @@ class _Kept:
         return self._again.pop(index)
 
     def _compute(self) -> dict[int, torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
+        recomputed: dict[int, torch.Tensor] = {}
 
         def keep(tensor: torch.Tensor) -> None:
-            index = len(found)
+            index = len(recomputed)
             assert (tensor.shape, tensor.dtype) == self._saved[index], "a recomputed module saves other tensors"
-            found[index] = tensor.detach()  # nobody goes backward through the second graph
-            if len(found) == len(self._saved):
+            recomputed[index] = tensor.detach()  # nobody goes backward through the second graph
+            if len(recomputed) == len(self._saved):
                 raise _Enough
 
         args = list(self._args)
-        for i, wanted, version in self._inputs:
-            kept = args[i]
-            assert not isinstance(kept, torch.Tensor) or kept._version == version, (
+        for i, needs_gradient, version in self._inputs:
+            argument = args[i]
+            assert not isinstance(argument, torch.Tensor) or argument._version == version, (
                 "an input of a recomputed module was written to"
             )
-            args[i] = take(kept).requires_grad_(wanted)
+            args[i] = take(argument).requires_grad_(needs_gradient)
         if not self._lasting:
             self._args = []
         try:
             with torch.enable_grad(), saved_tensors_hooks(keep, _never):
                 self._run(*args)
         except _Enough:
-            return found
-        raise AssertionError(f"a recomputed module saved {len(found)} tensors instead of {len(self._saved)}")
+            return recomputed
+        raise AssertionError(f"a recomputed module saved {len(recomputed)} tensors instead of {len(self._saved)}")
 
 
 def _never(_: None) -> torch.Tensor:
@@ -157,9 +157,9 @@ def apply_compile(stage: GPTStage, backend: str) -> None:
     """
     for layer in stage.layers():
         for module in layer.modules():
-            again = module is not layer and is_recomputed(module)  # a whole layer's blocks are compiled inside it
+            recomputed = module is not layer and is_recomputed(module)  # a whole layer's blocks are compiled inside it
             dropped = isinstance(module, CoreAttention) and module.dropout > 0  # its key is another in every call
-            if again or dropped or isinstance(module, (RowParallelLinear, ContextAttention)):
+            if recomputed or dropped or isinstance(module, (RowParallelLinear, ContextAttention)):
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         mlp = layer.mlp.shared_expert if isinstance(layer.mlp, MoEMLP) else layer.mlp
         for block in (layer.norms()[0], None if layer.kind.linear else layer.mixer, mlp):

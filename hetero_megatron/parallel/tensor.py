@@ -65,9 +65,9 @@ class SumHeads:
     """
 
     def __init__(self, group: Group, kv_heads: Sequence[tuple[int, int]]) -> None:
-        self.group, before = group, kv_heads[: group.index]
+        self.group, earlier_heads = group, kv_heads[: group.index]
         own_heads = range(*kv_heads[group.index])
-        self._counted = [not any(a <= head < b for a, b in before) for head in own_heads]
+        self._counted = [not any(a <= head < b for a, b in earlier_heads) for head in own_heads]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """q: [b, s, heads], k: [b, s, kv_heads] -> [b, s, 2]."""

@@ -42,9 +42,9 @@ class Likeliest:
 
     def __call__(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
         rows = out.flatten(0, -2)
-        parts = [self._of(x) for x in rows.split(max(len(rows) if self._chunk is None else self._chunk, 1))]
+        pieces = [self._of(x) for x in rows.split(max(len(rows) if self._chunk is None else self._chunk, 1))]
         packed = [torch.cat([ids, torch.cat([logps, rest[:, None]], 1).view(torch.int32)], 1)
-                  for ids, logps, rest in parts]  # fmt: skip
+                  for ids, logps, rest in pieces]  # fmt: skip
         self.found[batch.samples] = torch.cat(packed).view(*out.shape[:2], 2 * self._k + 1)
         return out.new_zeros(())
 
@@ -57,22 +57,24 @@ class Likeliest:
         logits = logits / self._temperature
         few = min(self._k, logits.shape[1])
         values, ids = logits.topk(few, 1)
-        mine = logits.new_full((2, len(x), self._k), -torch.inf)
-        mine[0, :, :few], mine[1, :, :few] = values, (ids + self._start).to(logits.dtype)  # whole numbers, exactly
-        every = self._group.gather_vectors(mine.flatten()).view(self._group.size, *mine.shape)
-        values, names = (torch.cat(list(every[:, i]), 1) for i in range(2))
-        best, at = values.topk(self._k, 1)
-        chosen = names.gather(1, at).long()
-        local = chosen - self._start
-        own = (local >= 0) & (local < logits.shape[1])
+        rows = logits.new_full((2, len(x), self._k), -torch.inf)
+        rows[0, :, :few], rows[1, :, :few] = values, (ids + self._start).to(logits.dtype)  # whole numbers, exactly
+        gathered = self._group.gather_vectors(rows.flatten()).view(self._group.size, *rows.shape)
+        values, names = (torch.cat(list(gathered[:, i]), 1) for i in range(2))
+        best, places = values.topk(self._k, 1)
+        tokens = names.gather(1, places).long()
+        local = tokens - self._start
+        is_local = (local >= 0) & (local < logits.shape[1])
         top = best[:, :1]  # the largest of all, of any rank
-        others = (logits - top).exp()
+        odds = (logits - top).exp()
         if logits.shape[1]:
-            hidden = torch.zeros_like(others).scatter_add_(1, local.clamp(0, logits.shape[1] - 1), own.to(others.dtype))
-            others = others * (hidden == 0)
-        rest = self._group.gather_vectors(others.sum(1)).sum(0)
+            hidden = torch.zeros_like(odds).scatter_add_(
+                1, local.clamp(0, logits.shape[1] - 1), is_local.to(odds.dtype)
+            )
+            odds = odds * (hidden == 0)
+        rest = self._group.gather_vectors(odds.sum(1)).sum(0)
         total = (rest + (best - top).exp().sum(1)).log()
-        return chosen.int(), (best - top - total[:, None]).float(), (rest.log() - total).float()
+        return tokens.int(), (best - top - total[:, None]).float(), (rest.log() - total).float()
 
 
 def head_ranks(plan: Plan) -> set[int]:
@@ -100,16 +102,16 @@ def gather_rows(
                     continue
                 if comm.rank == source:
                     assert mine is not None
-                    found = mine.found.pop(tuple(rows)).contiguous()
+                    packed = mine.found.pop(tuple(rows)).contiguous()
                     if source != to:
-                        sends.append(comm.isend(found, to, tag))
+                        sends.append(comm.isend(packed, to, tag))
                         continue
                 else:
                     shape = len(rows), unit.num_tokens, 2 * k + 1
-                    found = torch.empty(shape, dtype=torch.int32, device=comm.device)
-                    comm.irecv(found, source, tag).wait()
-                ids, others = found.cpu().split([k, k + 1], -1)
-                logps = others.contiguous().view(torch.float32)
+                    packed = torch.empty(shape, dtype=torch.int32, device=comm.device)
+                    comm.irecv(packed, source, tag).wait()
+                ids, floats = packed.cpu().split([k, k + 1], -1)
+                logps = floats.contiguous().view(torch.float32)
                 yield rows, [t for i, j in unit.tokens for t in range(i, j)], (ids, logps[..., :k], logps[..., k])
             begin += size
     for send in sends:

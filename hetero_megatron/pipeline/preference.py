@@ -73,17 +73,17 @@ def pair_losses(
         policy, reference: log-probabilities of answers, [2 x pairs]: chosen and rejected in turn; ``reference`` None:
             there is none. lengths: tokens of each.
     """
-    own = policy / lengths
-    used = own if p.averages else policy
-    ratio = used if reference is None else used - (reference / lengths if p.averages else reference)
+    mean_logps = policy / lengths
+    logps = mean_logps if p.averages else policy
+    ratio = logps if reference is None else logps - (reference / lengths if p.averages else reference)
     chosen, rejected = ratio[::2], ratio[1::2]
     losses = FORMULAS[p.loss](chosen, rejected, p)
     if p.sft_weight:
-        losses = losses - p.sft_weight * own[::2]
+        losses = losses - p.sft_weight * mean_logps[::2]
     with torch.no_grad():
         rewards = p.beta * chosen, p.beta * rejected
         margins = rewards[0] - rewards[1]
-        facts = (*rewards, (margins > 0).to(margins.dtype), margins, used[::2], used[1::2])
+        facts = (*rewards, (margins > 0).to(margins.dtype), margins, logps[::2], logps[1::2])
         return losses, torch.stack([fact.detach().sum() for fact in facts])
 
 
@@ -112,9 +112,9 @@ class Reference:
     def recorded(self) -> dict[int, tuple[float, ...]]:
         """Those of the step, by pair or example."""
         return {
-            number: tuple(each)
+            number: tuple(logps)
             for numbers, values in self._of_step.items()
-            for number, each in zip(numbers, values.view(len(numbers), -1).tolist(), strict=True)
+            for number, logps in zip(numbers, values.view(len(numbers), -1).tolist(), strict=True)
         }
 
 
@@ -146,7 +146,7 @@ class PairLoss:
         self, preference: Preference, tokens: StageLoss, group: Group, parts: Sequence[bool], counts: bool
     ) -> None:
         self.preference, self._tokens, self._group, self._counts = preference, tokens, group, counts
-        self._parts = [i for i, part in enumerate(parts) if part]
+        self._parts = [i for i, has_part in enumerate(parts) if has_part]
         self.reference = Reference()
         self._into: Reference | None = None
         self._rehearsing = False
@@ -201,8 +201,8 @@ class PairLoss:
             self._into.put(pairs.numbers, policy)
             return policy.new_zeros(())
         leaf = policy.requires_grad_(torch.is_grad_enabled())
-        each, rewards = self._judge(leaf, pairs)
-        value = each.sum()
+        example_losses, rewards = self._judge(leaf, pairs)
+        value = example_losses.sum()
         if not self._rehearsing:
             self._rewards.append(rewards)
         total = value.detach() if self._counts else torch.zeros_like(value)
@@ -221,8 +221,8 @@ class PairLoss:
     def _sums(self, losses: torch.Tensor, pairs: Pairs) -> torch.Tensor:
         """Log-probabilities of answers, [2 x pairs], equal on all ranks that have tokens of them."""
         # By products and sums, whose order is fixed: adding to places of a vector is not, on devices.
-        own = pairs.sides.flatten() == torch.arange(len(pairs.lengths), device=losses.device)[:, None]
-        sums = -(own * losses.flatten()).sum(1)
+        in_answer = pairs.sides.flatten() == torch.arange(len(pairs.lengths), device=losses.device)[:, None]
+        sums = -(in_answer * losses.flatten()).sum(1)
         if self._group.size == 1:
             return sums
         return self._group.gather_vectors(sums)[self._parts].sum(0)
@@ -256,28 +256,28 @@ class LabelLoss(PairLoss):
         number."""
         if not self._spoken.said or not self._counts:
             return 0.0, 0
-        every = torch.cat([said - self.beside.of(numbers, said) for numbers, said in self._spoken.said])
-        return float(every.cpu().double().sum()), len(every)
+        differences = torch.cat([logps - self.beside.of(numbers, logps) for numbers, logps in self._spoken.said])
+        return float(differences.cpu().double().sum()), len(differences)
 
     def _judge(self, policy: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
         p, reference = self.preference, self._of_reference(pairs, policy.detach())
         assert reference is not None, "a loss of labelled answers has a reference"
         ratio = policy - reference
-        good = torch.tensor(pairs.desired, dtype=policy.dtype, device=policy.device)  # 1 or 0
-        apart = self.divergence if p.estimates_kl and not self._rehearsing else 0.0
-        losses = torch.sigmoid((1 - 2 * good) * p.beta * (ratio - apart))  # 1 - sigmoid of the opposite
-        losses = losses * (good * p.desirable + (1 - good) * p.undesirable)
+        desired = torch.tensor(pairs.desired, dtype=policy.dtype, device=policy.device)  # 1 or 0
+        divergence = self.divergence if p.estimates_kl and not self._rehearsing else 0.0
+        losses = torch.sigmoid((1 - 2 * desired) * p.beta * (ratio - divergence))  # 1 - sigmoid of the opposite
+        losses = losses * (desired * p.desirable + (1 - desired) * p.undesirable)
         with torch.no_grad():
             rewards = p.beta * ratio.detach()
-            both = [torch.stack([x * good, x * (1 - good)]).sum(1) for x in (rewards, policy.detach())]
-            more = torch.stack([good.sum(), torch.full_like(good, apart).sum()])
-            return losses, torch.cat([*both, more])
+            sums_by_label = [torch.stack([x * desired, x * (1 - desired)]).sum(1) for x in (rewards, policy.detach())]
+            counts = torch.stack([desired.sum(), torch.full_like(desired, divergence).sum()])
+            return losses, torch.cat([*sums_by_label, counts])
 
 
 def pair_loss(here: RankStage, comm: Comm, preference: Preference, tokens: StageLoss) -> PairLoss:
     """The loss of a rank's stage, which has the head; ``tokens``: the losses of single tokens."""
     ranks = sequence_group(here.stage, comm.rank)
     units = [unit for unit in here.stage.units if unit.sequences == here.unit.sequences]
-    first = {unit.ranks[0] for unit in units}
+    first_ranks = {unit.ranks[0] for unit in units}
     kind = LabelLoss if preference.unpaired else PairLoss
-    return kind(preference, tokens, comm.group(ranks), [rank in first for rank in ranks], here.unit is units[0])
+    return kind(preference, tokens, comm.group(ranks), [rank in first_ranks for rank in ranks], here.unit is units[0])

@@ -134,21 +134,21 @@ class StageModel:
 
     def _divide(self) -> None:
         """Tensor, context and expert parallelism, around the layers."""
-        here, comm, model = self.here, self.comm, self.module
-        unit, stage = here.unit, here.stage
+        rank_stage, comm, model = self.here, self.comm, self.module
+        unit, stage = rank_stage.unit, rank_stage.stage
         shards = tuple(b - a for a, b in cut(unit.num_tokens, [1] * unit.tp))
-        heads = [rank_shares(here.spec, stage)[rank].kv_heads for rank in unit.ranks]
-        apply_tensor_parallel(model, comm.group(unit.ranks), shards, here.share.vocab, heads)
+        heads = [rank_shares(rank_stage.spec, stage)[rank].kv_heads for rank in unit.ranks]
+        apply_tensor_parallel(model, comm.group(unit.ranks), shards, rank_stage.share.vocab, heads)
         intervals = [torch.arange(a, b, device=comm.device) for a, b in unit.tokens or ((0, 0),)]
         model.token_numbers = torch.cat(intervals)
-        if here.context is not None:
+        if rank_stage.context is not None:
             from hetero_megatron.ops.tile_kernels import tile_kernel
             from hetero_megatron.parallel.context import apply_context_parallel
 
             choices = self.kernels.choices
-            kernel = tile_kernel(comm.device, choices["attention"].kernel, here.spec.attn_softcap)
-            apply_context_parallel(model, here.context, comm, kernel, choices["attn_merge"].kernel.forward)
-        apply_expert_parallel(model, stage, comm, here.plan.islands)
+            kernel = tile_kernel(comm.device, choices["attention"].kernel, rank_stage.spec.attn_softcap)
+            apply_context_parallel(model, rank_stage.context, comm, kernel, choices["attn_merge"].kernel.forward)
+        apply_expert_parallel(model, stage, comm, rank_stage.plan.islands)
 
     @torch.no_grad()
     def owned_values(self, names: Sequence[str], pieces: Sequence[OwnedPiece]) -> list[torch.Tensor]:
@@ -157,9 +157,9 @@ class StageModel:
         piece's shape, [rows, columns]."""
         values = list[torch.Tensor]()
         for name in names:
-            tensor, like = self._empty.tensors[name], self.module.get_parameter(name)
+            tensor, parameter = self._empty.tensors[name], self.module.get_parameter(name)
             boxes = [piece.box for piece in pieces if piece.name == name]
-            values += owned_values(tensor, self.boxes[name], boxes, self._initialize, like, self.scales)
+            values += owned_values(tensor, self.boxes[name], boxes, self._initialize, parameter, self.scales)
         return values
 
     def chunk_names(self) -> list[list[str]]:
@@ -183,9 +183,9 @@ class StageModel:
         for module in self.module.modules():
             if isinstance(module, kinds) and module.weight.requires_grad:
                 yield (module.weight,)
-            together: Sequence[Linear] = getattr(module, "together", ())
-            if together and together[0].weight.requires_grad:
-                yield [linear.weight for linear in together]
+            joint_linears: Sequence[Linear] = getattr(module, "together", ())
+            if joint_linears and joint_linears[0].weight.requires_grad:
+                yield [linear.weight for linear in joint_linears]
         spec, stage = self.here.spec, self.here.stage
         if head and stage.head and spec.lora is None and not (spec.tied and (stage.embed or spec.mtp_layers)):
             yield (self.module.lm_head.matrix,)
@@ -245,16 +245,16 @@ class StageLoss:
     def _with_predictions(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
         from hetero_megatron.data.ahead import with_targets_ahead
 
-        every, depth, factor = with_targets_ahead(batch), len(batch.ahead), self._factor / len(batch.ahead)
-        assert every.loss_mask is not None
+        all_targets, depth, factor = with_targets_ahead(batch), len(batch.ahead), self._factor / len(batch.ahead)
+        assert all_targets.loss_mask is not None
         rows = len(batch.labels)
-        wide = torch.promote_types(out.dtype, torch.float32)
-        weights = every.loss_mask.to(wide)  # without a copy from the host, for which it would wait
+        wide_dtype = torch.promote_types(out.dtype, torch.float32)
+        weights = all_targets.loss_mask.to(wide_dtype)  # without a copy from the host, for which it would wait
         weights[rows:] *= factor
-        losses = self.losses(out, every, weights, seed)
+        losses = self.losses(out, all_targets, weights, seed)
         weighted = (losses * weights).unflatten(0, (1 + depth, rows)).sum((1, 2))
-        plain = (losses.detach() * every.loss_mask).unflatten(0, (1 + depth, rows)).sum((1, 2))
-        return plain + (weighted - weighted.detach())
+        unweighted = (losses.detach() * all_targets.loss_mask).unflatten(0, (1 + depth, rows)).sum((1, 2))
+        return unweighted + (weighted - weighted.detach())
 
     def count(self, batch: Batch) -> int:
         """Tokens of a batch that count."""
@@ -276,8 +276,8 @@ class StageLoss:
         if self.head is not None:
             dloss = None
             if torch.is_grad_enabled() and weights is not None:
-                wide = torch.promote_types(out.dtype, torch.float32)
-                dloss = torch.full(labels.shape, seed, dtype=wide, device=labels.device)
+                wide_dtype = torch.promote_types(out.dtype, torch.float32)
+                dloss = torch.full(labels.shape, seed, dtype=wide_dtype, device=labels.device)
                 dloss = dloss if isinstance(weights, float) else dloss * weights
             chunk = labels.numel() if self.chunk is None else self.chunk
             head = self._model.lm_head

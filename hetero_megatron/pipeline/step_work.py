@@ -57,16 +57,16 @@ class StepWork:
         """
         sizes, rows = self.samples(first_sample, batch_size)
         depth = self._here.spec.mtp_layers if self._here.stage.head and not forward_only else 0
-        make = [
+        batch_fetchers = [
             partial(self._batch, fetch, indices, None if draws is None else draws(indices[0]), depth)
             if indices else None
             for indices in rows
         ]
         batches: Sequence[Batch | None]
         if self._uploader is None:
-            batches = [None if each is None else each() for each in make]
+            batches = [None if fetch_batch is None else fetch_batch() for fetch_batch in batch_fetchers]
         else:
-            batches = UploadedBatches(make, self._uploader)
+            batches = UploadedBatches(batch_fetchers, self._uploader)
         actions, receives = self._actions(batch_size, forward_only)
         return StageWork(actions, batches, sizes, receives)
 
@@ -92,18 +92,18 @@ class StepWork:
     def first_use(self, batch_size: int, forward_only: bool) -> tuple[bool, bool]:
         """A batch of this size comes: (it is the first one of all, its micro-batches have sizes that none had before);
         equal on all ranks."""
-        used, sizes = self._used.get(forward_only, frozenset()), self.sizes(batch_size)
-        self._used[forward_only] = used | sizes
-        return not used, not sizes <= used
+        used_sizes, sizes = self._used.get(forward_only, frozenset()), self.sizes(batch_size)
+        self._used[forward_only] = used_sizes | sizes
+        return not used_sizes, not sizes <= used_sizes
 
     def samples(self, first_sample: int, batch_size: int) -> tuple[tuple[int, ...], list[range]]:
         """(sequences of each micro-batch of the pipeline, the global sample indices of this rank's rows of it)."""
-        here = self._here
-        start, stop = pipeline_samples(here.plan, batch_size)[here.place.pipeline]
-        sizes = micro_batch_sizes(here.plan.pipelines[here.place.pipeline], stop - start)
+        rank_stage = self._here
+        start, stop = pipeline_samples(rank_stage.plan, batch_size)[rank_stage.place.pipeline]
+        sizes = micro_batch_sizes(rank_stage.plan.pipelines[rank_stage.place.pipeline], stop - start)
         rows = []
         for size in sizes:
-            a, b = unit_sequences(here.stage, size)[here.place.unit]
+            a, b = unit_sequences(rank_stage.stage, size)[rank_stage.place.unit]
             rows.append(range(first_sample + start + a, first_sample + start + b))
             start += size
         return sizes, rows
@@ -111,12 +111,12 @@ class StepWork:
     def _actions(self, batch_size: int, forward_only: bool) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
         """This stage's actions up to the update, and its receives in the order of posting; a schedule is validated
         before it first runs."""
-        key, here = (batch_size, forward_only), self._here
+        key, rank_stage = (batch_size, forward_only), self._here
         if key not in self._schedules:
-            require_rows(here.plan, batch_size)
-            schedule = self._compiled.schedules(batch_size)[here.place.pipeline]
+            require_rows(rank_stage.plan, batch_size)
+            schedule = self._compiled.schedules(batch_size)[rank_stage.place.pipeline]
             left_out = _AFTER | (_BACKWARD if forward_only else set())
-            rows = schedule.stages[here.place.stage], receive_order(schedule, here.place.stage)
+            rows = schedule.stages[rank_stage.place.stage], receive_order(schedule, rank_stage.place.stage)
             actions, receives = (tuple(a for a in row if a.kind not in left_out) for row in rows)
             self._schedules[key] = actions, receives
         return self._schedules[key]
@@ -151,7 +151,7 @@ def build_executor(
     """
     p, s = here.place.pipeline, here.place.stage
     pipeline = compiled.plan.pipelines[p]
-    count, parts = len(pipeline.stages), here.stage.chunks
+    count, chunk_layers = len(pipeline.stages), here.stage.chunks
 
     @cache
     def boundary(upstream: int, size: int) -> Boundary:
@@ -159,23 +159,23 @@ def build_executor(
         return Boundary(comm, compiled.boundary(p, upstream, size))
 
     def chunk(number: int) -> StageChunk:
-        alone, final = count == 1, number + 1 == len(parts)
-        first, last = s == 0 and number == 0, s + 1 == count and final
-        part = StagePart(range(*parts[number]), here.stage.embed and number == 0, here.stage.head and final)
+        is_only_stage, final = count == 1, number + 1 == len(chunk_layers)
+        is_first, is_last = s == 0 and number == 0, s + 1 == count and final
+        own_part = StagePart(range(*chunk_layers[number]), here.stage.embed and number == 0, here.stage.head and final)
         return StageChunk(
-            model if len(parts) == 1 else partial(model, part=part),
-            loss if part.head else None,
-            before=None if first or alone else partial(boundary, (s - 1) % count),
-            after=None if last or alone else partial(boundary, s),
+            model if len(chunk_layers) == 1 else partial(model, part=own_part),
+            loss if own_part.head else None,
+            before=None if is_first or is_only_stage else partial(boundary, (s - 1) % count),
+            after=None if is_last or is_only_stage else partial(boundary, s),
             sender=number if s > 0 else number - 1,
-            local_before=alone and not first,
-            local_after=alone and not last,
+            local_before=is_only_stage and not is_first,
+            local_after=is_only_stage and not is_last,
         )
 
     chunks = [chunk(number) for number in range(pipeline.chunks)]
     # Only those that exchange: a connection costs a library's memory. Sizes that only other batches have connect then.
     start, stop = pipeline_samples(compiled.plan, compiled.plan.global_batch_size)[p]
     sizes = {pipeline.micro_batch_size, *micro_batch_sizes(pipeline, stop - start)}
-    ways = [way for each in chunks for way in (each.before, each.after) if way is not None]
+    ways = [way for stage_chunk in chunks for way in (stage_chunk.before, stage_chunk.after) if way is not None]
     comm.connect({peer for way in ways for size in sizes for peer in way(size).peers})
     return PipelineExecutor(comm, chunks, dtype, f"pipeline {p} stage {s}", gradients)

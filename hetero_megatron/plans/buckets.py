@@ -260,12 +260,12 @@ def _runs(
 ) -> Iterator[tuple[Kind, list[str]]]:
     """Tensors of one kind that follow one another, up to ``most`` elements on a rank. ``rows``: (name, kind)."""
     run, kind, size = list[str](), None, 0
-    for name, its in (named for row in rows for named in row):
+    for name, tensor_kind in (name_and_kind for row in rows for name_and_kind in row):
         size_of_tensor = int(holders[name].counts().max())
-        if run and (its != kind or size + size_of_tensor > most):
+        if run and (tensor_kind != kind or size + size_of_tensor > most):
             yield cast(Kind, kind), run
             run, size = [], 0
-        kind, size = its, size + size_of_tensor
+        kind, size = tensor_kind, size + size_of_tensor
         run.append(name)
     if run:
         yield cast(Kind, kind), run

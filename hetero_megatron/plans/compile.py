@@ -98,9 +98,9 @@ class CompiledPlan:
         """
         size = batch_size or self.plan.global_batch_size
         if size not in self._schedules:
-            made = step_schedules(self.plan, self.buckets, size)
-            validate_step(self.plan, self.buckets, self.spec, made)
-            self._schedules[size] = made
+            schedules = step_schedules(self.plan, self.buckets, size)
+            validate_step(self.plan, self.buckets, self.spec, schedules)
+            self._schedules[size] = schedules
         return self._schedules[size]
 
     def boundary(self, pipeline: int, upstream: int, size: int) -> StageBoundary:

@@ -24,29 +24,29 @@ def plan_beside(plan: Plan, spec: ModelSpec, other: ModelSpec, cluster: Cluster 
         UserError: the model cannot be cut so.
     """
     layers, heads = other.num_layers / spec.num_layers, other.num_heads / spec.num_heads
-    alike = spec.moe is not None and other.moe is not None and spec.moe.num_experts == other.moe.num_experts
+    same_experts = spec.moe is not None and other.moe is not None and spec.moe.num_experts == other.moe.num_experts
 
     def unit_of(unit: Unit) -> Unit:
         return replace(unit, heads=_scaled(unit.heads, heads))
 
     def stage_of(stage: Stage) -> Stage:
         return replace(
-            stage, layers=tuple(_scaled(part, layers) for part in stage.layers), units=tuple(map(unit_of, stage.units)),
+            stage, layers=tuple(_scaled(run, layers) for run in stage.layers), units=tuple(map(unit_of, stage.units)),
             recompute=Recompute(), optimizer=OptimizerPlace(), kernels=(), dtype=None, weights=None, activations=None,
-            experts=stage.experts if alike else (),
+            experts=stage.experts if same_experts else (),
         )  # fmt: skip
 
     def pipeline_of(pipeline: Pipeline) -> Pipeline:
         return replace(pipeline, stages=tuple(map(stage_of, pipeline.stages)))
 
-    made = replace(plan, pipelines=tuple(map(pipeline_of, plan.pipelines)), outer=None)
+    forward_plan = replace(plan, pipelines=tuple(map(pipeline_of, plan.pipelines)), outer=None)
     try:
-        validate(made, other, cluster)
+        validate(forward_plan, other, cluster)
     except UserError as error:
         problem = f"the plan does not fit it: {error.problem}"
         accepted = "a model that can be cut as the student's plan says, or its log-probabilities in a file"
         raise UserError(problem, field=error.field, value=error.value, accepted=accepted) from None
-    return made
+    return forward_plan
 
 
 def _scaled(interval: Interval, factor: float) -> Interval:

@@ -146,10 +146,11 @@ def _cuts_are_at_blocks(stage: Stage, path: str, spec: ModelSpec, dtype: str, so
             "feed-forward columns": spec.ffn_hidden_size,
             "columns of shared experts": spec.moe.shared_ffn if spec.moe is not None else 0,
         }  # fmt: skip
-        for what, found in cuts.items():
-            odd = next((i for i in found if i % BLOCK and i != ends[what]), None)
+        for columns, cut_points in cuts.items():
+            odd = next((i for i in cut_points if i % BLOCK and i != ends[columns]), None)
             if odd is not None:
                 raise source.error(
-                    f"blocks of {BLOCK} {what} share a scale, and rank {rank} is cut at {odd}", f"{path}.tp", unit.tp,
+                    f"blocks of {BLOCK} {columns} share a scale, and rank {rank} is cut at {odd}", f"{path}.tp",
+                    unit.tp,
                     f"a tp_split that cuts at multiples of {BLOCK}, --fp8-recipe tensorwise, or dtype: {dtype}",
                 )  # fmt: skip

@@ -48,8 +48,8 @@ def with_kernels(plan: Plan, words: Sequence[str]) -> Plan:
 
 
 def _parse(word: str, plan: Plan) -> tuple[tuple[int, int] | None, str, str]:
-    scope, _, rest = word.rpartition(":")
-    op, equals, provider = rest.partition("=")
+    scope, _, request = word.rpartition(":")
+    op, equals, provider = request.partition("=")
     if not equals:
         op, provider = EVERY, op
     if not provider or not op:
@@ -68,12 +68,12 @@ def _parse(word: str, plan: Plan) -> tuple[tuple[int, int] | None, str, str]:
 
 
 def _stage(stage: Stage, place: tuple[int, int], wishes: dict[tuple[tuple[int, int] | None, str], str]) -> Stage:
-    kernels = {op: provider for (where, op), provider in wishes.items() if where is None} | dict(stage.kernels)
-    for (where, op), provider in wishes.items():
-        if where == place:
+    kernels = {op: provider for (scope, op), provider in wishes.items() if scope is None} | dict(stage.kernels)
+    for (scope, op), provider in wishes.items():
+        if scope == place:
             if dict(stage.kernels).get(op, provider) != provider:
-                said = f"the plan says {dict(stage.kernels)[op]}"
-                raise _error(f"{place[0]}.{place[1]}:{op}={provider}", said, "one of the two")
+                problem = f"the plan says {dict(stage.kernels)[op]}"
+                raise _error(f"{place[0]}.{place[1]}:{op}={provider}", problem, "one of the two")
             kernels[op] = provider
     return replace(stage, kernels=tuple(sorted(kernels.items())))
 

@@ -26,8 +26,8 @@ def is_matrix(tensor: LogicalTensor) -> bool:
     """Whether Muon updates a trained tensor: weights of projections, of routers, and of every expert. Embeddings, head,
     norms, biases, the filters of convolutions and what else is a vector have AdamW."""
     axes = len(tensor.shape) - tensor.per_expert
-    inside = isinstance(tensor.layer, int) or tensor.name.startswith("model.layers.")  # of a module that predicts
-    return inside and axes == 2 and not tensor.is_bias and not tensor.by_load and tensor.axes[-1].role != "taps"
+    in_layer = isinstance(tensor.layer, int) or tensor.name.startswith("model.layers.")  # of a module that predicts
+    return in_layer and axes == 2 and not tensor.is_bias and not tensor.by_load and tensor.axes[-1].role != "taps"
 
 
 def matrix_boxes(tensor: LogicalTensor) -> list[Box]:
@@ -38,26 +38,26 @@ def matrix_boxes(tensor: LogicalTensor) -> list[Box]:
 
 def newton_schulz_flops(rows: int, columns: int) -> int:
     """Of one step: two products with the smaller side's Gram matrix, and its square."""
-    less, more = sorted((rows, columns))
-    return 4 * less * less * more + 2 * less**3
+    smaller, larger = sorted((rows, columns))
+    return 4 * smaller * smaller * larger + 2 * smaller**3
 
 
 def mean_flops(spec: ModelSpec) -> float:
     """Of an update per trained element, over the whole model."""
     trained = [t for t in logical_tensors(spec) if t.trained]
-    each = (newton_schulz_flops(*t.shape[-2:]) * len(matrix_boxes(t)) for t in trained if is_matrix(t))
-    return STEPS * sum(each) / sum(t.size for t in trained)
+    flops = (newton_schulz_flops(*t.shape[-2:]) * len(matrix_boxes(t)) for t in trained if is_matrix(t))
+    return STEPS * sum(flops) / sum(t.size for t in trained)
 
 
 def in_order(segments: Iterable[Sequence[LogicalTensor]]) -> list[list[LogicalTensor]]:
     """Segments of tensors in backward order, with the norms and biases of layers behind all of them: between matrices
     they would cut buckets short."""
-    kept, last = list[list[LogicalTensor]](), list[LogicalTensor]()
+    matrix_segments, last = list[list[LogicalTensor]](), list[LogicalTensor]()
     for segment in segments:
         late = [t for t in segment if isinstance(t.layer, int) and not is_matrix(t)]
-        kept.append([t for t in segment if t not in late])
+        matrix_segments.append([t for t in segment if t not in late])
         last += late
-    return [*kept, last]
+    return [*matrix_segments, last]
 
 
 def matrix_owners(
@@ -78,14 +78,14 @@ def matrix_owners(
     load: dict[int, float] = {}
     owned: dict[str, dict[int, list[Box]]] = {}
     candidates: dict[tuple[int, Box], list[int]] = {}
-    for less, _, box, name in sorted(jobs):
+    for negative_cost, _, box, name in sorted(jobs):
         layout = holders[name]
         ranks = candidates.get((id(layout), box))
         if ranks is None:
             ranks = candidates[id(layout), box] = _holding(layout, box)
-        ends = [((load.get(r, 0.0) - less) / max(weights.get(r, 1.0), LEAST_SHARE), r) for r in ranks]
+        ends = [((load.get(r, 0.0) - negative_cost) / max(weights.get(r, 1.0), LEAST_SHARE), r) for r in ranks]
         rank = min(ends)[1]
-        load[rank] = load.get(rank, 0.0) - less
+        load[rank] = load.get(rank, 0.0) - negative_cost
         owned.setdefault(name, {r: [] for r in layout.ranks})[rank].append(box)
     return {
         name: Layout(holders[name].shape, {r: tuple(boxes) for r, boxes in by_rank.items()})
@@ -94,11 +94,11 @@ def matrix_owners(
 
 
 def _holding(layout: Layout, box: Box) -> list[int]:
-    known: dict[tuple[Box, ...], bool] = {}
+    holds_boxes: dict[tuple[Box, ...], bool] = {}
     for boxes in layout.boxes.values():
-        if boxes not in known:
-            known[boxes] = any(box.intersect(b) for b in boxes)
-    return [rank for rank, boxes in layout.boxes.items() if known[boxes]]
+        if boxes not in holds_boxes:
+            holds_boxes[boxes] = any(box.intersect(b) for b in boxes)
+    return [rank for rank, boxes in layout.boxes.items() if holds_boxes[boxes]]
 
 
 def muon_states(tensor: LogicalTensor, kinds: Collection[str]) -> list[str]:
@@ -125,14 +125,14 @@ def check_muon(plan: Plan, spec: ModelSpec) -> None:
         raise refuse("the plan has outer steps between islands (outer)", "--optimizer adam, or a plan without outer")
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
-            where = f"pipelines[{p}].stages[{s}]"
+            stage_name = f"pipelines[{p}].stages[{s}]"
             if stage.weights is not None:
                 raise refuse(
-                    f"{where} divides its weights among its replicas (weights), and a matrix has one owner",
-                    f"--optimizer adam, or a plan without weights in {where}",
+                    f"{stage_name} divides its weights among its replicas (weights), and a matrix has one owner",
+                    f"--optimizer adam, or a plan without weights in {stage_name}",
                 )
             if stage.optimizer.offload:
                 raise refuse(
-                    f"{where}.optimizer.offload: only Adam runs in host memory",
+                    f"{stage_name}.optimizer.offload: only Adam runs in host memory",
                     "--optimizer adam, or offload: false",
                 )

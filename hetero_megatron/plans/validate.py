@@ -88,37 +88,37 @@ def validate(
 
 
 def ranks_are_used_once(plan: Plan, source: Source) -> None:
-    first: dict[int, str] = {}
+    path_of_rank: dict[int, str] = {}
     for path, _, stage in stages(plan):
         for rank in stage.ranks:
-            if rank in first:
-                before = "this stage" if first[rank] == path else source.spelled(first[rank])
-                problem = f"rank {rank} is used twice, already in {before}"
+            if rank in path_of_rank:
+                first_use = "this stage" if path_of_rank[rank] == path else source.spelled(path_of_rank[rank])
+                problem = f"rank {rank} is used twice, already in {first_use}"
                 raise source.error(problem, f"{path}.ranks", rank, "each rank once in a plan")
-            first[rank] = path
+            path_of_rank[rank] = path
 
 
 def islands_are_apart(plan: Plan, source: Source) -> None:
-    seen: set[int] = set()
+    in_islands: set[int] = set()
     for i, island in enumerate(plan.islands):
         for rank in island:
-            if rank in seen or rank not in plan.ranks:
-                problem = "is in two islands" if rank in seen else "is in no stage"
+            if rank in in_islands or rank not in plan.ranks:
+                problem = "is in two islands" if rank in in_islands else "is in no stage"
                 accepted = "each rank of the plan at most once"
                 raise source.error(f"rank {rank} {problem}", f"islands[{i}]", rank, accepted)
-            seen.add(rank)
+            in_islands.add(rank)
 
 
 def ranks_have_no_gaps(plan: Plan, source: Source) -> None:
-    used = plan.ranks
-    for expected, rank in enumerate(used):
+    ranks = plan.ranks
+    for expected, rank in enumerate(ranks):
         if rank != expected:
             path = next(path for path, _, stage in stages(plan) if rank in stage.ranks)
             raise source.error(
                 f"ranks are positions in the plan and have no gaps, but rank {expected} is not used",
                 f"{path}.ranks",
                 rank,
-                f"ranks 0 to {len(used) - 1}, or --cluster with a cluster file whose chips may be idle",
+                f"ranks 0 to {len(ranks) - 1}, or --cluster with a cluster file whose chips may be idle",
             )
 
 
@@ -162,16 +162,16 @@ def stages_follow_the_layers(pipeline: Pipeline, path: str, source: Source) -> N
 def chunks_follow_the_layers(pipeline: Pipeline, path: str, source: Source) -> None:
     """With several ranges per stage, a micro-batch passes the first ranges of all stages in order, then the second
     ones, and so on."""
-    most = max(len(stage.layers) for stage in pipeline.stages)
-    if most < 2:
+    most_ranges = max(len(stage.layers) for stage in pipeline.stages)
+    if most_ranges < 2:
         return
     for s, stage in enumerate(pipeline.stages):
-        if len(stage.layers) != most:
-            problem = f"{plural(len(stage.layers), 'range')} of layers beside a stage with {most}"
-            value, accepted = [list(r) for r in stage.layers], f"{most} ranges; [a, a] for one without layers"
+        if len(stage.layers) != most_ranges:
+            problem = f"{plural(len(stage.layers), 'range')} of layers beside a stage with {most_ranges}"
+            value, accepted = [list(r) for r in stage.layers], f"{most_ranges} ranges; [a, a] for one without layers"
             raise source.error(problem, f"{path}.stages[{s}].layers", value, accepted)
     end = 0
-    for chunk in range(most):
+    for chunk in range(most_ranges):
         for s, stage in enumerate(pipeline.stages):
             a, b = stage.layers[chunk]
             if a != end:
@@ -226,10 +226,10 @@ def ends_are_held_once(pipeline: Pipeline, path: str, source: Source) -> None:
         misplaced = holders[0] > busy[0] if key == "embed" else holders[0] < busy[-1]
         end = 0 if key == "embed" else len(pipeline.stages) - 1
         if not one_range_each and holders[0] != end:
-            which = "first" if key == "embed" else "last"
+            order = "first" if key == "embed" else "last"
             field = f"{path}.stages[{holders[0]}].{key}"
             raise source.error(
-                f"with several ranges of layers per stage the {name} is on the {which} one", field, True, f"stage {end}"
+                f"with several ranges of layers per stage the {name} is on the {order} one", field, True, f"stage {end}"
             )
         if one_range_each and misplaced:
             side = "at or before the first" if key == "embed" else "at or after the last"
@@ -322,13 +322,13 @@ def batch_adds_up(plan: Plan, source: Source) -> None:
 def step_is_short_enough(plan: Plan, source: Source) -> None:
     """A step is a list of actions, about four for each micro-batch, stage and chunk."""
     for p, pipeline in enumerate(plan.pipelines):
-        most = MAX_ACTIONS // 4 // len(pipeline.stages) // pipeline.chunks
-        if pipeline.num_micro_batches > most:
+        most_micro_batches = MAX_ACTIONS // 4 // len(pipeline.stages) // pipeline.chunks
+        if pipeline.num_micro_batches > most_micro_batches:
             raise source.error(
                 f"too many micro-batches for a step of {plural(len(pipeline.stages), 'stage')}",
                 f"pipelines[{p}].num_micro_batches",
                 pipeline.num_micro_batches,
-                f"at most {most:,}; a larger micro_batch_size, or more pipelines",
+                f"at most {most_micro_batches:,}; a larger micro_batch_size, or more pipelines",
             )
 
 
@@ -356,13 +356,13 @@ def ranks_fit_the_cluster(plan: Plan, cluster: Cluster, source: Source) -> None:
 def chips_match_the_cluster(plan: Plan, cluster: Cluster, source: Source) -> None:
     for path, _, stage in stages(plan):
         for rank in stage.ranks:
-            there = cluster.ranks[rank]
-            if stage.chip is not None and stage.chip != there.chip:
+            cluster_rank = cluster.ranks[rank]
+            if stage.chip is not None and stage.chip != cluster_rank.chip:
                 raise source.error(
-                    f"rank {rank} is a {there.chip} (node {there.node})",
+                    f"rank {rank} is a {cluster_rank.chip} (node {cluster_rank.node})",
                     f"{path}.chip",
                     stage.chip,
-                    there.chip,
+                    cluster_rank.chip,
                 )
 
 

@@ -184,8 +184,8 @@ class Accelerator:
 
     def arch(self, index: int = 0) -> tuple[int, ...]:
         """Version of the chip, comparable; () where the adapter does not say."""
-        ask = getattr(self.module(), "get_device_capability", None)
-        version = ask(index) if ask is not None else ()
+        get_capability = getattr(self.module(), "get_device_capability", None)
+        version = get_capability(index) if get_capability is not None else ()
         return tuple(version) if isinstance(version, Sequence) else ()  # one vendor's is a table of everything
 
     def chip(self, index: int = 0) -> str:
@@ -197,13 +197,13 @@ class Accelerator:
 
     def identity(self, index: int = 0) -> str:
         """What tells a device of this machine from its others; empty where the adapter does not say."""
-        ask = getattr(self.module(), "get_device_properties", None)
-        return str(getattr(ask(index), "uuid", "") or "") if ask is not None else ""
+        get_properties = getattr(self.module(), "get_device_properties", None)
+        return str(getattr(get_properties(index), "uuid", "") or "") if get_properties is not None else ""
 
     def free_memory(self) -> tuple[int, int] | None:
         """(bytes that the current device has left, of how many); None where the adapter does not say."""
-        ask = getattr(self.module(), "mem_get_info", None)
-        return tuple(map(int, ask())) if ask is not None else None  # type: ignore[return-value]
+        get_memory = getattr(self.module(), "mem_get_info", None)
+        return tuple(map(int, get_memory())) if get_memory is not None else None  # type: ignore[return-value]
 
     def peak_memory(self, index: int = 0) -> int:
         """Most bytes allocated at once so far."""

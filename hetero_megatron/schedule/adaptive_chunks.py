@@ -155,12 +155,12 @@ class _Search:
     def change_rules(self) -> None:
         """Change the best rule; half of what is left of the effort."""
         effort, self.effort = self.effort, (self.effort + self.timed) // 2
-        tried, since = set[ChunkRule](), 0
+        tried_rules, since = set[ChunkRule](), 0
         while since < RULES_TRIED and not self.ended():
             rule, seconds_before = self._changed(self.rule), self.rule_seconds
             since += 1
-            if rule not in tried:
-                tried.add(rule)
+            if rule not in tried_rules:
+                tried_rules.add(rule)
                 self.try_rule(rule)
                 since = 0 if self.rule_seconds < seconds_before else since
         self.effort = effort

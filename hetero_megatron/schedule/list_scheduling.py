@@ -181,16 +181,16 @@ def improve_orders(
     current, timing = orders, time_orders(times, orders)
     assert timing is not None, "starts from a deadlock"
     best, size = (timing.seconds, orders), sum(map(len, orders))
-    tried, timed, since = {orders}, size, 0
+    tried_orders, timed, since = {orders}, size, 0
     while best[0] > goal_seconds and since < patience:
         following: tuple[Orders, Timing] | None = None
         for move in _moves(times, current, timing, draw):
             candidate = _moved(times, current, move)
-            if candidate is None or candidate in tried:
+            if candidate is None or candidate in tried_orders:
                 continue
             if timed + size > most_actions or since >= patience:
                 return *best, timed
-            tried.add(candidate)
+            tried_orders.add(candidate)
             candidate_timing = time_orders(times, candidate)
             timed, since = timed + size, since + 1
             if candidate_timing is None:

@@ -165,9 +165,9 @@ def layer_activation_bytes(
     load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
     shard = norm_inputs(spec) * h / (shards or tp)
-    again = recompute == "elementwise"
+    elementwise = recompute == "elementwise"
     inputs, latents, widths = (1 + shared_inputs(spec, routed, tp)) * h, latent_widths(spec), mlp_widths(spec)
-    if again:
+    if elementwise:
         inputs, latents, widths = ungathered_inputs(spec, routed, shards or tp) * h, latents // 2, widths - 1
     gathered = inputs + adapter_widths(spec) + latents
     cut = 2 * q + 2 * kv + value_widths(spec) + turned_copies(spec) * (q + kv) + 3 * q * spec.attn_gate
@@ -175,14 +175,14 @@ def layer_activation_bytes(
         cut += (q + kv) * normed_copies(spec.qk_norm, itemsize)
     linear = linear_layers(spec)
     cut = (1 - linear) * cut + widths * common_columns(spec, routed)
-    for whole, part in (dropped_inputs(spec), scaled_outputs(spec)):
-        gathered, cut = gathered + whole, cut + part
+    for uncut_width, cut_width in (dropped_inputs(spec), scaled_outputs(spec)):
+        gathered, cut = gathered + uncut_width, cut + cut_width
     lse = 0 if recompute == "selective" else 4 * (1 - linear) * spec.num_heads
     if linear:
         from hetero_megatron.spec.delta_bytes import delta_activation_bytes
 
         lse += linear * delta_activation_bytes(spec, recompute, itemsize)
-    experts = routed * expert_activation_bytes(spec, load, itemsize, again) if load is not None else 0.0
+    experts = routed * expert_activation_bytes(spec, load, itemsize, elementwise) if load is not None else 0.0
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
 
 
@@ -221,10 +221,10 @@ def module_activation_bytes(
     """Bytes that one module that predicts further tokens keeps before the head, arguments as of a layer: the inputs of
     its two norms and what they put out, 4 h on the token shard, and what its layer keeps. Recomputed whole, the two
     inputs, and not the input of its final norm, which the head's formula counts."""
-    own = round(tokens * spec.hidden_size / (shards or tp)) * itemsize
+    hidden_bytes = round(tokens * spec.hidden_size / (shards or tp)) * itemsize
     if recompute == "full":
-        return own
-    return 4 * own + layer_activation_bytes(module_layer(spec), tokens, recompute, itemsize, tp, shards, load)
+        return hidden_bytes
+    return 4 * hidden_bytes + layer_activation_bytes(module_layer(spec), tokens, recompute, itemsize, tp, shards, load)
 
 
 def module_operand_bytes(
@@ -233,8 +233,8 @@ def module_operand_bytes(
 ) -> int:  # fmt: skip
     """Bytes of the operands of its weight gradients, which wait from B_INPUT to W where backward is split: of its
     projection, 3 h on the token shard, and of its layer."""
-    own = round(tokens * spec.hidden_size / (shards or tp)) * itemsize
-    return 3 * own + layer_operand_bytes(module_layer(spec), tokens, itemsize, tp, load)
+    hidden_bytes = round(tokens * spec.hidden_size / (shards or tp)) * itemsize
+    return 3 * hidden_bytes + layer_operand_bytes(module_layer(spec), tokens, itemsize, tp, load)
 
 
 def head_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, chunked: bool = False) -> int:

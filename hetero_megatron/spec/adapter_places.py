@@ -127,9 +127,9 @@ def with_places(spec: ModelSpec, lora: Lora, places: Mapping[Place, tuple[int, f
     every layer has the same."""
     targets = {target for _, target in places}
     experts = tuple(t for t in lora.targets if spec.moe is not None and t in MLP_TARGETS)
-    even = set(places.values()) == {(lora.rank, lora.alpha)}
+    same_everywhere = set(places.values()) == {(lora.rank, lora.alpha)}
     all_places = {place for place in _all_places(spec) if place[1] in targets}
-    if even and all_places == set(places):
+    if same_everywhere and all_places == set(places):
         return replace(lora, targets=(*targets, *experts), sites=())
     return replace(lora, targets=(*targets, *experts), sites=grouped(places))
 
@@ -180,13 +180,13 @@ def chosen(
                 f"experts ({experts[0]}) have adapters in all layers or none", field="layers", value=" ".join(layers),
                 accepted=f"targets other than {', '.join(MLP_TARGETS)}",
             )  # fmt: skip
-        among = layer_numbers(" ".join(layers).split(), "layers")
-        _check_layers(among, "layers", spec)
-        places = [place for place in _all_places(spec) if place[0] in among and place[1] in names]
+        numbers = layer_numbers(" ".join(layers).split(), "layers")
+        _check_layers(numbers, "layers", spec)
+        places = [place for place in _all_places(spec) if place[0] in numbers and place[1] in names]
         if missing_targets := [name for name in names if name not in {target for _, target in places}]:
             raise UserError(
                 f"{spec.name} has no such projection in these layers", field="targets", value=missing_targets[0],
-                accepted=", ".join(dict.fromkeys(target for layer, target in _all_places(spec) if layer in among)),
+                accepted=", ".join(dict.fromkeys(target for layer, target in _all_places(spec) if layer in numbers)),
             )  # fmt: skip
     return with_places(spec, replace(lora, targets=(places[0][1],)), dict.fromkeys(places, (lora.rank, lora.alpha)))
 
@@ -194,9 +194,9 @@ def chosen(
 def _by_pattern(spec: ModelSpec, pattern: str) -> list[Place]:
     names = modules(spec)
     places = [place for place, name in names.items() if matches(pattern, name, "targets")]
-    if other := next((name for name in other_modules(spec) if matches(pattern, name, "targets")), None):
+    if unadaptable := next((name for name in other_modules(spec) if matches(pattern, name, "targets")), None):
         raise UserError(
-            f"{other} may have no adapter", field="targets", value=pattern,
+            f"{unadaptable} may have no adapter", field="targets", value=pattern,
             accepted=f"a regular expression of projections alone, such as {next(iter(names.values()))}",
         )  # fmt: skip
     if not places:
@@ -237,5 +237,5 @@ def _by_words(
 
 
 def _check_layers(numbers: Iterable[int], field: str, spec: ModelSpec) -> None:
-    if other := next((n for n in numbers if n >= spec.num_layers), None):
-        raise UserError(f"is no layer of {spec.name}", field=field, value=other, accepted=f"0 to {spec.num_layers - 1}")
+    if layer := next((n for n in numbers if n >= spec.num_layers), None):
+        raise UserError(f"is no layer of {spec.name}", field=field, value=layer, accepted=f"0 to {spec.num_layers - 1}")

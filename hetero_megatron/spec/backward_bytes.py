@@ -51,25 +51,27 @@ def layer_backward_bytes(
     """
     load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
-    row, own = tokens * itemsize, tokens * itemsize * spec.hidden_size / (shards or tp)
+    row, shard = tokens * itemsize, tokens * itemsize * spec.hidden_size / (shards or tp)
     sizes = _Sizes(spec, row, itemsize, tp, (common_columns(spec, 0.0 if routed < 1 else 1.0)) / tp, linear)
     summed = scatter_bytes(row * spec.hidden_size, shards or max(1, round(tp)), itemsize)
-    gone = mlp_kept_bytes(spec, tokens, itemsize, tp, routed)
-    after = norm_backward_bytes(own, itemsize) if spec.norm_placement != "pre" else 0  # in a norm after the MLP
-    moments = [BackwardMoment(after), *_mlp(sizes), BackwardMoment(summed, gone)]
-    moments += _attention(sizes, gone, own, attention)
+    mlp_kept = mlp_kept_bytes(spec, tokens, itemsize, tp, routed)
+    norm = norm_backward_bytes(shard, itemsize) if spec.norm_placement != "pre" else 0  # in a norm after the MLP
+    moments = [BackwardMoment(norm), *_mlp(sizes), BackwardMoment(summed, mlp_kept)]
+    moments += _attention(sizes, mlp_kept, shard, attention)
     if load is not None and routed:
-        before, inside = expert_backward_bytes(spec, load, itemsize)
-        moments += [BackwardMoment(before), BackwardMoment(inside, waiting=routed * expert_operand_bytes(spec, load, itemsize))]
+        row_bytes, expert_peak = expert_backward_bytes(spec, load, itemsize)
+        operands = routed * expert_operand_bytes(spec, load, itemsize)
+        moments += [BackwardMoment(row_bytes), BackwardMoment(expert_peak, waiting=operands)]
     if linear_layers(spec):
         from hetero_megatron.spec.delta_bytes import delta_backward_bytes
 
         experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
-        freed = gone + row * spec.hidden_size + experts
-        moments.append(BackwardMoment(tokens * delta_backward_bytes(spec, itemsize) / tp, freed, 0.0, row * spec.hidden_size))
+        freed = mlp_kept + row * spec.hidden_size + experts
+        made = tokens * delta_backward_bytes(spec, itemsize) / tp
+        moments.append(BackwardMoment(made, freed, 0.0, row * spec.hidden_size))
     if split:
-        return round(2 * own + max(x.made + x.waiting for x in moments))
-    return round(own + max(x.made - x.freed + x.weight for x in moments))
+        return round(2 * shard + max(x.made + x.waiting for x in moments))
+    return round(shard + max(x.made - x.freed + x.weight for x in moments))
 
 
 def norm_backward_bytes(own: float, itemsize: int) -> int:
@@ -83,16 +85,16 @@ def scatter_bytes(whole: float, shards: int, itemsize: int, rows: int = 1) -> fl
     with: parts that come, of several sequences those that go, and the sum, of 16 bits in fp32 with a part of it."""
     if shards <= 1:
         return 0.0
-    own = whole / shards
-    return whole + (whole - own) * (2 if rows > 1 else 1) + own * (4 if itemsize == 2 else 1)
+    shard_bytes = whole / shards
+    return whole + (whole - shard_bytes) * (2 if rows > 1 else 1) + shard_bytes * (4 if itemsize == 2 else 1)
 
 
 def mlp_kept_bytes(spec: ModelSpec, tokens: float, itemsize: int, tp: float, routed: float) -> float:
     """Bytes that a layer's MLP keeps and that are free when attention's backward begins; of experts, which keep more,
     what all tokens share. ``routed``: share of the layers that are mixtures of experts."""
-    only = 0.0 if routed < 1 else 1.0
-    columns = mlp_widths(spec) * common_columns(spec, only) / tp
-    return tokens * itemsize * (columns + shared_inputs(spec, only, tp) * spec.hidden_size)
+    moe_share = 0.0 if routed < 1 else 1.0
+    columns = mlp_widths(spec) * common_columns(spec, moe_share) / tp
+    return tokens * itemsize * (columns + shared_inputs(spec, moe_share, tp) * spec.hidden_size)
 
 
 class _Sizes(NamedTuple):

@@ -37,6 +37,6 @@ class Distillation:
         bounds = (("weight", 0 < self.weight <= 1, "a number > 0 and at most 1"),
                   ("temperature", 0 < self.temperature < math.inf, "a number > 0"),
                   ("js_beta", 0 < self.js_beta < 1, "a number between 0 and 1"))  # fmt: skip
-        for name, fits, accepted in bounds:
-            if not fits:
+        for name, is_valid, accepted in bounds:
+            if not is_valid:
                 raise UserError("cannot be used", field=name, value=getattr(self, name), accepted=accepted)

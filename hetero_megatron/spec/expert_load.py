@@ -93,13 +93,13 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int, elemen
     moe, h, wide = spec.moe, spec.hidden_size, max(item, 4)
     assert moe is not None
     gated = (h + 1) * moe.shared_gate  # what all tokens use, before the gate, and the gate
-    read = 0 if elementwise and spec.norm_placement != "post" else h
-    own = load.tokens * (item * (read + moe.num_experts + gated) + INDEX * moe.top_k)
+    router_input = 0 if elementwise and spec.norm_placement != "post" else h
+    own_tokens = load.tokens * (item * (router_input + moe.num_experts + gated) + INDEX * moe.top_k)
     sent = (load.sent + load.passed_on) * (INDEX + moe.top_k) if load.members > 1 else 0.0
     arriving = load.arriving * moe.top_k * (INDEX + wide)
     widths = ROUTED_WIDTHS - elementwise
     row = (2 + moe.weigh_inputs) * h + widths * load.columns + expert_adapter_ranks(spec)
-    return own + sent + arriving + load.rows * (item * row + INDEX)
+    return own_tokens + sent + arriving + load.rows * (item * row + INDEX)
 
 
 def expert_backward_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> tuple[float, float]:
@@ -108,12 +108,12 @@ def expert_backward_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> tuple
     gradients and those of their inputs, when output and product are gone). Beside the latter is what is made of frozen
     weights in 8 bits."""
     h, wide = spec.hidden_size, max(item, 4)
-    come = load.arriving * item * h if load.members > 1 else 0.0  # gradients of what was sent back
+    returned = load.arriving * item * h if load.members > 1 else 0.0  # gradients of what was sent back
     outputs = load.rows * h * (3 * wide if item < wide else 2 * item)
     inputs = load.rows * item * (2 * load.columns + 2 * h) - load.rows * item * (h + load.columns)
-    made = load.experts * load.columns * h * item * spec.in_few_bits
-    inside = max(load.rows * item * (h + 2 * load.columns), inputs + made, load.rows * item * h + made)
-    return come + outputs, come + inside
+    decoded = load.experts * load.columns * h * item * spec.in_few_bits
+    in_experts = max(load.rows * item * (h + 2 * load.columns), inputs + decoded, load.rows * item * h + decoded)
+    return returned + outputs, returned + in_experts
 
 
 def expert_operand_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:

@@ -25,8 +25,8 @@ LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless t
 def visible_pairs(length: int, window: int | None = None, chunk: int | None = None) -> int:
     """(query, key) pairs of causal attention in a document of ``length`` tokens: n(n+1)/2 without window or chunks."""
     if chunk is not None and chunk < length:
-        whole, rest = divmod(length, chunk)
-        return whole * visible_pairs(chunk, window) + visible_pairs(rest, window)
+        chunks, remainder = divmod(length, chunk)
+        return chunks * visible_pairs(chunk, window) + visible_pairs(remainder, window)
     full = min(length, window or length)
     return full * (full + 1) // 2 + (length - full) * full
 
@@ -51,8 +51,8 @@ def mlp_columns(spec: ModelSpec) -> float:
     it chooses and of what all tokens share."""
     if spec.moe is None:
         return spec.ffn_hidden_size
-    share, used = moe_layers(spec), spec.moe.top_k * spec.moe.ffn_hidden_size + spec.moe.shared_ffn
-    return (1 - share) * spec.ffn_hidden_size + share * used
+    share, moe_columns = moe_layers(spec), spec.moe.top_k * spec.moe.ffn_hidden_size + spec.moe.shared_ffn
+    return (1 - share) * spec.ffn_hidden_size + share * moe_columns
 
 
 def common_columns(spec: ModelSpec, routed: float) -> float:
@@ -79,8 +79,8 @@ def projection_elements(spec: ModelSpec) -> float:
     if spec.delta is None:
         return _attention_elements(spec)
     linear, delta = linear_layers(spec), spec.delta
-    own = spec.hidden_size * (delta.projected + delta.value_width)
-    return (1 - linear) * _attention_elements(spec) + linear * own
+    linear_elements = spec.hidden_size * (delta.projected + delta.value_width)
+    return (1 - linear) * _attention_elements(spec) + linear * linear_elements
 
 
 def _attention_elements(spec: ModelSpec) -> int:
@@ -102,8 +102,8 @@ def layer_matmul_flops(spec: ModelSpec) -> float:
 
 def layer_attention_flops(spec: ModelSpec, pairs: float) -> float:
     """Forward FLOPs of one layer's softmax(q k^T) v: 4 d per head and visible (query, key) pair."""
-    both = 2 * spec.head_dim if spec.mla is None else spec.mla.qk_dim + spec.mla.v_dim
-    return 2 * spec.num_heads * both * pairs
+    head_features = 2 * spec.head_dim if spec.mla is None else spec.mla.qk_dim + spec.mla.v_dim
+    return 2 * spec.num_heads * head_features * pairs
 
 
 def layer_flops(spec: ModelSpec, seq_length: int) -> float:
@@ -139,11 +139,11 @@ def sequence_flops(spec: ModelSpec, seq_length: int) -> int:
 def adapter_products(spec: ModelSpec) -> tuple[tuple[int, int, int, float], ...]:
     """(outputs, inputs, rank, in which share of the layers) of the adapters of an average layer, without those of
     experts."""
-    found: Counter[tuple[int, int, int]] = Counter()
-    for layer, each in adapted_layers(spec):
+    layers_of_sizes: Counter[tuple[int, int, int]] = Counter()
+    for layer, layer_count in adapted_layers(spec):
         for a, b in zip(layer[::2], layer[1::2]):
-            found[b.shape[0], a.shape[1], a.shape[0]] += each
-    return tuple((*sizes, count / spec.num_layers) for sizes, count in found.items())
+            layers_of_sizes[b.shape[0], a.shape[1], a.shape[0]] += layer_count
+    return tuple((*sizes, count / spec.num_layers) for sizes, count in layers_of_sizes.items())
 
 
 @lru_cache(maxsize=256)
@@ -156,20 +156,20 @@ def adapted_layers(spec: ModelSpec) -> tuple[tuple[tuple[LogicalTensor, ...], in
         if len(tensor.shape) == 2 and (spec.lora.sites or tensor.layer == 0):
             layers.setdefault(tensor.layer, []).append(tensor)
     if not spec.lora.sites:  # all layers have the same
-        return tuple((tuple(found), spec.num_layers) for found in layers.values())
+        return tuple((tuple(tensors), spec.num_layers) for tensors in layers.values())
     kinds: dict[object, list[tuple[LogicalTensor, ...]]] = {}
-    for found in layers.values():
-        kinds.setdefault(tuple((t.shape, t.axes) for t in found), []).append(tuple(found))
-    return tuple((alike[0], len(alike)) for alike in kinds.values())
+    for tensors in layers.values():
+        kinds.setdefault(tuple((t.shape, t.axes) for t in tensors), []).append(tuple(tensors))
+    return tuple((equal_layers[0], len(equal_layers)) for equal_layers in kinds.values())
 
 
 def adapter_flops(spec: ModelSpec) -> float:
     """Forward FLOPs per token of the adapters of one (average) layer; of experts, those that a token chooses."""
-    plain = 2.0 * sum(rank * (outputs + inputs) * share for outputs, inputs, rank, share in adapter_products(spec))
+    flops = 2.0 * sum(rank * (outputs + inputs) * share for outputs, inputs, rank, share in adapter_products(spec))
     if spec.moe is None:
-        return plain
+        return flops
     widths = spec.hidden_size + spec.moe.ffn_hidden_size
-    return plain + 2.0 * moe_layers(spec) * spec.moe.top_k * expert_adapter_ranks(spec) * widths
+    return flops + 2.0 * moe_layers(spec) * spec.moe.top_k * expert_adapter_ranks(spec) * widths
 
 
 def trained_count(spec: ModelSpec) -> int:

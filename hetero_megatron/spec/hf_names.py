@@ -41,10 +41,10 @@ class HFSource:
         """Shape of the stored tensor, given the logical one's."""
         if self.width:
             return (logical[0] // self.width, self.width)
-        whole = logical if self.rows is None else (self.rows, *logical[1:])
-        whole = whole[::-1] if self.transpose else whole
-        whole = (whole[0], 1, *whole[1:]) if self.filters else whole
-        return whole if self.expert is None else (self.expert[1], *whole)
+        stored = logical if self.rows is None else (self.rows, *logical[1:])
+        stored = stored[::-1] if self.transpose else stored
+        stored = (stored[0], 1, *stored[1:]) if self.filters else stored
+        return stored if self.expert is None else (self.expert[1], *stored)
 
     def view(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The form of the stored tensor, given its shape, in which ``slices`` are."""
@@ -61,22 +61,22 @@ class HFSource:
         if not self.block:
             yield slice(None), self.slices(box)
             return
-        rows, *rest = box.slices()
+        rows, *other_axes = box.slices()
         row = rows.start
         while row < rows.stop:
             end = min(rows.stop, (row // self.block + 1) * self.block)
-            first = self.start + row // self.block * self.period + row % self.block
-            yield slice(row - rows.start, end - rows.start), (slice(first, first + end - row), *rest)
+            stored_row = self.start + row // self.block * self.period + row % self.block
+            yield slice(row - rows.start, end - rows.start), (slice(stored_row, stored_row + end - row), *other_axes)
             row = end
 
     def slices(self, box: Box) -> tuple[slice, ...]:
         """Where a box of the logical tensor, its axes in ``order``, is in the stored one, if it lies together."""
-        rows, *rest = box.slices()
-        first = self.start + rows.start * self.step
-        last = self.start + (rows.stop - 1) * self.step if rows.stop > rows.start else first - 1
-        found = (slice(first, last + 1, self.step), *rest)
-        found = found[::-1] if self.transpose else found
-        return found if self.expert is None else (slice(self.expert[0], self.expert[0] + 1), *found)
+        rows, *other_axes = box.slices()
+        first_row = self.start + rows.start * self.step
+        last_row = self.start + (rows.stop - 1) * self.step if rows.stop > rows.start else first_row - 1
+        stored_slices = (slice(first_row, last_row + 1, self.step), *other_axes)
+        stored_slices = stored_slices[::-1] if self.transpose else stored_slices
+        return stored_slices if self.expert is None else (slice(self.expert[0], self.expert[0] + 1), *stored_slices)
 
 
 @dataclass(frozen=True)
@@ -135,35 +135,35 @@ class NameTable:
 
     def source(self, spec: ModelSpec, name: str) -> HFSource:
         """The Hugging Face tensor that holds logical tensor ``name``."""
-        found = _IN_LAYER.fullmatch(name)
-        if found is None:
+        match = _IN_LAYER.fullmatch(name)
+        if match is None:
             return HFSource(self.outside.get(name, name))
-        layer, module, kind = found.groups()
+        layer, module, kind = match.groups()
         expert = _EXPERT.fullmatch(module)
         any_expert = module if expert is None else f"{expert[1]}.{{}}.{expert[3]}"
         if expert is not None and self.experts is not None:
             prefix = f"{self.layer.format(layer)}.{self.modules.get(expert[1], expert[1])}"
             return self.experts.source(spec, prefix, int(expert[2]), expert[3], kind)
-        theirs, start, rows, block, period = self.modules.get(any_expert, any_expert), 0, None, 0, 0
+        module_name, start, rows, block, period = self.modules.get(any_expert, any_expert), 0, None, 0, 0
         head = _HEAD_NORM.fullmatch(module)
         if head is not None:
-            theirs = self.modules[head[1]].format(head[2])
+            module_name = self.modules[head[1]].format(head[2])
         if spec.parallel_block == "two_norms":
-            theirs = self.two_norms.get(module, theirs)
-        theirs = theirs if expert is None else theirs.format(expert[2])
-        for fused, parts in self.fused.items():
-            if module in parts:
-                sizes = [_rows(spec, part) for part in parts]
-                theirs, rows = fused, sum(sizes)
+            module_name = self.two_norms.get(module, module_name)
+        module_name = module_name if expert is None else module_name.format(expert[2])
+        for fused, fused_modules in self.fused.items():
+            if module in fused_modules:
+                sizes = [_rows(spec, fused_module) for fused_module in fused_modules]
+                module_name, rows = fused, sum(sizes)
                 if fused in self.by_group:
                     sizes = [size // _groups(spec, self.by_group[fused]) for size in sizes]
-                    block, period = sizes[parts.index(module)], sum(sizes)
-                start = sum(sizes[: parts.index(module)])
-        full = f"{self.layer.format(layer)}.{theirs}" + (f".{kind}" if kind else "")
+                    block, period = sizes[fused_modules.index(module)], sum(sizes)
+                start = sum(sizes[: fused_modules.index(module)])
+        full = f"{self.layer.format(layer)}.{module_name}" + (f".{kind}" if kind else "")
         width = spec.head_dim if module in self.head_rows else 0
-        transpose = theirs in self.transposed and kind == "weight"
+        transpose = module_name in self.transposed and kind == "weight"
         return HFSource(
-            full, start, rows, transpose, block=block, period=period, width=width, filters=theirs in self.filters
+            full, start, rows, transpose, block=block, period=period, width=width, filters=module_name in self.filters
         )
 
 

@@ -82,8 +82,8 @@ def layer_numbers(words: Iterable[str], field: str) -> set[int]:
     numbers: set[int] = set()
     for word in words:
         first, dash, end = word.partition("-")
-        good = first.isascii() and first.isdecimal() and (not dash or end.isascii() and end.isdecimal())
-        if not good or len(word) > 11 or int(end or first) < int(first) or int(end or first) > MOST_LAYERS:
+        is_run = first.isascii() and first.isdecimal() and (not dash or end.isascii() and end.isdecimal())
+        if not is_run or len(word) > 11 or int(end or first) < int(first) or int(end or first) > MOST_LAYERS:
             raise UserError("is no layer, or run of layers", field=field, value=word, accepted="such as 0-3 7")
         numbers |= set(range(int(first), int(end or first) + 1))
     return numbers

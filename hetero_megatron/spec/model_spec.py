@@ -59,9 +59,9 @@ class LayerKind:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UserError("must be a positive integer", field=name, value=value, accepted="1 or more, none")
-        for name, known in (("mlp", MLP_KINDS), ("mixer", MIXERS)):
-            if getattr(self, name) not in known:
-                raise UserError("unknown value", field=name, value=getattr(self, name), accepted=" | ".join(known))
+        for name, accepted in (("mlp", MLP_KINDS), ("mixer", MIXERS)):
+            if getattr(self, name) not in accepted:
+                raise UserError("unknown value", field=name, value=getattr(self, name), accepted=" | ".join(accepted))
 
     @property
     def linear(self) -> bool:
@@ -259,12 +259,12 @@ class ModelSpec:
             rope.check(self.head_dim)
 
     def _check_bounds(self) -> None:
-        wide = {"ffn_hidden_size": 1, "vocab_size": 1, "num_heads": self.head_dim, "max_position_embeddings": 1}
-        for name in (*wide, "num_layers", "hidden_size", "head_dim"):
-            value, most = getattr(self, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
-            if value > most:
-                raise UserError("too large", field=name, value=value, accepted=f"at most {most}")
-        for name, factor in wide.items():
+        factors = {"ffn_hidden_size": 1, "vocab_size": 1, "num_heads": self.head_dim, "max_position_embeddings": 1}
+        for name in (*factors, "num_layers", "hidden_size", "head_dim"):
+            value, limit = getattr(self, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
+            if value > limit:
+                raise UserError("too large", field=name, value=value, accepted=f"at most {limit}")
+        for name, factor in factors.items():
             if getattr(self, name) * factor * self.hidden_size > MAX_ELEMENTS:
                 raise UserError(
                     f"makes a matrix of more than 2^48 elements with hidden_size {self.hidden_size}", field=name,
@@ -346,8 +346,8 @@ class ModelSpec:
             )
             for k in self.layer_kinds
         ]  # fmt: skip
-        plain = (None, "dense", self.head_dim if self.position == "rope" else None)
-        return values if set(kinds) == {plain} else values | {"layer_kinds": kinds}
+        plain_kind = (None, "dense", self.head_dim if self.position == "rope" else None)
+        return values if set(kinds) == {plain_kind} else values | {"layer_kinds": kinds}
 
     @property
     def widest_window(self) -> int | None:
@@ -359,9 +359,9 @@ class ModelSpec:
 def _shortest(kinds: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...]:
     """The shortest period that repeated gives the same ``layers`` kinds."""
     kinds = tuple(kinds[i % len(kinds)] for i in range(min(layers, len(kinds))))
-    whole = [kinds[i % len(kinds)] for i in range(layers)]
+    all_kinds = [kinds[i % len(kinds)] for i in range(layers)]
     for n in range(1, len(kinds)):
-        if all(whole[i] == whole[i - n] for i in range(n, layers)):
+        if all(all_kinds[i] == all_kinds[i - n] for i in range(n, layers)):
             return kinds[:n]
     return kinds
 

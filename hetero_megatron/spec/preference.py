@@ -30,11 +30,11 @@ LABELLED = (
 def by_label(means: Mapping[str, float]) -> dict[str, float]:
     """Means over all answers, ``LABELLED``, as TRL shows them: over those that are desired, or not; 0 of none."""
     share = {"chosen": means["share/chosen"], "rejected": 1 - means["share/chosen"]}
-    found = {}
+    split = {}
     for name in LABELLED[:4]:
-        part = share[name.split("/")[1]]
-        found[name] = means[name] / part if part > 0 else 0.0
-    return found | {"rewards/margins": found["rewards/chosen"] - found["rewards/rejected"], "kl": means["kl"]}
+        label_share = share[name.split("/")[1]]
+        split[name] = means[name] / label_share if label_share > 0 else 0.0
+    return split | {"rewards/margins": split["rewards/chosen"] - split["rewards/rejected"], "kl": means["kl"]}
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Preference:
             if not math.isfinite(number) or number < 0 or (name == "beta" and not number):
                 accepted = "a number > 0" if name == "beta" else "a number >= 0"
                 raise UserError("cannot be used", field=name, value=number, accepted=accepted)
-        most = 0.5 if self.loss in ("robust", "exo_pair") else 1.0
-        if not 0 <= self.smoothing < most:
+        limit = 0.5 if self.loss in ("robust", "exo_pair") else 1.0
+        if not 0 <= self.smoothing < limit:
             raise UserError(
                 "is no probability of a wrong label", field="smoothing", value=self.smoothing,
-                accepted=f"0 <= rate < {most:g}",
+                accepted=f"0 <= rate < {limit:g}",
             )  # fmt: skip
         if self.smoothing and self.loss not in SMOOTHED:
             raise UserError(

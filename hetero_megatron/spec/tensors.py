@@ -107,14 +107,14 @@ def _with_adapters(tensors: Iterable[LogicalTensor], spec: ModelSpec, lora: Lora
         projection = kind == "weight" and module.rpartition(".")[2] in EVERY_TARGET
         int8, nf4 = (projection and lora.base_dtype == name for name in ("int8", "nf4"))
         yield replace(tensor, trained=False, int8=int8, nf4=nf4)
-        may = projection and may_be_adapted(tensor, spec)
-        site = lora.site(tensor.layer, module.rpartition(".")[2], tensor.per_expert) if may else None
+        is_adaptable = projection and may_be_adapted(tensor, spec)
+        site = lora.site(tensor.layer, module.rpartition(".")[2], tensor.per_expert) if is_adaptable else None
         if site is not None:
-            (*experts, outputs, inputs), (*over, rows, columns) = tensor.shape, tensor.axes
+            (*experts, outputs, inputs), (*expert_axes, rows, columns) = tensor.shape, tensor.axes
             for name, shape, axes in (
                 ("lora_A", (site.rank, inputs), (_RANK, columns)), ("lora_B", (outputs, site.rank), (rows, _RANK)),
             ):  # fmt: skip
-                yield LogicalTensor(f"{module}.{name}.weight", (*experts, *shape), (*over, *axes), tensor.layer)
+                yield LogicalTensor(f"{module}.{name}.weight", (*experts, *shape), (*expert_axes, *axes), tensor.layer)
             if lora.dora:
                 yield LogicalTensor(f"{module}.{MAGNITUDE}.weight", (outputs,), (rows,), tensor.layer)
 
@@ -188,12 +188,12 @@ def _attention(spec: ModelSpec, base: str, i: int) -> Iterator[LogicalTensor]:
 
 def _gated_delta(delta: GatedDelta, base: str, h: int, i: int) -> Iterator[LogicalTensor]:
     """All but the norm is cut by key heads, each with its value heads."""
-    each, taps = delta.values_per_key, Axis("taps")
-    keys, values, heads = (Axis("key_heads", n) for n in (delta.key_dim, each * delta.value_dim, each))
-    wide = (("q", delta.key_width, keys), ("k", delta.key_width, keys), ("v", delta.value_width, values))
-    rows = (*wide, ("z", delta.value_width, values), ("b", delta.value_heads, heads), ("a", delta.value_heads, heads))
+    per_key, taps = delta.values_per_key, Axis("taps")
+    keys, values, heads = (Axis("key_heads", n) for n in (delta.key_dim, per_key * delta.value_dim, per_key))
+    qkv = (("q", delta.key_width, keys), ("k", delta.key_width, keys), ("v", delta.value_width, values))
+    rows = (*qkv, ("z", delta.value_width, values), ("b", delta.value_heads, heads), ("a", delta.value_heads, heads))
     yield from _rows_of_one(base, [(f"{letter}_proj", n, axis) for letter, n, axis in rows], h, False, i)
-    for letter, n, axis in wide:
+    for letter, n, axis in qkv:
         yield LogicalTensor(f"{base}.{letter}_conv.weight", (n, delta.kernel), (axis, taps), i)
     for name in ("A_log", "dt_bias"):
         yield LogicalTensor(f"{base}.{name}", (delta.value_heads,), (heads,), i)
@@ -340,7 +340,7 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
     Raises:
         UserError: some rank would get no feed-forward column.
     """
-    first, last = heads or (0, spec.num_heads)
+    begin, end = heads or (0, spec.num_heads)
     ffn, vocab = (cut_in_tiles(size, tuple(tp_split)) for size in (spec.ffn_hidden_size, spec.vocab_size))
     if any(a == b for a, b in ffn):
         raise UserError(
@@ -349,12 +349,12 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
             accepted="weights that leave every rank at least one column",
         )  # fmt: skip
     group = spec.queries_per_kv
-    aligned = first % group == 0 and last % group == 0
-    if aligned and (last - first) // group >= len(tp_split):
-        kv = [(a + first // group, b + first // group) for a, b in cut((last - first) // group, tp_split)]
+    aligned = begin % group == 0 and end % group == 0
+    if aligned and (end - begin) // group >= len(tp_split):
+        kv = [(a + begin // group, b + begin // group) for a, b in cut((end - begin) // group, tp_split)]
         q = [(a * group, b * group) for a, b in kv]
     else:
-        q = [(a + first, b + first) for a, b in cut(last - first, tp_split)]
+        q = [(a + begin, b + begin) for a, b in cut(end - begin, tp_split)]
         kv = [(a // group, -(-b // group)) if b > a else (a // group, a // group) for a, b in q]
     moe = spec.moe
     sizes = (0, 0, 0) if moe is None else (moe.num_experts, moe.ffn_hidden_size, moe.shared_ffn)

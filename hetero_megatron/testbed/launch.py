@@ -268,9 +268,9 @@ class Launcher:
         """Wait until all ranks have ended, a failure's grace time is over, or a signal came."""
         deadline, sampled = float("inf"), time.monotonic()
         while len(self.codes) < len(self._ranks) and not self._signals and time.monotonic() < deadline:
-            begun = time.monotonic()
+            poll_start = time.monotonic()
             if not self._output.pump(POLL_SECONDS):
-                time.sleep(max(0.0, POLL_SECONDS - (time.monotonic() - begun)))  # ranks that closed their output
+                time.sleep(max(0.0, POLL_SECONDS - (time.monotonic() - poll_start)))  # ranks that closed their output
             if self._output.unread:
                 self._signals.append(signal.SIGPIPE)
             for rank in self._ended():

@@ -56,14 +56,14 @@ def run_facts(config: RunConfig) -> Mapping[str, object]:
 
 def check_agreement(group: Group, facts: Mapping[str, object]) -> None:
     """All ranks of the group have the same facts; otherwise all of them refuse, and name one that differs."""
-    everyone = group.gather_objects({name: repr(fact) for name, fact in facts.items()}, dict[str, str])
-    first, *others = zip(group.ranks, everyone, strict=True)
-    for rank, theirs in others:
-        for name in dict.fromkeys((*first[1], *theirs)):
-            if theirs.get(name) != first[1].get(name):
+    facts_of_ranks = group.gather_objects({name: repr(fact) for name, fact in facts.items()}, dict[str, str])
+    first_rank, *other_ranks = zip(group.ranks, facts_of_ranks, strict=True)
+    for rank, rank_facts in other_ranks:
+        for name in dict.fromkeys((*first_rank[1], *rank_facts)):
+            if rank_facts.get(name) != first_rank[1].get(name):
                 raise UserError(
-                    f"rank {rank} has {theirs.get(name)}, rank {first[0]} has {first[1].get(name)}", field=name,
-                    accepted="the same plan, model, options and data on every rank",
+                    f"rank {rank} has {rank_facts.get(name)}, rank {first_rank[0]} has {first_rank[1].get(name)}",
+                    field=name, accepted="the same plan, model, options and data on every rank",
                 )  # fmt: skip
 
 
@@ -91,19 +91,26 @@ def check_program(group: Group, platform: Platform, plugins: Plugins) -> None:
     """
     if group.size == 1:
         return
-    mine = program_facts()
+    own_program = program_facts()
     kind = ".".join(map(str, (platform.name, *chip_arch(platform))))
-    everyone = group.gather_objects((kind, mine, environment(plugins)), tuple[str, dict[str, str], dict[str, str]])
-    first = everyone[0]
+    programs = group.gather_objects(
+        (kind, own_program, environment(plugins)), tuple[str, dict[str, str], dict[str, str]]
+    )
+    first = programs[0]
     by_kind: dict[str, tuple[int, dict[str, str]]] = {}
-    for rank, (theirs, program, around) in zip(group.ranks, everyone, strict=True):
+    for rank, (chip_kind, program, releases) in zip(group.ranks, programs, strict=True):
         _refuse(program, first[1], rank, group.ranks[0], "the same version of the program, file by file, on every rank")
-        other, known = by_kind.setdefault(theirs, (rank, around))
-        _refuse(around, known, rank, other, f"the same releases on every rank with a chip of the kind {theirs}")
+        other_rank, expected = by_kind.setdefault(chip_kind, (rank, releases))
+        _refuse(
+            releases, expected, rank, other_rank, f"the same releases on every rank with a chip of the kind {chip_kind}"
+        )
     if group.index == 0:
-        for theirs, (rank, around) in by_kind.items():
-            for name, here, there in _unlike(around, first[2]):
-                text = f"{name}: rank {rank} ({theirs}) has {here}, rank {group.ranks[0]} ({first[0]}) has {there}"
+        for chip_kind, (rank, releases) in by_kind.items():
+            for name, release, first_release in _unlike(releases, first[2]):
+                text = (
+                    f"{name}: rank {rank} ({chip_kind}) has {release}, "
+                    f"rank {group.ranks[0]} ({first[0]}) has {first_release}"
+                )
                 print(notice_line(text), flush=True)
 
 
@@ -114,21 +121,21 @@ def program_facts() -> dict[str, str]:
 
 def environment(plugins: Plugins) -> dict[str, str]:
     """By what messages call it: torch, and every plugin that is no part of this package."""
-    found = {"torch": str(torch.__version__)}
+    releases = {"torch": str(torch.__version__)}
     for plugin in plugins.plugins:
         if plugin.source.origin != "built in":
             version = f"{plugin.source.version} {digest(_plugin_files(plugin.source.module))}".strip()
-            found[f"plugin {plugin.source.name}"] = version if plugin.ok else f"one that is broken: {plugin.error}"
-    return found
+            releases[f"plugin {plugin.source.name}"] = version if plugin.ok else f"one that is broken: {plugin.error}"
+    return releases
 
 
 def digest(files: Iterable[tuple[str, Path]]) -> str:
     """Of names and contents, in the order of names."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, path in sorted(files):
         content = path.read_bytes()
-        found.update(f"{name}\0{len(content)}\0".encode() + content)
-    return found.hexdigest()[:DIGITS]
+        hasher.update(f"{name}\0{len(content)}\0".encode() + content)
+    return hasher.hexdigest()[:DIGITS]
 
 
 def chip_arch(platform: Platform) -> tuple[int, ...]:
@@ -151,8 +158,8 @@ def _plugin_files(module: str) -> Iterable[tuple[str, Path]]:
 
 
 def _refuse(mine: Mapping[str, str], known: Mapping[str, str], rank: int, other: int, accepted: str) -> None:
-    for name, here, there in _unlike(mine, known):
-        raise UserError(f"rank {rank} has {here}, rank {other} has {there}", field=name, accepted=accepted)
+    for name, own_fact, other_fact in _unlike(mine, known):
+        raise UserError(f"rank {rank} has {own_fact}, rank {other} has {other_fact}", field=name, accepted=accepted)
 
 
 def _unlike(mine: Mapping[str, str], known: Mapping[str, str]) -> Iterable[tuple[str, str, str]]:

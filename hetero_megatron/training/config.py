@@ -355,10 +355,10 @@ class RunConfig:
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """All groups of the run, for ``Comm.create_groups``."""
-        mine = self.compiled.groups
+        own_groups = self.compiled.groups
         if self.teacher is None:
-            return mine
-        return (*mine, *sorted(set(self.compiled_teacher.forward_groups) - set(mine)))
+            return own_groups
+        return (*own_groups, *sorted(set(self.compiled_teacher.forward_groups) - set(own_groups)))
 
     @property
     def steps(self) -> int:

@@ -322,11 +322,13 @@ def refusal(found: Mapping[str, tuple[list[int], list[int]]], step: int, interva
     )
     names = listed(key.partition("@")[0] for key in found)
     if right_ranks:
-        who = f"on {'rank' if len(odd_ranks) == 1 else 'ranks'} {rank_ranges(odd_ranks)}, unlike on most that hold them"
+        which_ranks = (
+            f"on {'rank' if len(odd_ranks) == 1 else 'ranks'} {rank_ranges(odd_ranks)}, unlike on most that hold them"
+        )
     else:
-        who = f"between ranks {rank_ranges(odd_ranks)}"
+        which_ranks = f"between ranks {rank_ranges(odd_ranks)}"
     return UserError(
-        f"copies of weights differ after step {step} {who}: {names}", field=FLAG, value=interval,
+        f"copies of weights differ after step {step} {which_ranks}: {names}", field=FLAG, value=interval,
         accepted="equal bits on every rank that holds them: other hardware or kernels for the rank that differs, then "
         "--load of a checkpoint before",
     )  # fmt: skip

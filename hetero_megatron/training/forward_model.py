@@ -53,10 +53,10 @@ class ForwardModel:
             with random_kept(self.comm.accelerator):
                 self._executor.rehearse(work)
             work = self._work.make(fetch, first_sample, batch_size, True, None)
-        result = self._executor.run(work)
+        step_result = self._executor.run(work)
         self._reader.read()  # the clock is used again
-        result.read(self.comm.clock)
-        return result
+        step_result.read(self.comm.clock)
+        return step_result
 
 
 class NoLoss:

@@ -151,12 +151,12 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
         first.setdefault((p, s), (digest, summary))
         provider_of_op = by_stage.setdefault((p, s), {})
         for op, provider in sorted(providers.items()):
-            other, other_provider = provider_of_op.setdefault(op, (rank, provider))
+            first_rank, other_provider = provider_of_op.setdefault(op, (rank, provider))
             if provider != other_provider and {provider, other_provider} <= interchangeable.get(op, frozenset()):
-                notices.setdefault((p, s, op), f"rank {other} uses {other_provider}, rank {rank} {provider}")
+                notices.setdefault((p, s, op), f"rank {first_rank} uses {other_provider}, rank {rank} {provider}")
             elif provider != other_provider:
                 raise UserError(
-                    f"ranks {other} and {rank} of one stage resolved {op} to different providers",
+                    f"ranks {first_rank} and {rank} of one stage resolved {op} to different providers",
                     field=f"pipelines[{p}].stages[{s}].kernels", accepted="one provider per operator, by name",
                 )  # fmt: skip
     if runtime.comm.rank == runtime.world.ranks[0]:

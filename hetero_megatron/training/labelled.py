@@ -20,9 +20,9 @@ def mismatched(fetch: Fetch) -> Fetch:
     """The same prompts with others' answers."""
 
     def others(samples: Sequence[int]) -> Batch:
-        found = fetch(samples).mismatched
-        assert found is not None, "rows that are no labelled answers"
-        return found
+        batch = fetch(samples).mismatched
+        assert batch is not None, "rows that are no labelled answers"
+        return batch
 
     return others
 
@@ -39,25 +39,25 @@ class LabelledSteps:
     def record(self, fetch: Fetch, first: int, size: int) -> list[StepResult]:
         """What the reference says of the examples, and of prompts with others' answers where that is needed."""
         record, loss = self._runtime.record_reference, self._loss
-        found = [record(fetch, first, size)]
+        results = [record(fetch, first, size)]
         if self._preference.estimates_kl:
             into = nullcontext() if loss is None else loss.record(loss.beside)
-            found.append(record(mismatched(fetch), first, size, into))
-        return found
+            results.append(record(mismatched(fetch), first, size, into))
+        return results
 
     def recorded(self) -> dict[int, tuple[float, float]]:
         """What :meth:`record` found, by example: of its own answer, and of another one's (0 where that is not needed).
         """
         if self._loss is None:
             return {}
-        own, others = self._loss.reference.recorded(), self._loss.beside.recorded()
-        return {number: (value, others.get(number, (0.0,))[0]) for number, (value,) in own.items()}
+        own_logps, other_logps = self._loss.reference.recorded(), self._loss.beside.recorded()
+        return {number: (value, other_logps.get(number, (0.0,))[0]) for number, (value,) in own_logps.items()}
 
     def use(self, known: Mapping[int, tuple[float, float]]) -> None:
         """What the reference says of all examples that a run needs."""
         if self._loss is not None:
-            self._loss.reference.known = {number: (own,) for number, (own, _) in known.items()}
-            self._loss.beside.known = {number: (other,) for number, (_, other) in known.items()}
+            self._loss.reference.known = {number: (own_logp,) for number, (own_logp, _) in known.items()}
+            self._loss.beside.known = {number: (other_logp,) for number, (_, other_logp) in known.items()}
             self._loss.reference.begin_step()
             self._loss.beside.begin_step()
 
@@ -69,24 +69,24 @@ class LabelledSteps:
             self._estimate()
         if not results:
             return None
-        for other in results[1:]:
-            results[0].busy_seconds += other.busy_seconds
-            results[0].bubble_seconds += other.bubble_seconds
-            results[0].communication_seconds += other.communication_seconds
+        for later in results[1:]:
+            results[0].busy_seconds += later.busy_seconds
+            results[0].bubble_seconds += later.bubble_seconds
+            results[0].communication_seconds += later.communication_seconds
         return results[0]
 
     @torch.no_grad()
     def _speak(self, fetch: Fetch, first: int, size: int) -> StepResult:
         runtime = self._runtime
         with self._loss.speak() if self._loss is not None else nullcontext():
-            result = runtime.executor.run(runtime.work(fetch, first, size, forward_only=True))
+            step_result = runtime.executor.run(runtime.work(fetch, first, size, forward_only=True))
         runtime.numbers.reader.read()  # the clock is used again
-        result.read(runtime.comm.clock)
-        return result
+        step_result.read(runtime.comm.clock)
+        return step_result
 
     def _estimate(self) -> None:
-        first = self._runtime.here.place.tp_rank == 0  # the ranks of a TP group know the same answers
-        mine = self._loss.apart() if self._loss is not None and first else (0.0, 0)
-        total, count = self._runtime.world.gather_vectors(torch.tensor(mine, dtype=torch.float64)).sum(0).tolist()
+        is_first_rank = self._runtime.here.place.tp_rank == 0  # the ranks of a TP group know the same answers
+        summed = self._loss.apart() if self._loss is not None and is_first_rank else (0.0, 0)
+        total, count = self._runtime.world.gather_vectors(torch.tensor(summed, dtype=torch.float64)).sum(0).tolist()
         if self._loss is not None:
             self._loss.divergence = max(total / max(count, 1), 0.0)

@@ -249,8 +249,8 @@ class LossScale:
         field = "--initial-loss-scale" if self.dynamic else "--loss-scale"
         _check_scale(field, self.scale, self.scale > 0, "more than 0")
         if self.dynamic:
-            good = 0 < self.minimum <= self.scale
-            _check_scale("--min-loss-scale", self.minimum, good, f"more than 0 and at most {self.scale:g}")
+            is_in_range = 0 < self.minimum <= self.scale
+            _check_scale("--min-loss-scale", self.minimum, is_in_range, f"more than 0 and at most {self.scale:g}")
             _check_scale("--loss-scale-window", self.window, self.window >= 1, "1 or more")
             _check_scale("--hysteresis", self.hysteresis, self.hysteresis >= 1, "1 or more")
         if self.patience == -1:
@@ -280,8 +280,8 @@ class LossScale:
         Raises:
             UserError: a scale that cannot fall has overflowed too often in a row: more steps would be skipped for ever.
         """
-        most = self.hysteresis if self.dynamic else MOST_SKIPPED
-        if not self.stuck or (self.stuck < most and not finished):
+        most_skipped = self.hysteresis if self.dynamic else MOST_SKIPPED
+        if not self.stuck or (self.stuck < most_skipped and not finished):
             return
         scale_limit = "at its minimum" if self.dynamic else "constant"
         field, value = ("--min-loss-scale", self.minimum) if self.dynamic else ("--loss-scale", self.scale)

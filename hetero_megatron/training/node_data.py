@@ -52,16 +52,16 @@ class NodeData:
         self._server: SampleServer | None = None
         self.wrapped: dict[int, Dataset] = {}
         valid = config.evaluation.iterations * config.plan.global_batch_size
-        wanted = (0 if config.skip_train else config.train_samples, valid, valid)
+        sample_counts = (0 if config.skip_train else config.train_samples, valid, valid)
         self._log = _show if world.index == 0 else (lambda _: None)
         # Ranks are at most one step apart, and each prepares the batch after its own.
         keep = 2 * config.plan.global_batch_size
         build: Callable[..., Datasets] = partial(
-            build_datasets, config.data, config.plan.seq_length, config.seed, wanted, config.spec.vocab_size,
+            build_datasets, config.data, config.plan.seq_length, config.seed, sample_counts, config.spec.vocab_size,
             self._log, keep,
         )  # fmt: skip
-        alone = world.size == 1 or not config.data.reads_stream
-        self.datasets = build() if alone else self._share(build)
+        reads_alone = world.size == 1 or not config.data.reads_stream
+        self.datasets = build() if reads_alone else self._share(build)
 
     def _share(self, build: Callable[..., Datasets]) -> Datasets:
         from hetero_megatron.data.sample_server import SampleClient, SampleServer, ServedDataset
@@ -71,15 +71,15 @@ class NodeData:
         readers = [world.ranks[hosts.index(host)] for host in hosts]  # of each rank
         self._log(_line(readers))
         reader = readers[world.index]
-        made: list[Datasets] = []
+        datasets: list[Datasets] = []
 
         def read() -> tuple[str, dict[str, str]]:
             """(the path of this rank's socket; empty: it does not read, or for nobody else, what it reads)."""
             if comm.rank != reader:
                 return "", {}
-            made.append(build())
-            marks = dict(made[0].read_here()) if len(set(readers)) > 1 else {}
-            sets = enumerate((made[0].train, made[0].valid, made[0].test))
+            datasets.append(build())
+            marks = dict(datasets[0].read_here()) if len(set(readers)) > 1 else {}
+            sets = enumerate((datasets[0].train, datasets[0].valid, datasets[0].test))
             if (clients := readers.count(reader) - 1) == 0:
                 return "", marks
             self._server = SampleServer({i: dataset for i, dataset in sets if dataset is not None}, clients)
@@ -87,25 +87,25 @@ class NodeData:
 
         def connect() -> None:
             if comm.rank != reader:
-                lost = partial(comm.failure, (reader,), activity="reading samples")
+                on_failure = partial(comm.failure, (reader,), activity="reading samples")
                 path = paths[world.ranks.index(reader)]
-                client = SampleClient(path, comm.timeout.total_seconds(), lost)
-                made.append(build(served=partial(ServedDataset, client)))
+                client = SampleClient(path, comm.timeout.total_seconds(), on_failure)
+                datasets.append(build(served=partial(ServedDataset, client)))
 
-        told: Sequence[tuple[str, dict[str, str]]] = together(world, read, tuple[str, dict[str, str]])
-        paths = [path for path, _ in told]
-        _check_alike({rank: marks for rank, (_, marks) in zip(world.ranks, told, strict=True) if marks})
+        paths_and_marks: Sequence[tuple[str, dict[str, str]]] = together(world, read, tuple[str, dict[str, str]])
+        paths = [path for path, _ in paths_and_marks]
+        _check_alike({rank: marks for rank, (_, marks) in zip(world.ranks, paths_and_marks, strict=True) if marks})
         together(world, connect)
         if self._server is not None:
             self._server.start()
-        return made[0]
+        return datasets[0]
 
     def loader(self, data: Dataset) -> BatchLoader:
         """Batches of one of the data sets, as the flags have positions and attention at the ends of documents."""
         flags = self._flags
-        apart = flags.sft  # conversations that share a sample do not see each other
+        separate = flags.sft  # conversations that share a sample do not see each other
         options = BatchOptions(
-            flags.reset_position_ids or apart, flags.reset_attention_mask or apart, flags.eod_mask_loss,
+            flags.reset_position_ids or separate, flags.reset_attention_mask or separate, flags.eod_mask_loss,
             self.datasets.eod,
         )  # fmt: skip
         return BatchLoader(self.wrapped.get(id(data), data), options, flags.num_workers)
@@ -139,18 +139,18 @@ def host_key(node: str | None) -> HostKey:
 
 def _check_alike(marks: Mapping[int, Mapping[str, str]]) -> None:
     """UserError, on all ranks, unless all readers (by rank) read the same streams."""
-    for rank, mine in marks.items():
-        first, known = next(iter(marks.items()))
-        for name, mark in mine.items():
-            if mark != known[name]:
+    for rank, rank_marks in marks.items():
+        first_rank, first_marks = next(iter(marks.items()))
+        for name, mark in rank_marks.items():
+            if mark != first_marks[name]:
                 raise UserError(
-                    f"rank {rank} reads {mark}, rank {first} reads {known[name]}", field=f"data ({name})",
+                    f"rank {rank} reads {mark}, rank {first_rank} reads {first_marks[name]}", field=f"data ({name})",
                     accepted="the same files, byte for byte, and tokenizer on every node that reads them",
                 )  # fmt: skip
 
 
 def _line(readers: Sequence[int]) -> str:
     """What the run prints about who reads; ``readers``: of each rank."""
-    who = sorted(set(readers))
-    read = f"{word(len(who), 'rank')} {rank_ranges(who)} {word(len(who), 'reads', 'read')}"
-    return f"data: one rank of each node reads the stream for the others: {read}, for {len(readers)} ranks"
+    distinct = sorted(set(readers))
+    text = f"{word(len(distinct), 'rank')} {rank_ranges(distinct)} {word(len(distinct), 'reads', 'read')}"
+    return f"data: one rank of each node reads the stream for the others: {text}, for {len(readers)} ranks"

@@ -41,21 +41,21 @@ def reference_logps(config: RunConfig, runtime: Runtime, data: NodeData) -> Know
         UserError: the file is of another model, tokenizer or data; on all ranks.
     """
     world, path, facts = runtime.world, config.reference_logps, _facts(config, data)
-    found: list[Known] = []
-    together(world, lambda: found.append(_read(path, facts) if world.index == 0 and path is not None else {}))
-    known = _spread(world, found[0])
-    before, start = len(known), time.monotonic()
+    stored: list[Known] = []
+    together(world, lambda: stored.append(_read(path, facts) if world.index == 0 and path is not None else {}))
+    logps = _spread(world, stored[0])
+    stored_count, start = len(logps), time.monotonic()
     for dataset, samples in _needed(config, data):
         with data.loader(dataset) as loader:
-            _compute(runtime, loader, dataset, samples, config.plan.global_batch_size, known)
-    if len(known) > before and world.index == 0:
-        told = f"reference: log-probabilities of {plural(len(known) - before, 'pair')} computed"
-        print(f"{told} in {time.monotonic() - start:.0f} s{'' if path is None else f', for {path}'}", flush=True)
-    if path is not None and len(known) > before:
-        together(world, lambda: _write(path, facts, known) if world.index == 0 else None)
+            _compute(runtime, loader, dataset, samples, config.plan.global_batch_size, logps)
+    if len(logps) > stored_count and world.index == 0:
+        summary = f"reference: log-probabilities of {plural(len(logps) - stored_count, 'pair')} computed"
+        print(f"{summary} in {time.monotonic() - start:.0f} s{'' if path is None else f', for {path}'}", flush=True)
+    if path is not None and len(logps) > stored_count:
+        together(world, lambda: _write(path, facts, logps) if world.index == 0 else None)
     if runtime.pairs is not None:
         runtime.pairs.reference.begin_step()
-    return known
+    return logps
 
 
 def _needed(config: RunConfig, data: NodeData) -> Iterable[tuple[Dataset, int]]:
@@ -72,19 +72,19 @@ def _compute(
     runtime: Runtime, loader: Fetch, dataset: Dataset, samples: int, batch: int, known: Known
 ) -> None:
     """Add what is missing of the first ``samples`` of a data set. Called on all ranks."""
-    most = getattr(dataset, "num_packs", samples)  # the first epoch has every pair
-    chosen: list[int] = []
+    epoch_samples = getattr(dataset, "num_packs", samples)  # the first epoch has every pair
+    batch_samples: list[int] = []
     numbers: set[int] = set()
-    for index in range(min(samples, most)):
-        mine = dataset[index].pairs or ()
-        if new := [number for number in mine if number not in known and number not in numbers]:
-            chosen.append(index)
-            numbers.update(new)
-        if len(chosen) == batch or (chosen and index + 1 == min(samples, most)):
-            _record(runtime, loader, chosen, batch, sorted(numbers), known)
-            chosen, numbers = [], set()
-    if chosen:
-        _record(runtime, loader, chosen, batch, sorted(numbers), known)
+    for index in range(min(samples, epoch_samples)):
+        sample_pairs = dataset[index].pairs or ()
+        if missing := [number for number in sample_pairs if number not in known and number not in numbers]:
+            batch_samples.append(index)
+            numbers.update(missing)
+        if len(batch_samples) == batch or (batch_samples and index + 1 == min(samples, epoch_samples)):
+            _record(runtime, loader, batch_samples, batch, sorted(numbers), known)
+            batch_samples, numbers = [], set()
+    if batch_samples:
+        _record(runtime, loader, batch_samples, batch, sorted(numbers), known)
 
 
 def _record(
@@ -98,12 +98,13 @@ def _record(
         return loader([rows[i] for i in indices])
 
     runtime.warm_up(fetch, 0, batch, forward_only=True)
-    mine = _recorded(runtime, fetch, batch)
+    own_logps = _recorded(runtime, fetch, batch)
     unknown = (float("nan"), float("nan"))
-    vector = torch.tensor([mine.get(number, unknown) for number in numbers], dtype=torch.float64)
-    every = runtime.world.gather_vectors(vector.flatten())
-    first = (~every.isnan()).to(torch.int8).argmax(0, keepdim=True)  # several ranks may know a pair, and all the same
-    values = every.gather(0, first).view(-1, 2).tolist()
+    vector = torch.tensor([own_logps.get(number, unknown) for number in numbers], dtype=torch.float64)
+    gathered = runtime.world.gather_vectors(vector.flatten())
+    # Several ranks may know a pair, and all the same.
+    first_known = (~gathered.isnan()).to(torch.int8).argmax(0, keepdim=True)
+    values = gathered.gather(0, first_known).view(-1, 2).tolist()
     known.update((number, (chosen, rejected)) for number, (chosen, rejected) in zip(numbers, values, strict=True))
 
 
@@ -121,15 +122,15 @@ def _recorded(runtime: Runtime, fetch: Fetch, batch: int) -> Mapping[int, tuple[
 
 def _spread(world: Group, known: Known) -> Known:
     """What the first rank of the group knows, on all of them."""
-    mine = torch.tensor([[n, *values] for n, values in known.items()], dtype=torch.float64).view(-1, 3)
-    count = int(world.gather_vectors(torch.tensor([len(mine)]))[0, 0])
-    found: Known = {}
+    own_rows = torch.tensor([[n, *values] for n, values in known.items()], dtype=torch.float64).view(-1, 3)
+    count = int(world.gather_vectors(torch.tensor([len(own_rows)]))[0, 0])
+    spread: Known = {}
     for start in range(0, count, BLOCK):
         size = min(BLOCK, count - start)
-        part = mine[start : start + size] if world.index == 0 else torch.zeros(size, 3, dtype=torch.float64)
-        rows = world.gather_vectors(part.flatten())[0].view(-1, 3).tolist()
-        found |= {int(number): (chosen, rejected) for number, chosen, rejected in rows}
-    return found
+        block = own_rows[start : start + size] if world.index == 0 else torch.zeros(size, 3, dtype=torch.float64)
+        rows = world.gather_vectors(block.flatten())[0].view(-1, 3).tolist()
+        spread |= {int(number): (chosen, rejected) for number, chosen, rejected in rows}
+    return spread
 
 
 def _facts(config: RunConfig, data: NodeData) -> Mapping[str, str]:

@@ -79,8 +79,8 @@ class Runtime:
         self.comm, self.options, self.hooks = comm, options, StepHooks()
         self.here = here = RankStage(compiled.plan, spec, comm.rank)
         if kernels is None:
-            compiles, most = options.compile_backend is not None, options.logits_bytes
-            kernels = here.kernels(dtype, comm.device, compiles, most, options.fp8, options.dropout)
+            compiles, logits_bytes = options.compile_backend is not None, options.logits_bytes
+            kernels = here.kernels(dtype, comm.device, compiles, logits_bytes, options.fp8, options.dropout)
         # Where nothing is trained, divided weights stay whole.
         shared = [b for b in compiled.divided if comm.rank in b.ranks] if optimizer is not None else []
         self.stage_model = built = StageModel(
@@ -97,8 +97,8 @@ class Runtime:
             apply_compile(built.module, options.compile_backend)
         self.loss = self._loss(kernels, dtype)
         self.numbers = StepNumbers(
-            comm, comm.group(here.plan.ranks), here.place.tp_rank == 0, self.balance, self.compared, options.facts,
-            spec.mtp_layers,
+            comm, comm.group(here.plan.ranks), here.place.tp_rank == 0, self.balance, self.compared,
+            options.facts, spec.mtp_layers,
         )  # fmt: skip
         self.executor = build_executor(compiled, here, comm, built.module, self.loss, dtype, kernels.weight_gradients)
         if built.offloaded is not None:
@@ -160,8 +160,8 @@ class Runtime:
             sync.fuse_wgrad_accumulation(built.products(head=head is None), gradients)
         if head is not None and built.module.lm_head.matrix.requires_grad:
             spec = self.here.spec
-            again = spec.tied and (self.here.stage.embed or spec.mtp_layers > 0)
-            sync.fuse_head_wgrad(built.module.lm_head.matrix, gradients, again=again)
+            used_twice = spec.tied and (self.here.stage.embed or spec.mtp_layers > 0)
+            sync.fuse_head_wgrad(built.module.lm_head.matrix, gradients, again=used_twice)
         return sync
 
     def _divided_weights(self, compiled: CompiledPlan) -> DividedWeights | None:
@@ -179,7 +179,7 @@ class Runtime:
         apply_divided_weights(built.module, divided)
         self.executor.weights = divided
         if self.optimizer is not None:
-            trained = {e.bucket.index: own for e, own in zip(sync.exchanges, self.optimizer.masters, strict=True)}
+            trained = {e.bucket.index: owned for e, owned in zip(sync.exchanges, self.optimizer.masters, strict=True)}
             divided.attach({
                 bucket.index: trained[bucket.index] if bucket.trained
                 else built.owned_values(bucket.names, divided.pieces[bucket.index]) for bucket in buckets
@@ -248,8 +248,8 @@ class Runtime:
         """
         if self.comm.islands is None or not self.comm.islands.has_devices:
             return
-        first, new = self.step_work.first_use(batch_size, forward_only)
-        if not new:
+        is_first, has_new_sizes = self.step_work.first_use(batch_size, forward_only)
+        if not has_new_sizes:
             return
         if self.graphs is not None:
             self.graphs.warmed_up = False  # until the step begins
@@ -258,7 +258,7 @@ class Runtime:
             self.executor.rehearse(self.work(fetch, first_sample, batch_size, forward_only, step))
             if not forward_only:
                 self.sync.rehearsed()
-        if first and accelerator is not None:
+        if is_first and accelerator is not None:
             accelerator.forget_peak_memory()
 
     def forward_backward(
@@ -270,16 +270,16 @@ class Runtime:
             this rank's losses and times, and the gradients that it owns: of the sum of token losses times
             ``loss_scale`` over the nominal number of tokens of the batch.
         """
-        before = self.reference_in_step(fetch, first_sample, batch_size)
+        reference_result = self.reference_in_step(fetch, first_sample, batch_size)
         work = self.work(fetch, first_sample, batch_size, step=step)
         # Seeding with the nominal count keeps 16-bit gradients in range; the true count is applied later.
         work = replace(work, seed=loss_scale / self.nominal(batch_size))
         if self.balance is not None:
             self.balance.begin(work.seed)
-        result = self.executor.run(work, self.sync)
-        result.before = before
+        step_result = self.executor.run(work, self.sync)
+        step_result.before = reference_result
         self.comm.activity = "gradient synchronisation"
-        return result, self.sync.finish()
+        return step_result, self.sync.finish()
 
     def nominal(self, batch_size: int) -> int:
         """About how many losses the samples of a batch have: of tokens, or of pairs."""
@@ -303,10 +303,10 @@ class Runtime:
         recording = recording or (self.pairs.record() if self.pairs is not None else nullcontext())
         adapters = self.stage_model.adapters.off() if self.stage_model.adapters is not None else nullcontext()
         with recording, adapters:
-            result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
+            step_result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
         self.numbers.reader.read()  # the clock is used again
-        result.read(self.comm.clock)
-        return result
+        step_result.read(self.comm.clock)
+        return step_result
 
     def train_step(
         self,
@@ -341,26 +341,26 @@ class Runtime:
             self.warm_up(fetch, first_sample, batch_size, step=step)
             if self.graphs is not None:
                 self.graphs.begin_step()
-            result, grads = self.forward_backward(fetch, first_sample, batch_size, loss_scale, step)
+            step_result, grads = self.forward_backward(fetch, first_sample, batch_size, loss_scale, step)
             self.hooks.before_commit()
-            every = self.numbers.gather(result, owned_norm(grads, self.stage_model.kernels.l2norm), stop)
-            loss_sum, tokens, _, stops = every[:, :4].sum(0).tolist()
-            islands = [every[at] for at in self.outer.places] if self.outer is not None else [every]
-            apart = scales_and_norms(islands, self.nominal(batch_size) / loss_scale, first_sample, batch_size)
-            loss, norm = loss_sum / tokens, max(norm for _, norm in apart)
-            vetoed = veto is not None and veto(every[:, :3], loss, norm)
+            gathered = self.numbers.gather(step_result, owned_norm(grads, self.stage_model.kernels.l2norm), stop)
+            loss_sum, tokens, _, stops = gathered[:, :4].sum(0).tolist()
+            islands = [gathered[places] for places in self.outer.places] if self.outer is not None else [gathered]
+            island_scales = scales_and_norms(islands, self.nominal(batch_size) / loss_scale, first_sample, batch_size)
+            loss, norm = loss_sum / tokens, max(norm for _, norm in island_scales)
+            vetoed = veto is not None and veto(gathered[:, :3], loss, norm)
             skipped = vetoed or not math.isfinite(norm)
-            routing = self.numbers.routing(every, tokens)
-            facts, predicted = self.numbers.facts(every, tokens), self.numbers.predictions(every, tokens)
+            routing = self.numbers.routing(gathered, tokens)
+            facts, predicted = self.numbers.facts(gathered, tokens), self.numbers.predictions(gathered, tokens)
             if not skipped:
-                scale, own = apart[self.outer.index if self.outer is not None else 0]
-                clip = min(1.0, clip_grad / (own + 1e-6)) if clip_grad > 0 else 1.0
+                scale, own_norm = island_scales[self.outer.index if self.outer is not None else 0]
+                clip = min(1.0, clip_grad / (own_norm + 1e-6)) if clip_grad > 0 else 1.0
                 if self.outer is not None:
                     self.outer.count([rows[:, 1].sum().item() for rows in islands])
                 self._update(grads, scale * clip, lr, weight_decay, routing)
-        busy, bubble, communication = every[:, 4:7].T.tolist()
+        busy, bubble, communication = gathered[:, 4:7].T.tolist()
         return StepStats(
-            loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, result.actions, routing,
+            loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, step_result.actions, routing,
             facts, predicted,
         )
 
@@ -392,9 +392,9 @@ class Runtime:
         """The same, with what a loss beside another model's says besides, as means."""
         with self.comm.clock.counting():
             self.warm_up(fetch, first_sample, batch_size, forward_only=True)
-            before = self.reference_in_step(fetch, first_sample, batch_size)
-            result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
-            result.before = before
-            every = self.numbers.gather(result, 0.0)
-            loss_sum, tokens = every[:, :2].sum(0).tolist()
-        return loss_sum, int(tokens), self.numbers.facts(every, tokens)
+            reference_result = self.reference_in_step(fetch, first_sample, batch_size)
+            step_result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
+            step_result.before = reference_result
+            gathered = self.numbers.gather(step_result, 0.0)
+            loss_sum, tokens = gathered[:, :2].sum(0).tolist()
+        return loss_sum, int(tokens), self.numbers.facts(gathered, tokens)

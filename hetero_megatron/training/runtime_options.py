@@ -75,15 +75,15 @@ def require_plain(options: RuntimeOptions, field: str, problem: str, fp8: bool =
     Raises:
         UserError: on all ranks alike.
     """
-    beside = (
+    refused = (
         (options.compile_backend is not None, "compiled layers", "--compile"),
         (options.graphs_after is not None, "layers as device graphs", "--cuda-graph-impl"),
         (options.fp8 is not None and not fp8, "products in fp8", "--fp8-format"),
     )
-    for used, what, flag in beside:
-        if used:
+    for is_used, feature, flag in refused:
+        if is_used:
             accepted = f"a plan without it, or no {flag}"
-            raise UserError(f"{problem} beside {what}", field=field, value=flag, accepted=accepted)
+            raise UserError(f"{problem} beside {feature}", field=field, value=flag, accepted=accepted)
 
 
 @dataclass

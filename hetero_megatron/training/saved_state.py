@@ -48,8 +48,8 @@ class _Optimizer:
         _require("name", self.name, self.name in ("adam", "sgd", "muon"))
         _require("momentum", self.momentum, 0 <= self.momentum < 1)
         for key, number in self.numbers.items():
-            good = key == "step" and 0 <= number <= MAX_UPDATES and number.is_integer()
-            _require(f"numbers.{key}", number, good)
+            is_step_count = key == "step" and 0 <= number <= MAX_UPDATES and number.is_integer()
+            _require(f"numbers.{key}", number, is_step_count)
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class _Conversations:
     name: str
 
     def __post_init__(self) -> None:
-        least = min(self.sample, self.epoch, self.block, self.records, self.size - 1)
-        _require("sample, epoch, block, records or size", least, least >= 0)
+        lowest = min(self.sample, self.epoch, self.block, self.records, self.size - 1)
+        _require("sample, epoch, block, records or size", lowest, lowest >= 0)
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ class _Outer:
         from hetero_megatron.plans.outer import COMPRESS
 
         _require("compress", self.compress, self.compress in COMPRESS)
-        least = min(self.islands - 2, self.every - self.fragments, self.fragments - 1, self.delay, self.updates)
-        _require("islands, every, fragments, delay or updates", least, least >= 0 and self.updates <= MAX_UPDATES)
+        lowest = min(self.islands - 2, self.every - self.fragments, self.fragments - 1, self.delay, self.updates)
+        _require("islands, every, fragments, delay or updates", lowest, lowest >= 0 and self.updates <= MAX_UPDATES)
         counts = [count for row in self.tokens for count in row]
-        good = len(self.tokens) == self.fragments and all(len(row) == self.islands for row in self.tokens)
-        _require("tokens", self.tokens, good and all(0 <= count <= MAX_UPDATES for count in counts))
+        has_all_counts = len(self.tokens) == self.fragments and all(len(row) == self.islands for row in self.tokens)
+        _require("tokens", self.tokens, has_all_counts and all(0 <= count <= MAX_UPDATES for count in counts))
         _require("rates", self.rates, self.rates.keys() == {"mixing", "lr", "momentum", "nesterov"})
 
 

@@ -43,8 +43,8 @@ def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, b
     Raises:
         UserError: something in configuration or data cannot be honoured; on all ranks.
     """
-    asked, world, dtype = config.scores, comm.group(config.plan.ranks), DTYPES[config.dtype]
-    assert asked is not None and config.load_hf is not None
+    scores, world, dtype = config.scores, comm.group(config.plan.ranks), DTYPES[config.dtype]
+    assert scores is not None and config.load_hf is not None
     weights, data = InitialWeights(config, world), NodeData(config, comm, world)
     _refuse_streams(data, SAVE)
     if config.preference is not None:
@@ -54,12 +54,12 @@ def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, b
     kernels = rank_kernels(
         config.plan, config.spec, comm.rank, plugins.registry, platform, dtype, options, config.deterministic
     )
-    made: list[Likeliest] = []
+    endings: list[Likeliest] = []
 
     def ending(here: RankStage, built: StageModel) -> Likeliest:
         group, chunk = comm.group(here.unit.ranks), here.loss_chunk(dtype, config.logits_bytes // 4)
-        made.append(Likeliest(here, built.module, kernels, group, chunk, asked.top_k, asked.temperature))
-        return made[0]
+        endings.append(Likeliest(here, built.module, kernels, group, chunk, scores.top_k, scores.temperature))
+        return endings[0]
 
     model = ForwardModel(config.compiled, comm, dtype, weights.values, kernels, ending)
     to, sources = config.plan.ranks[0], head_ranks(config.plan)
@@ -69,16 +69,18 @@ def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, b
     together(world, lambda: files.append(_create(config, data, splits)) if world.index == 0 else None)
     for name, (dataset, samples) in splits.items():
         with data.loader(dataset) as loader:
-            for first in range(0, samples, batch):
-                model.run(loader, first, batch)
+            for first_sample in range(0, samples, batch):
+                model.run(loader, first_sample, batch)
                 loader.advance(batch)
-                taken = gather_rows(comm, config.plan, first, batch, asked.top_k, made[0] if made else None)
-                for rows, tokens, values in taken:
+                gathered = gather_rows(
+                    comm, config.plan, first_sample, batch, scores.top_k, endings[0] if endings else None
+                )
+                for rows, tokens, values in gathered:
                     _fill(files[0], name, rows, tokens, values)
     together(world, lambda: files[0].complete() if world.index == 0 else None)
     if world.index == 0:
-        done, seconds = sum(samples for _, samples in splits.values()), time.monotonic() - start
-        print(f"scores: {plural(done, 'sample')} in {asked.path} in {seconds:.0f} s", flush=True)
+        sample_count, seconds = sum(samples for _, samples in splits.values()), time.monotonic() - start
+        print(f"scores: {plural(sample_count, 'sample')} in {scores.path} in {seconds:.0f} s", flush=True)
     data.close()
     return 0
 
@@ -96,9 +98,9 @@ def _create(config: RunConfig, data: NodeData, splits: Mapping[str, tuple[Datase
 
 def _fill(file: ScoresFile, split: str, samples: Sequence[int], tokens: Sequence[int], values: Rows) -> None:
     """Write rows that ranks found, [samples, tokens, ..]."""
-    for part, name in zip(values, LikeliestTokens._fields, strict=True):
+    for split_values, name in zip(values, LikeliestTokens._fields, strict=True):
         into = file.arrays[f"{split}.{name}"]
-        for sample, value in zip(samples, part, strict=True):
+        for sample, value in zip(samples, split_values, strict=True):
             into[sample, tokens] = value.numpy()
 
 
@@ -156,12 +158,12 @@ def _facts(config: RunConfig, data: NodeData, model: str | None) -> Mapping[str,
 
 
 def _shapes(samples: Mapping[str, int], length: int, k: int) -> Shapes:
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, n in samples.items():
-        found[f"{name}.ids"] = "<i4", (n, length, k)
-        found[f"{name}.logps"] = "<f4", (n, length, k)
-        found[f"{name}.rest"] = "<f4", (n, length)
-    return found
+        shapes[f"{name}.ids"] = "<i4", (n, length, k)
+        shapes[f"{name}.logps"] = "<f4", (n, length, k)
+        shapes[f"{name}.rest"] = "<f4", (n, length)
+    return shapes
 
 
 def _refuse_streams(data: NodeData, flag: str) -> None:

@@ -29,14 +29,14 @@ def add_teacher(
         UserError: it has another vocabulary than ``tokenizer``, or other tensors than its configuration says.
     """
     assert config.teacher is not None
-    given, compiled, world = config.teacher, config.compiled_teacher, runtime.world
-    together(world, lambda: check_tokenizer(given.hf, tokenizer, "--teacher-hf") if world.index == 0 else None)
-    own = replace(config, load_hf=given.hf, spec=given.spec, adapter=AdapterConfig())
-    weights, dtype = InitialWeights(own, world), DTYPES[config.dtype]
+    teacher_config, compiled, world = config.teacher, config.compiled_teacher, runtime.world
+    together(world, lambda: check_tokenizer(teacher_config.hf, tokenizer, "--teacher-hf") if world.index == 0 else None)
+    teacher_run = replace(config, load_hf=teacher_config.hf, spec=teacher_config.spec, adapter=AdapterConfig())
+    weights, dtype = InitialWeights(teacher_run, world), DTYPES[config.dtype]
     options = RuntimeOptions(logits_bytes=config.logits_bytes)
     comm, registry = runtime.comm, plugins.registry
     kernels = rank_kernels(
-        compiled.plan, given.spec, comm.rank, registry, platform, dtype, options, config.deterministic
+        compiled.plan, teacher_config.spec, comm.rank, registry, platform, dtype, options, config.deterministic
     )
     loss = runtime.loss if isinstance(runtime.loss, DistillationLoss) else None
     teacher = Teacher(compiled, comm, dtype, weights.values, kernels, loss)
@@ -47,11 +47,12 @@ def check_tokenizer(directory: str, tokenizer: Tokenizer | None, flag: str) -> N
     """UserError where a model's directory holds a tokenizer with other tokens than the run's."""
     if not isinstance(tokenizer, HuggingFaceTokenizer) or not (Path(directory) / "tokenizer.json").exists():
         return
-    other, mine = HuggingFaceTokenizer(directory).tokens(), tokenizer.tokens()
-    if other == mine:
+    teacher_tokens, own_tokens = HuggingFaceTokenizer(directory).tokens(), tokenizer.tokens()
+    if teacher_tokens == own_tokens:
         return
-    unlike = next(word for word in (*mine, *other) if mine.get(word) != other.get(word))
+    unlike = next(word for word in (*own_tokens, *teacher_tokens) if own_tokens.get(word) != teacher_tokens.get(word))
     raise UserError(
-        f"its tokenizer is another one: {unlike!r} is token {other.get(unlike)}, here {mine.get(unlike)}", field=flag,
-        value=directory, accepted="a model with the tokenizer of the run",
+        f"its tokenizer is another one: {unlike!r} is token {teacher_tokens.get(unlike)}, "
+        f"here {own_tokens.get(unlike)}",
+        field=flag, value=directory, accepted="a model with the tokenizer of the run",
     )  # fmt: skip

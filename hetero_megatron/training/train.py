@@ -165,11 +165,11 @@ def set_up(
     elif runtime.pairs is not None:
         runtime.pairs.reference.known = dict(reference or {})
     checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes)
-    config, done, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
+    config, progress, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
     exit = resume.exit if resume is not None else None
     exit = exit or _exit_conditions(config, comm, checkpoints.active)
     peak = resume.peak if resume is not None else None
-    reporter = Reporter(config, runtime, platform, done.step + 1, emulation, peak)
+    reporter = Reporter(config, runtime, platform, progress.step + 1, emulation, peak)
     check_grad = config.check_nan and config.dtype != "fp16"  # there it is the loss scale's affair
     failure = config.failure
     training = Training(
@@ -180,7 +180,7 @@ def set_up(
         stragglers=StragglerReport(config, reporter, exit),
         profiler=profiler_of(config, runtime, platform),
         alignment=alignment, emulation=emulation,
-        step=done.step, consumed=done.consumed, loss_scale=loss_scale,
+        step=progress.step, consumed=progress.consumed, loss_scale=loss_scale,
     )  # fmt: skip
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -193,9 +193,9 @@ def _of_another_model(
     """What the model in --reference-hf says of the run's pairs, built and given up again before the run's own."""
     from hetero_megatron.training.reference import reference_logps
 
-    other = replace(config, load_hf=config.reference_hf)
-    weights = InitialWeights(other, comm.group(config.plan.ranks))
-    runtime = build_runtime(other, comm, platform, plugins, weights.values, Alignment(AlignmentConfig()))
+    reference_config = replace(config, load_hf=config.reference_hf)
+    weights = InitialWeights(reference_config, comm.group(config.plan.ranks))
+    runtime = build_runtime(reference_config, comm, platform, plugins, weights.values, Alignment(AlignmentConfig()))
     return reference_logps(config, runtime, data)
 
 
@@ -205,12 +205,12 @@ def build_runtime(
     """The model's stage, its kernels and its optimizer; ``alignment`` sees what the kernels are given."""
     plan, dtype = config.plan, DTYPES[config.dtype]
     options = RuntimeOptions.of(config)
-    chosen = rank_kernels(
+    plain_kernels = rank_kernels(
         plan, config.spec, comm.rank, plugins.registry, platform, dtype, options, config.deterministic
     )
     if config.failure.check_kernels:
-        check_kernels(chosen, comm.group(plan.ranks), platform)
-    kernels = alignment.wrap(chosen, comm.rank)
+        check_kernels(plain_kernels, comm.group(plan.ranks), platform)
+    kernels = alignment.wrap(plain_kernels, comm.rank)
     offload = stage_at(plan, locate(plan, comm.rank)).optimizer.offload
     optimizer = optimizer_factory(config.optimizer, offload, kernels.adamw)
     return Runtime(config.compiled, comm, dtype, initialize, optimizer, kernels, options)
@@ -218,10 +218,10 @@ def build_runtime(
 
 def _exit_conditions(config: RunConfig, comm: Comm, saves: bool) -> ExitConditions:
     """Where there is something to save, being told to stop means saving first."""
-    asked = config.exit.signal or ("SIGTERM" if saves or config.elastic is not None else "SIGINT")
-    signals = {asked, "SIGINT", *(("SIGHUP",) if asked == "SIGTERM" else ())}
-    first = comm.launcher.rank == 0
-    return ExitConditions(config.exit.minutes, config.exit.interval, signals, first, config.exit.file)
+    stop_signal = config.exit.signal or ("SIGTERM" if saves or config.elastic is not None else "SIGINT")
+    signals = {stop_signal, "SIGINT", *(("SIGHUP",) if stop_signal == "SIGTERM" else ())}
+    is_first_rank = comm.launcher.rank == 0
+    return ExitConditions(config.exit.minutes, config.exit.interval, signals, is_first_rank, config.exit.file)
 
 
 def train(
@@ -248,10 +248,10 @@ def train(
     check_world(config, launcher.world_size)
     plugins = load_plugins()
     place = position(config.cluster, launcher)
-    apart = config.data is not None and (config.data.reset_attention_mask or config.data.sft)
-    eager = sizes_follow_data(config.plan, config.spec, apart)
-    asked = config.platform, config.distributed.backend, config.deterministic, eager
-    platform = platform_at(place, config.cluster, launcher, plugins, *asked)
+    separate_documents = config.data is not None and (config.data.reset_attention_mask or config.data.sft)
+    eager = sizes_follow_data(config.plan, config.spec, separate_documents)
+    platform_options = config.platform, config.distributed.backend, config.deterministic, eager
+    platform = platform_at(place, config.cluster, launcher, plugins, *platform_options)
     check_device(platform, launcher)
     check_graphs(config, platform)
     timeout = 60 * config.distributed.timeout_minutes
@@ -297,11 +297,11 @@ def agree(
     Raises:
         UserError: on all ranks: they were told unlike things, or their chips or libraries do not fit the plan.
     """
-    everyone = tuple(range(comm.launcher.world_size))
-    comm.create_groups([everyone])
+    all_ranks = tuple(range(comm.launcher.world_size))
+    comm.create_groups([all_ranks])
     if not known:
-        check_program(comm.group(everyone), platform, plugins)  # first: others may not even name the rest alike
-    check_agreement(comm.group(everyone), run_facts(config))  # before anything that depends on options
+        check_program(comm.group(all_ranks), platform, plugins)  # first: others may not even name the rest alike
+    check_agreement(comm.group(all_ranks), run_facts(config))  # before anything that depends on options
     if comm.rank == 0:
         announce(config, comm, platform, plugins, emulation)
     check_chips(config.plan, config.cluster, comm.islands)

@@ -38,12 +38,12 @@ def share_results(of: object, to: object, *methods: str) -> None:
 
 
 def _by_key(method: Callable[..., T], key: Callable[..., Hashable]) -> Callable[..., T]:
-    known: dict[Hashable, T] = {}
+    results: dict[Hashable, T] = {}
 
     def kept(*args: Any) -> T:
-        what = key(*args)
-        if what not in known:
-            known[what] = method(*args)
-        return known[what]
+        call_key = key(*args)
+        if call_key not in results:
+            results[call_key] = method(*args)
+        return results[call_key]
 
     return kept

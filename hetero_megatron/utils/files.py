@@ -197,18 +197,18 @@ def json_lines(path: Name, field: str = "") -> Iterator[tuple[str, dict[str, Any
         UserError: it cannot be read, or another line is not a JSON object.
     """
     for number, line in text_lines(path, field):
-        where = f"{os.fspath(path)}:{number}"
+        line_place = f"{os.fspath(path)}:{number}"
         if not line.strip():
             continue
         try:
-            value = parse_json(line, where, field)
+            value = parse_json(line, line_place, field)
         except UserError as error:
             if not line.endswith(b"\n"):
                 return
-            raise UserError(error.problem, field=field, where=where) from None
+            raise UserError(error.problem, field=field, where=line_place) from None
         if not isinstance(value, dict):
-            raise UserError("not a JSON object", field=field, where=where)
-        yield where, value
+            raise UserError("not a JSON object", field=field, where=line_place)
+        yield line_place, value
 
 
 def open_append(path: Name, field: str = "") -> BinaryIO:
@@ -236,9 +236,9 @@ def _cut_off(handle: int) -> None:
     end = os.fstat(handle).st_size
     while end:
         start = max(0, end - (1 << 16))
-        found = os.pread(handle, end - start, start).rfind(b"\n")
-        if found >= 0:
-            end = start + found + 1
+        line_end = os.pread(handle, end - start, start).rfind(b"\n")
+        if line_end >= 0:
+            end = start + line_end + 1
             break
         end = start
     if end < os.fstat(handle).st_size:

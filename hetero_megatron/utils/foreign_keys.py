@@ -53,8 +53,8 @@ class KeyTable:
     def named(self, keys: Iterable[str]) -> str:
         """Unknown keys in a message."""
         names = list(keys)
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        return ", ".join(f"{name[:60]}{self.nearest(name)}" for name in names[:SHOWN]) + more
+        others_text = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        return ", ".join(f"{name[:60]}{self.nearest(name)}" for name in names[:SHOWN]) + others_text
 
 
 def by_reason(reasons: Mapping[str, str]) -> dict[str, str]:

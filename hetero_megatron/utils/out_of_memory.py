@@ -23,20 +23,20 @@ def out_of_memory(error: BaseException, rank: int | None = None) -> UserError | 
     Args:
         rank: of a training run; None: another command.
     """
-    seen: BaseException | None = error
-    while seen is not None and not _is_memory(seen):
-        seen = seen.__cause__ or seen.__context__
-    if seen is None:
+    memory_error: BaseException | None = error
+    while memory_error is not None and not _is_memory(memory_error):
+        memory_error = memory_error.__cause__ or memory_error.__context__
+    if memory_error is None:
         return None
-    device = type(seen).__name__ == "OutOfMemoryError"  # torch's, of whatever accelerator
-    asked = _ASKED.search(str(seen))
-    size = f": {_size(float(asked[1]) * _UNITS[asked[2].lower()])} more were asked for" if asked else ""
-    own = "memory of its accelerator" if device else "host memory"
+    device = type(memory_error).__name__ == "OutOfMemoryError"  # torch's, of whatever accelerator
+    request = _ASKED.search(str(memory_error))
+    size = f": {_size(float(request[1]) * _UNITS[request[2].lower()])} more were asked for" if request else ""
+    memory_name = "memory of its accelerator" if device else "host memory"
     if rank is None:
-        return UserError(f"this command is out of {own}{size}", accepted="more memory, or a larger limit on it")
+        return UserError(f"this command is out of {memory_name}{size}", accepted="more memory, or a larger limit on it")
     remedy = "a smaller --micro-batch-size, --recompute-activations, a plan with fewer layers on this rank (--dry-run "
     remedy += f"shows what each needs), or {'optimizer: {offload: true} in the plan' if device else 'more memory'}"
-    return UserError(f"rank {rank} is out of {own}{size}", accepted=remedy)
+    return UserError(f"rank {rank} is out of {memory_name}{size}", accepted=remedy)
 
 
 def _is_memory(error: BaseException) -> bool:

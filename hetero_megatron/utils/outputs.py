@@ -46,8 +46,8 @@ def try_folder(name: str, field: str) -> None:
         if path.is_symlink() and not path.exists():
             raise UserError("is a link to what is not there", field=field, value=name, accepted="a folder")
         _try_name(path)
-        there = next(p for p in (path, *path.parents) if p.exists())
-        _try_block(there)
+        existing = next(p for p in (path, *path.parents) if p.exists())
+        _try_block(existing)
     except OSError as error:
         raise UserError(
             f"cannot be written: {error.strerror}", field=field, value=name, accepted="a folder with write permission"

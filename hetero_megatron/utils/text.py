@@ -28,8 +28,8 @@ def notice_line(text: str) -> str:
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """`` (did you mean x?)`` with the nearest of the known names; empty: none is near."""
-    near = difflib.get_close_matches(name[:_SPELLED], list(known), 1, cutoff)
-    return f" (did you mean {near[0]}?)" if near else ""
+    nearest = difflib.get_close_matches(name[:_SPELLED], list(known), 1, cutoff)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def plural(count: float, noun: str, many: str = "") -> str:
@@ -83,11 +83,11 @@ def format_rate(rate: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """``2 h 05 min``, ``3 min 20 s``, ``1.25 s``, ``12 ms``, ``340 us``; what rounds to nothing is ``0 s``."""
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600:,} h {whole % 3600 // 60:02} min"
-    if whole >= 100:
-        return f"{whole // 60} min {whole % 60:02} s"
+    rounded = round(seconds)
+    if rounded >= 3600:
+        return f"{rounded // 3600:,} h {rounded % 3600 // 60:02} min"
+    if rounded >= 100:
+        return f"{rounded // 60} min {rounded % 60:02} s"
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {unit}"
@@ -168,8 +168,8 @@ class WorkLine:
         if not self.total:
             return f"{self.what}: {self._show(self.done)}"
         share = min(1.0, self.done / self.total)
-        left = f", ETA {format_seconds(seconds * (1 / share - 1))}" if share > 0 else ""
-        return f"{self.what}: {share:.0%} of {self._show(self.total)}{left}"
+        time_left = f", ETA {format_seconds(seconds * (1 / share - 1))}" if share > 0 else ""
+        return f"{self.what}: {share:.0%} of {self._show(self.total)}{time_left}"
 
 
 def tracked(

@@ -169,9 +169,9 @@ def compose(text: str, file: str) -> Node | None:
             builder.feed(event)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{file}:{mark.line + 1}" if mark is not None else file
+        place = f"{file}:{mark.line + 1}" if mark is not None else file
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable text"
-        raise NotYAML(f"not valid YAML: {problem}", where=where) from None
+        raise NotYAML(f"not valid YAML: {problem}", where=place) from None
     return builder.root
 
 
@@ -341,7 +341,7 @@ def _entry(node: Node, path: str, file: str, line: int) -> Entry:
     if isinstance(value, list):
         value = [_entry(child, f"{path}[{i}]", file, child.line) for i, child in enumerate(value)]
     elif isinstance(value, dict):
-        value = {key: _entry(child, join(path, key), file, at) for key, (at, child) in value.items()}
+        value = {key: _entry(child, join(path, key), file, key_line) for key, (key_line, child) in value.items()}
     return Entry(value, path, file, line)
 
 

@@ -67,7 +67,7 @@ def joined(ranks: Sequence[Mapping[str, list[Part]]], origin: object) -> dict[st
             parts_of_ranks = zip(*(rank[name] for rank in ranks), strict=True)
             tensors[name] = [_along(name, parts, torch.cat, origin) for parts in parts_of_ranks]
             continue
-        if not all(same_values(parts, other[name]) for other in ranks[1:]):
+        if not all(same_values(parts, rank_tensors[name]) for rank_tensors in ranks[1:]):
             raise damaged(f"expert-parallel ranks have different values of {name}", origin)
         tensors[name] = parts
     return tensors

@@ -143,7 +143,7 @@ def _chunks(ranks: dict[Place, _Rank], step: Path) -> list[tuple[str, int]]:
     """(key of the weights, pipeline rank), in the order of the layers."""
     keys = [sorted(key for key in content if isinstance(key, str) and _MODELS.fullmatch(key))
             for content in ranks.values()]  # fmt: skip
-    if not keys[0] or any(other != keys[0] for other in keys):
+    if not keys[0] or any(rank_keys != keys[0] for rank_keys in keys):
         raise damaged("its files hold no weights under 'model', or not all the same chunks", step)
     pipeline = 1 + max(p for _, p, _ in ranks)
     ordered = sorted(keys[0], key=lambda key: int(key.removeprefix("model") or 0))

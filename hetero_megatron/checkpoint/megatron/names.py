@@ -81,27 +81,27 @@ class MegatronSource:
 
 def source(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> MegatronSource:
     """Of one logical tensor. UserError: Megatron's models do not have it, or not in a form that is read."""
-    found = _IN_LAYER.fullmatch(name)
-    if found is None and name in _OUTSIDE:
-        return MegatronSource((_OUTSIDE[name],), shape, lambda whole: whole[: shape[0]])
+    match = _IN_LAYER.fullmatch(name)
+    if match is None and name in _OUTSIDE:
+        return MegatronSource((_OUTSIDE[name],), shape, lambda tensor: tensor[: shape[0]])
     modules = _MODULES if spec.mla is None else _LATENT
-    if found is None or found[2] not in modules or spec.parallel_block is not None or spec.attn_gate:
+    if match is None or match[2] not in modules or spec.parallel_block is not None or spec.attn_gate:
         raise UserError(
             "is not read from Megatron's checkpoints", field="SOURCE", value=name,
             accepted="models with norms before attention and MLP, one after the other, and without sinks",
         )  # fmt: skip
-    layer, module, kind = found.groups()
-    theirs = (form.format(_KINDS.get(kind, kind)) for form in modules[module])
-    names = tuple(f"decoder.layers.{layer}.{name}" for name in theirs)
+    layer, module, kind = match.groups()
+    module_names = (form.format(_KINDS.get(kind, kind)) for form in modules[module])
+    names = tuple(f"decoder.layers.{layer}.{name}" for name in module_names)
     projection = module.rpartition(".")[2]
     if projection in ("q_proj", "k_proj", "v_proj") and spec.mla is None:
         rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         return MegatronSource(names, (rows, *shape[1:]), _of_groups(spec, projection))
     if projection in ("gate_proj", "up_proj") and (spec.gated or module.startswith("mlp.experts")):
         axis = int(STACKED in names[0])
-        both = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
-        return MegatronSource(names, both, _half(shape[axis], projection == "up_proj", axis))
-    return MegatronSource(names, shape, lambda whole: whole)
+        both_shape = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
+        return MegatronSource(names, both_shape, _half(shape[axis], projection == "up_proj", axis))
+    return MegatronSource(names, shape, lambda tensor: tensor)
 
 
 def _of_groups(spec: ModelSpec, projection: str) -> Cut:
@@ -117,16 +117,16 @@ def _of_groups(spec: ModelSpec, projection: str) -> Cut:
 
 def _half(rows: int, second: bool, axis: int) -> Cut:
     """Of a tensor that holds both, or one alone."""
-    return lambda whole: whole if whole.shape[axis] == rows else whole.narrow(axis, rows * second, rows)
+    return lambda tensor: tensor if tensor.shape[axis] == rows else tensor.narrow(axis, rows * second, rows)
 
 
 def joined_shape(name: str, shapes: Sequence[tuple[int, ...]], rows: int) -> tuple[int, ...]:
     """Of a tensor whose tensor-parallel parts have these shapes; ``rows``: of the whole, as the model has them."""
-    first = shapes[0]
-    axis = _axis(name, first, rows)
-    if axis is None or len(shapes) == 1 or len(first) <= axis:
-        return first
-    return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
+    first_shape = shapes[0]
+    axis = _axis(name, first_shape, rows)
+    if axis is None or len(shapes) == 1 or len(first_shape) <= axis:
+        return first_shape
+    return (*first_shape[:axis], sum(shape[axis] for shape in shapes), *first_shape[axis + 1 :])
 
 
 def join(name: str, parts: Sequence[torch.Tensor], gated: bool, rows: int) -> torch.Tensor:

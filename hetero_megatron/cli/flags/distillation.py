@@ -33,19 +33,19 @@ def build_teacher(
     key = "teacher_hf" if args["teacher_hf"] is not None else "teacher_scores"
     if args[key] is None:
         return None, None
-    for other, why in _BESIDE:
-        if args[other]:
-            raise flag_error(other, args[other], f"not known beside a teacher: {why}", "one of the two")
+    for other_key, reason in _BESIDE:
+        if args[other_key]:
+            raise flag_error(other_key, args[other_key], f"not known beside a teacher: {reason}", "one of the two")
     if spec.mtp_layers:
         problem = "not known beside a teacher: modules that predict further tokens learn from labels"
         raise flag_error("mtp_num_layers", spec.mtp_layers, problem, "0, or no teacher")
     if plan.outer is not None:
         raise flag_error(key, args[key], "there are no outer steps beside a teacher", "a plan without outer")
-    d = Distillation(**{name: args[flag] for name, flag in _FLAGS.items()})
+    distillation = Distillation(**{name: args[flag] for name, flag in _FLAGS.items()})
     if args["teacher_hf"] is None:
-        return d, None
+        return distillation, None
     teacher = _teacher(args, spec)
-    return d, _beside(args, teacher, spec, plan, cluster) if args["teacher_scores"] is None else None
+    return distillation, _beside(args, teacher, spec, plan, cluster) if args["teacher_scores"] is None else None
 
 
 def _teacher(args: Arguments, spec: ModelSpec) -> TeacherConfig:

@@ -159,8 +159,8 @@ def build_balancing(args: Arguments, spec: ModelSpec, plan: Plan) -> Balancing:
         raise flag_error("moe_aux_loss_coeff", None, problem, "a number, e.g. 1e-4")
     moves = args["moe_router_enable_expert_bias"]
     if moves and not spec.moe.score_bias:
-        problem, other = "the router of this model has no bias", "--moe-router-load-balancing-type seq_aux_loss"
-        raise flag_error("moe_router_enable_expert_bias", True, problem, other)
+        problem, accepted = "the router of this model has no bias", "--moe-router-load-balancing-type seq_aux_loss"
+        raise flag_error("moe_router_enable_expert_bias", True, problem, accepted)
     if moves and spec.lora is not None:
         problem = "the router's bias belongs to the base model, which adapters leave as it is"
         raise flag_error("moe_router_enable_expert_bias", True, problem)
@@ -175,7 +175,7 @@ def _check_aux_loss(plan: Plan) -> None:
     """Megatron's aux_loss is of a rank's tokens of a micro-batch: the sequence loss, where those are a sequence."""
     key = "moe_router_load_balancing_type"
     loss = "aux_loss is of each micro-batch, so another plan would train otherwise"
-    other = "seq_aux_loss; or --micro-batch-size 1 without tensor and context parallelism, where the two are the same"
+    remedy = "seq_aux_loss; or --micro-batch-size 1 without tensor and context parallelism, where the two are the same"
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             for unit in stage.units:
@@ -185,4 +185,4 @@ def _check_aux_loss(plan: Plan) -> None:
                     "context parallelism divides a sequence" if unit.num_tokens < plan.seq_length else ""
                 )  # fmt: skip
                 if reason:
-                    raise flag_error(key, "aux_loss", f"{loss}: here {reason}", other)
+                    raise flag_error(key, "aux_loss", f"{loss}: here {reason}", remedy)

@@ -60,9 +60,9 @@ def check_latents(spec: ModelSpec, stored: Mapping[str, Any], model: str) -> Non
     if not all(rope.interleaved for rope in spec.ropes):
         raise _error("multi_latent_attention", True, f"--model {model} does not turn neighbouring features together")
     factor = _number(stored, "rotary_scaling_factor")
-    spec_scaling, ours = spec.ropes[0].scaling if spec.ropes else None, rope.scaling
+    spec_scaling, rope_scaling = spec.ropes[0].scaling if spec.ropes else None, rope.scaling
     scales = [spec.attn_scale or mla.qk_dim**-0.5, score_scale(latents, factor) or mla.qk_dim**-0.5]
-    if not _same(spec_scaling, ours) or not math.isclose(*scales):
+    if not _same(spec_scaling, rope_scaling) or not math.isclose(*scales):
         raise _error("rotary_scaling_factor", factor, f"--model {model} stretches its rotary frequencies otherwise")
 
 

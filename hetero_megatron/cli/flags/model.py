@@ -20,8 +20,8 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
             ``load_model`` refuses.
     """
     if args["model"] is not None or args["load_hf"] is not None:
-        named = "model" if args["model"] is not None else "load_hf"
-        spec = _stretched(args, load_model(args[named], flag_name(named)))
+        model_key = "model" if args["model"] is not None else "load_hf"
+        spec = _stretched(args, load_model(args[model_key], flag_name(model_key)))
         _check_agreement(args, spec)
         spec = with_predictions(args, spec)
         args.notices.extend(spec.notices)

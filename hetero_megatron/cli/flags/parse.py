@@ -314,7 +314,7 @@ def _facts(args: Arguments) -> set[str]:
         "context parallelism": args["context_parallel_size"] > 1 or any(size > 1 for size in meshes[1::5]),
         "pipeline parallelism": args["pipeline_model_parallel_size"] > 1 or bool(meshes),
     }
-    return {fact for fact, true in holds.items() if true}
+    return {fact for fact, is_true in holds.items() if is_true}
 
 
 def _data_facts(data: DataConfig) -> set[str]:

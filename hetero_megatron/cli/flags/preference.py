@@ -25,25 +25,25 @@ def build_preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> 
     adapters, file = spec.lora is not None, args["reference_logps"]
     in_step = adapters and file is None and args["reference_hf"] is None
     try:
-        found = Preference(**values, in_step=in_step)
+        preference = Preference(**values, in_step=in_step)
     except UserError as error:
         raise flag_error(_FLAGS[error.field], error.value, error.problem, error.accepted) from None
     if balancing.sequence_loss or balancing.z_loss:
         raise flag_error(
-            "preference", found.loss, "losses that balance experts are means over tokens, not over pairs",
+            "preference", preference.loss, "losses that balance experts are means over tokens, not over pairs",
             "no --moe-aux-loss-coeff and no --moe-z-loss-coeff",
         )  # fmt: skip
-    if found.refers:
-        _check_reference(args, spec, found)
+    if preference.refers:
+        _check_reference(args, spec, preference)
     for key in ("reference_logps", "reference_hf"):
-        if args[key] is not None and not found.refers:
-            raise flag_error(key, args[key], f"the loss {found.loss} has no reference", "leave the flag out")
-    return found
+        if args[key] is not None and not preference.refers:
+            raise flag_error(key, args[key], f"the loss {preference.loss} has no reference", "leave the flag out")
+    return preference
 
 
 def _check_reference(args: Arguments, spec: ModelSpec, found: Preference) -> None:
     """The reference is what the run begins with: the base, or all of the weights, of --load-hf."""
-    other = args["reference_hf"]
+    reference_hf = args["reference_hf"]
     if spec.lora is not None and spec.lora.residual is not None:
         problem = f"the base without adapters of {spec.lora.residual} is not the model that they began with"
         raise flag_error("preference", found.loss, problem, "a plain adapter, or a loss without a reference (orpo)")
@@ -52,17 +52,17 @@ def _check_reference(args: Arguments, spec: ModelSpec, found: Preference) -> Non
             problem = "compiled layers have their adapters in them, and the reference is the base without"
             raise flag_error("compile", True, problem, "leave the flag out, or --reference-logps FILE")
         return
-    if other is not None:
+    if reference_hf is not None:
         from hetero_megatron.cli.hub import model_directory
 
-        args.values["reference_hf"] = model_directory(other, "--reference-hf")
+        args.values["reference_hf"] = model_directory(reference_hf, "--reference-hf")
     elif args["load_hf"] is None and not args["dry_run"]:
         raise flag_error(
             "load_hf", None, "missing: the reference is the model that training begins with",
             "--load-hf DIR, --reference-hf DIR, or a loss without a reference (orpo, simpo, cpo)",
         )  # fmt: skip
     for key in ("finetune", "pretrained_checkpoint"):
-        if args[key] and other is None:
+        if args[key] and reference_hf is None:
             raise flag_error(key, args[key], "the reference is the model of --load-hf, and training begins with it",
                              "--load-hf (hetero-megatron convert makes a directory of a checkpoint)")  # fmt: skip
     if args["elastic"]:

@@ -48,9 +48,9 @@ def build_schedule(args: Arguments, global_batch_size: int) -> ScheduleConfig:
         raise flag_error("train_iters", None, "missing: how long to train", accepted)
     for key in _BY_ITERATION if by_sample else _BY_SAMPLE:
         if key in args.given:
-            other = "--train-samples" if by_sample else "--train-iters"
+            length_flag = "--train-samples" if by_sample else "--train-iters"
             counts = "samples" if by_sample else "iterations"
-            raise flag_error(key, args[key], f"training with {other} counts {counts}", "flags of one kind")
+            raise flag_error(key, args[key], f"training with {length_flag} counts {counts}", "flags of one kind")
     ramp = args["rampup_batch_size"] or (0, 0, 0)
     if args["rampup_batch_size"] is not None and not any(ramp):
         raise flag_error("rampup_batch_size", "0 0 0", "a batch cannot start at 0", "START INCREMENT SAMPLES")
@@ -83,8 +83,8 @@ def _learning_rate(args: Arguments, train_samples: int, batch: BatchSize | None)
         warmup = fraction * decay
     elif warmup and args["lr_decay_style"] != "constant" and warmup >= decay:
         key = f"lr_warmup_{kind}"
-        most = decay if batch is None else batch.steps_for(decay)[0]
-        raise flag_error(key, args[key], "warm-up is as long as the whole decay", f"less than {most}")
+        decay_steps = decay if batch is None else batch.steps_for(decay)[0]
+        raise flag_error(key, args[key], "warm-up is as long as the whole decay", f"less than {decay_steps}")
     if idle and not decay:
         return LearningRate(args["lr"], style="constant")
     if args["lr_decay_style"] == "WSD" and wsd is None:
@@ -148,9 +148,9 @@ def _build_muon(args: Arguments) -> MuonRates:
 
 def build_precision(args: Arguments) -> str:
     """The dtype."""
-    chosen = [key for key in ("bf16", "fp16", "fp64") if args[key]]
-    dtype = args["dtype"] or (chosen[0] if chosen else "fp32")
-    for key in chosen:
+    dtype_flags = [key for key in ("bf16", "fp16", "fp64") if args[key]]
+    dtype = args["dtype"] or (dtype_flags[0] if dtype_flags else "fp32")
+    for key in dtype_flags:
         if key != dtype:
             raise flag_error(key, True, f"it contradicts {dtype}", "one of --bf16, --fp16, --fp64, --dtype")
     return str(dtype)
@@ -186,8 +186,8 @@ def build_evaluation(args: Arguments) -> EvaluationConfig:
     """Without --eval-interval (or with --eval-iters 0, as scripts write) nothing is evaluated."""
     if args["skip_train"] and not args["eval_iters"]:
         raise flag_error("skip_train", True, "with --eval-iters 0 there is nothing to do", "--eval-iters 1 or more")
-    asked = args["eval_interval"] is not None or args["skip_train"]
-    return EvaluationConfig(args["eval_iters"] if asked else 0, args["eval_interval"] or 1)
+    evaluates = args["eval_interval"] is not None or args["skip_train"]
+    return EvaluationConfig(args["eval_iters"] if evaluates else 0, args["eval_interval"] or 1)
 
 
 def build_exit(args: Arguments) -> ExitConfig:
@@ -291,8 +291,8 @@ def build_failure(args: Arguments, supervised: bool) -> FailureConfig:
             raise flag_error(key, drift, "nobody is here to plan again", "hetero-megatron run ... -- these flags")
         missing = [flag_name(k) for k in ("cluster", "save", "load") if args[k] is None]
         if missing or args["save_interval"] == 0:
-            what = f"it needs {' and '.join(missing)}" if missing else "it needs checkpoints"
-            raise flag_error(key, drift, what, "--cluster, --save and --load, without --save-interval 0")
+            problem = f"it needs {' and '.join(missing)}" if missing else "it needs checkpoints"
+            raise flag_error(key, drift, problem, "--cluster, --save and --load, without --save-interval 0")
     rerun = args["rerun_mode"] == "validate_results"
     return FailureConfig(
         args["check_for_spiky_loss"], rerun, args["log_straggler"], drift,
@@ -308,8 +308,8 @@ def build_elastic(args: Arguments, data: DataConfig | None, supervised: bool) ->
     if not supervised and not args["dry_run"]:
         problem = "nobody is here to say who is left (torchrun ends all ranks of a host with one)"
         raise flag_error("elastic", True, problem, "hetero-megatron run --elastic ... -- these flags")
-    every, goes_on = args["peer_replicas_every"], args["save"] is not None and args["save"] == args["load"]
-    if every is None and not goes_on:
+    replica_interval, goes_on = args["peer_replicas_every"], args["save"] is not None and args["save"] == args["load"]
+    if replica_interval is None and not goes_on:
         raise flag_error("elastic", True, "what a lost rank owns would be lost with it",
                          "--peer-replicas-every K, or --save DIR and --load DIR, the same")  # fmt: skip
     if args["save"] is not None and (not goes_on or args["finetune"]):
@@ -327,7 +327,7 @@ def build_elastic(args: Arguments, data: DataConfig | None, supervised: bool) ->
     if args["exit_signal_handler"]:
         raise flag_error("exit_signal_handler", True, "with --elastic SIGTERM to a rank makes that rank leave",
                          "SIGTERM or Ctrl-C to hetero-megatron run, by which all stop")  # fmt: skip
-    return ElasticConfig(every)
+    return ElasticConfig(replica_interval)
 
 
 def build_graphs(
@@ -368,10 +368,10 @@ def _in_plan(plan: Plan, spec: ModelSpec) -> Iterator[str]:
         yield f"the {plan.schedule} schedule puts off weight gradients"
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
-            where = f"pipelines[{p}].stages[{s}]"
+            stage_name = f"pipelines[{p}].stages[{s}]"
             if any(unit.tp > 1 for unit in stage.units):
-                yield f"layers of {where} communicate: it has tensor parallelism"
+                yield f"layers of {stage_name} communicate: it has tensor parallelism"
             if len({unit.sequences for unit in stage.units}) < len(stage.units):
-                yield f"layers of {where} communicate: it has context groups"
+                yield f"layers of {stage_name} communicate: it has context groups"
             if stage.optimizer.offload:
-                yield f"the optimizer of {where} is in host memory"
+                yield f"the optimizer of {stage_name} is in host memory"

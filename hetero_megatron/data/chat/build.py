@@ -87,17 +87,17 @@ class ChatData:
 
     def _packed(self, split: SplitPaths, path: str) -> PackedConversations | None:
         store, item = self._store(path, split.flag), self.config.items
-        per = 2 if item == "pair" else 1
-        found = split.documents(store.num_documents // per, path, item)
-        if found is None:
+        documents_per_item = 2 if item == "pair" else 1
+        item_range = split.documents(store.num_documents // documents_per_item, path, item)
+        if item_range is None:
             return None
-        documents = (per * found[0], per * found[1])
+        documents = (documents_per_item * item_range[0], documents_per_item * item_range[1])
         overlong = Overlong(self.config.overlong_samples, self.seq_length, item)
-        how = (self.seq_length, self.seed, self._tokens.pad, overlong, not self.config.no_packing)
+        pack_options = (self.seq_length, self.seed, self._tokens.pad, overlong, not self.config.no_packing)
         kinds = {"pair": PackedPairs, "example": PackedExamples}
         data = (
-            kinds[item](store, documents, *how, self._first[path]) if item in kinds
-            else PackedConversations(store, documents, *how)
+            kinds[item](store, documents, *pack_options, self._first[path]) if item in kinds
+            else PackedConversations(store, documents, *pack_options)
         )  # fmt: skip
         self.log(
             f"data: {split.name}: {plural(data.num_conversations, item)} of {path} in "
@@ -110,7 +110,7 @@ class ChatData:
     def _streams(self, split: SplitPaths) -> Dataset:
         paths, weights, flag = split.paths, split.weights, split.flag
         check_stream(split, sft=True)
-        made = [
+        streams = [
             StreamedConversations(
                 self._records(path, flag, streaming=True), self.encoder, self.seq_length, self.seed + (i << 32),
                 self._tokens.pad, Overlong(self.config.overlong_samples, self.seq_length),
@@ -118,7 +118,7 @@ class ChatData:
             )  # fmt: skip
             for i, path in enumerate(paths)
         ]
-        return StreamBlend(made, weights or [1.0], flag)
+        return StreamBlend(streams, weights or [1.0], flag)
 
 
 def read_template(path: str | None, tokenizer: HuggingFaceTokenizer) -> tuple[str | None, str]:
@@ -126,8 +126,8 @@ def read_template(path: str | None, tokenizer: HuggingFaceTokenizer) -> tuple[st
     tokenizer's templates."""
     if path is None:
         return None, ""
-    own = tokenizer.chat_templates
-    if isinstance(own, Mapping) and path in own and not os.path.exists(path):
+    templates = tokenizer.chat_templates
+    if isinstance(templates, Mapping) and path in templates and not os.path.exists(path):
         return path, path
     return read_text(Path(path), "--chat-template"), path
 
@@ -146,11 +146,11 @@ class StreamBlend(BlendedDataset):
         return {"sample": sample, "parts": [p.state_dict(n) for p, n in zip(self._streams, self.taken(sample))]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        parts = state["parts"]
-        if len(parts) != len(self._streams):
+        states = state["parts"]
+        if len(states) != len(self._streams):
             raise UserError("the checkpoint was made with another number of streams", field="--data-path")
-        for part, saved in zip(self._streams, parts):
-            part.load_state_dict(saved)
+        for stream, state_of_stream in zip(self._streams, states):
+            stream.load_state_dict(state_of_stream)
 
 
 def show_sample(sample: Sample, tokenizer: Tokenizer, most: int = 1200) -> str:
@@ -159,13 +159,13 @@ def show_sample(sample: Sample, tokenizer: Tokenizer, most: int = 1200) -> str:
     counts = np.concatenate([[False], sample.loss_mask])
     ends = np.flatnonzero(np.diff(sample.documents, append=len(sample.tokens)))
     last = int(sample.documents[min(len(ends), 2)]) if len(sample.documents) > 2 else len(sample.tokens)
-    parts, start = [], 0
+    pieces, start = [], 0
     edges = [*np.flatnonzero(np.diff(counts[:last])) + 1, last]
     for edge in edges:
         text = tokenizer.decode(sample.tokens[start:edge])
-        parts.append(f"⟦{text}⟧" if counts[start] else text)
+        pieces.append(f"⟦{text}⟧" if counts[start] else text)
         start = edge
-    text = "".join(parts)
-    shown = text if len(text) <= most else f"{text[:most]} …"
+    text = "".join(pieces)
+    shown_text = text if len(text) <= most else f"{text[:most]} …"
     total = f"{int(counts.sum()):,} of its {len(sample.tokens) - 1:,} tokens"
-    return f"data: the first sample; what stands in ⟦ ⟧ counts in the loss ({total}):\n{shown}"
+    return f"data: the first sample; what stands in ⟦ ⟧ counts in the loss ({total}):\n{shown_text}"

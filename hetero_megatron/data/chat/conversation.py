@@ -114,13 +114,13 @@ def _conversation(
     turns: _Turns, where: str, first: int = 0,
 ) -> Conversation:  # fmt: skip
     """With what the record says besides its messages; ``first``: how many of them are the prompt."""
-    told = _with_system(record, messages, where)
-    more = len(told) - len(messages)
+    all_messages = _with_system(record, messages, where)
+    added = len(all_messages) - len(messages)
     unread = [(False, key) for key in unread_record_keys(record, form, where)] + [(True, key) for key in turns.unread]
     return Conversation(
-        told, read_tools(record, where), read_documents(record, where), read_options(record, where),
-        first=first + more if first else 0, unread=tuple(unread),
-        marks=(*([None] * more), *marks) if any(mark is not None for mark in marks) else (),
+        all_messages, read_tools(record, where), read_documents(record, where), read_options(record, where),
+        first=first + added if first else 0, unread=tuple(unread),
+        marks=(*([None] * added), *marks) if any(mark is not None for mark in marks) else (),
     )  # fmt: skip
 
 
@@ -161,10 +161,10 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
         _text(value or "", key, where)
     if not texts["output"]:
         raise UserError("is empty", field="output", value="", accepted="text to be learned", where=where)
-    asked = "\n".join(text for text in (texts[ALPACA], texts["input"]) if text)
-    if not asked:
+    question = "\n".join(text for text in (texts[ALPACA], texts["input"]) if text)
+    if not question:
         raise UserError("is empty, and so is input", field=ALPACA, value="", accepted="what is asked", where=where)
-    messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]})
+    messages = ({"role": "user", "content": question}, {"role": "assistant", "content": texts["output"]})
     refuse_marks(record, where)
     refuse_record_keys(record, None, where)
     return _conversation(record, ALPACA, messages, [], _Turns(where), where)
@@ -186,13 +186,15 @@ def _prompt(record: Mapping[str, Any], where: str) -> Conversation:
             "one of them is a string, the other one is not", field="prompt and completion",
             accepted="two strings, or two lists of messages", where=where,
         )  # fmt: skip
-    asked, answered = _list(prompt, "prompt", where), _list(completion, "completion", where)
-    turns = _Turns(where, _shared([*asked, *answered]))
-    before, after = turns.read(asked, "prompt"), turns.read(answered, "completion")
-    _require_assistant(after, "completion", where)
+    prompt_list, completion_list = _list(prompt, "prompt", where), _list(completion, "completion", where)
+    turns = _Turns(where, _shared([*prompt_list, *completion_list]))
+    prompt_messages, completion_messages = turns.read(prompt_list, "prompt"), turns.read(completion_list, "completion")
+    _require_assistant(completion_messages, "completion", where)
     refuse_marks(record, where)
-    refuse_record_keys(record, before[0], where)
-    return _conversation(record, PROMPT, (*before, *after), turns.marks, turns, where, first=len(before))
+    refuse_record_keys(record, prompt_messages[0], where)
+    return _conversation(
+        record, PROMPT, (*prompt_messages, *completion_messages), turns.marks, turns, where, first=len(prompt_messages)
+    )
 
 
 def _require_text_alone(record: Mapping[str, Any], where: str) -> None:
@@ -208,13 +210,13 @@ def _require_text_alone(record: Mapping[str, Any], where: str) -> None:
 
 
 def _list(value: Any, field: str, where: str) -> list[Any]:
-    found = value
+    turns = value
     if isinstance(value, str) and value.lstrip().startswith("["):  # as tables store it in one column
         with suppress(ValueError, RecursionError):
-            found = json.loads(value)
-    if isinstance(found, list) and found:
-        return found
-    empty = found == []
+            turns = json.loads(value)
+    if isinstance(turns, list) and turns:
+        return turns
+    empty = turns == []
     accepted = "a list of messages" + (f" (jq -c 'select(.{field} != [])' leaves such records out)" if empty else "")
     problem = "is empty" if empty else "is not a list"
     raise UserError(problem, field=field, value=shown(value), accepted=accepted, where=where)
@@ -231,8 +233,8 @@ def _message(turn: Mapping[str, Any], field: str, where: str, share: bool) -> Ma
     if share and isinstance(role, str) and role in _ROLES:
         turn["role"] = role = _ROLES[role]
     if not isinstance(role, str) or not role or (share and role not in _ROLES.values()):
-        name, known = ("from", ", ".join(_ROLES)) if share else ("role", "user, assistant, system, tool, …")
-        raise UserError("has no such role", field=f"{field}.{name}", value=shown(role), accepted=known, where=where)
+        name, roles = ("from", ", ".join(_ROLES)) if share else ("role", "user, assistant, system, tool, …")
+        raise UserError("has no such role", field=f"{field}.{name}", value=shown(role), accepted=roles, where=where)
     content = turn.get("content")
     if turn.get("tool_calls"):
         turn["tool_calls"] = read_tool_calls(turn["tool_calls"], f"{field}.tool_calls", where)

@@ -34,7 +34,7 @@ def form_of(record: Mapping[str, Any], where: str) -> str:
     """
     _refuse_more_than_text(record, where)
     keys = {key for key, value in record.items() if value is not None}
-    forms = [key for key in LISTS if key in keys] + [key for key, other in _SECOND.items() if {key, other} <= keys]
+    forms = [key for key in LISTS if key in keys] + [key for key, second in _SECOND.items() if {key, second} <= keys]
     if len(forms) > 1:
         forms_text = " and ".join(forms)
         raise UserError(f"the record has {forms_text}", field="record", accepted=f"one of {ACCEPTED}", where=where)
@@ -101,9 +101,9 @@ def _no_form(record: Mapping[str, Any], have: set[str], where: str) -> UserError
             f"the record is no conversation (it has {shown_names(have)})", field="record",
             accepted=f"{ACCEPTED}; jq -c '{{messages: {turns}}}' makes such records", where=where,
         )  # fmt: skip
-    for key, other in _SECOND.items():
+    for key, second in _SECOND.items():
         if key in have:
-            return UserError(f"missing beside {key}", field=other, accepted=ACCEPTED, where=where)
+            return UserError(f"missing beside {key}", field=second, accepted=ACCEPTED, where=where)
     if len(have) == 1 and isinstance(inner := record[next(iter(have))], list) and inner and isinstance(inner[0], dict):
         key = next(iter(have))
         return UserError(

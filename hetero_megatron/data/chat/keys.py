@@ -86,10 +86,10 @@ def near(key: str, known: Iterable[str]) -> str:
 
 
 def _refuse_near_mark(key: str, value: Any, field: str, where: str) -> None:
-    close = get_close_matches(key.lower().replace("-", "_"), _MARK_WORDS, 1, _NEAR) if _like_a_mark(value) else []
-    if close:
+    near_marks = get_close_matches(key.lower().replace("-", "_"), _MARK_WORDS, 1, _NEAR) if _like_a_mark(value) else []
+    if near_marks:
         raise UserError(
-            f"no such mark: {close[0]} is one", field=field, value=shown(value), where=where,
+            f"no such mark: {near_marks[0]} is one", field=field, value=shown(value), where=where,
             accepted=f"{', '.join(MARKS)}",
         )  # fmt: skip
 

@@ -37,8 +37,8 @@ class Overlong:
         """The conversation as it is used, None if it is not. UserError for a long one with ``refuse``."""
         self.seen += 1
         ids, counts = encoded
-        over = len(ids) - self.seq_length
-        if over > 0:
+        excess = len(ids) - self.seq_length
+        if excess > 0:
             if self.policy == "refuse":
                 raise self._refused(len(ids), where)
             if self.policy == "drop":
@@ -46,7 +46,7 @@ class Overlong:
                 return None
             ids, counts = self.kept(encoded, self.seq_length)
             self.cut += 1
-            self.lost += over
+            self.lost += excess
         if not np.any(counts[1:]):  # the first token of a sample is predicted by nothing
             self.silent += 1
             return None
@@ -57,15 +57,15 @@ class Overlong:
         within reach, or what is within reach is equal. Of a long pair the longer one is cut, or both to one half."""
         self.seen += 1
         pair, lengths = (chosen, rejected), (len(chosen.ids), len(rejected.ids))
-        over = sum(lengths) - self.seq_length
-        if over > 0:
+        excess = sum(lengths) - self.seq_length
+        if excess > 0:
             if self.policy == "refuse":
                 raise self._refused(sum(lengths), where)
             if self.policy == "drop":
                 self.dropped += 1
                 return ()
             half = self.seq_length // 2
-            room = [max(half, self.seq_length - other) for other in reversed(lengths)]
+            room = [max(half, self.seq_length - other_length) for other_length in reversed(lengths)]
             pair = (self.kept(chosen, room[0]), self.kept(rejected, room[1]))
             self.cut += 1
             self.lost += sum(lengths) - sum(len(side.ids) for side in pair)
@@ -78,8 +78,8 @@ class Overlong:
         """At most so many tokens, of the end that stays."""
         if len(encoded.ids) <= most:
             return encoded
-        kept = slice(0, most) if self.policy == "keep-start" else slice(len(encoded.ids) - most, None)
-        return Encoded(encoded.ids[kept], encoded.counts[kept])
+        kept_tokens = slice(0, most) if self.policy == "keep-start" else slice(len(encoded.ids) - most, None)
+        return Encoded(encoded.ids[kept_tokens], encoded.counts[kept_tokens])
 
     def _refused(self, tokens: int, where: str) -> UserError:
         return UserError(
@@ -93,14 +93,14 @@ class Overlong:
 
     def report(self, name: str) -> str:
         """A line about a whole data set; empty where every conversation is used as it is."""
-        parts = []
+        sentences = []
         if self.cut:
             share = f"{self.cut:,} of {plural(self.seen, self.item)} longer than {self.seq_length} tokens"
-            parts.append(f"{share} {'are' if self.cut > 1 else 'is'} cut ({plural(self.lost, 'token')} lost)")
+            sentences.append(f"{share} {'are' if self.cut > 1 else 'is'} cut ({plural(self.lost, 'token')} lost)")
         if self.dropped:
-            parts.append(f"{plural(self.dropped, self.item)} longer than {self.seq_length} tokens left out")
+            sentences.append(f"{plural(self.dropped, self.item)} longer than {self.seq_length} tokens left out")
         if self.silent:
-            why = "no token of the assistant is in reach"
-            why = "of an answer no token is in reach, or both are equal there" if self.item == "pair" else why
-            parts.append(f"{plural(self.silent, self.item)} left out: {why}")
-        return f"data: {name}: {'; '.join(parts)} ({FLAG} {self.policy})" if parts else ""
+            reason = "no token of the assistant is in reach"
+            reason = "of an answer no token is in reach, or both are equal there" if self.item == "pair" else reason
+            sentences.append(f"{plural(self.silent, self.item)} left out: {reason}")
+        return f"data: {name}: {'; '.join(sentences)} ({FLAG} {self.policy})" if sentences else ""

@@ -42,28 +42,28 @@ def encode_store(
         item: what a record is: of a ``pair`` two conversations are stored, the chosen and the rejected one; of an
             ``example`` its label is the mark of the first token, which nothing predicts.
     """
-    what = f"{item}s"
-    key = cache_key(what, records.identity, encoder.fingerprint)
+    items = f"{item}s"
+    key = cache_key(items, records.identity, encoder.fingerprint)
     encoded = _encoded(records, encoder, limit, log=log, parts=_PARTS[item])
     if records.num_bytes <= IN_MEMORY_BYTES:
-        documents = [_joined(part) for parts, _ in encoded for part in parts]
+        documents = [_joined(encoded_part) for encoded_parts, _ in encoded for encoded_part in encoded_parts]
         if not documents:
             raise empty(records)
         offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
         return TokenStore(records.name, key, np.concatenate(documents), offsets)
     folder = cache_folder(cache)
-    prefix = str(folder / f"{what}-{key}")
-    with _one_writer(folder / f"{what}-{key}.lock"):  # whoever comes second finds what the first one wrote
+    prefix = str(folder / f"{items}-{key}")
+    with _one_writer(folder / f"{items}-{key}.lock"):  # whoever comes second finds what the first one wrote
         if not Path(f"{prefix}.idx").exists():
-            log(f"data: tokenizing the {what} of {records.name} into {prefix}.bin ...")
-            last, work = time.monotonic(), f"tokenizing {what} of {records.name}"
+            log(f"data: tokenizing the {items} of {records.name} into {prefix}.bin ...")
+            last_report, work = time.monotonic(), f"tokenizing {items} of {records.name}"
             with IndexedWriter(prefix, np.int32) as writer, WorkLine(work, 0, bytes=False) as line:
-                for parts, _ in encoded:
-                    for part in parts:
-                        writer.add(_joined(part))
+                for encoded_parts, _ in encoded:
+                    for encoded_part in encoded_parts:
+                        writer.add(_joined(encoded_part))
                     line.add()
-                    if time.monotonic() - last > _REPORT_SECONDS:
-                        last = time.monotonic()
+                    if time.monotonic() - last_report > _REPORT_SECONDS:
+                        last_report = time.monotonic()
                         log(f"data: {line}")
                 if not line.done:
                     raise empty(records)
@@ -80,8 +80,8 @@ def encoded_records(
         limit: rows of the model's embedding.
         log: is told once of each key that nothing reads.
     """
-    for (encoded,), where in _encoded(records, encoder, limit, skip, log):
-        yield encoded, where
+    for (encoded,), place in _encoded(records, encoder, limit, skip, log):
+        yield encoded, place
 
 
 def _alone(record: Mapping[str, Any], where: str) -> tuple[Conversation, ...]:
@@ -96,27 +96,27 @@ def _encoded(
     parts: Callable[[Mapping[str, Any], str], tuple[Conversation, ...]] = _alone,
 ) -> Iterator[tuple[list[Encoded], str]]:  # fmt: skip
     """The same of the conversations that ``parts`` makes of each record."""
-    told: set[str] = set()
+    told_keys: set[str] = set()
 
     def work(record: tuple[Any, str], limits: CallLimits) -> list[Any]:
-        value, where = record
-        made: list[Any] = []
+        value, place = record
+        token_arrays: list[Any] = []
         unread: list[str] = []
-        for conversation in parts(value, where):
-            encoded = encoder.encode(conversation, where, limits)
+        for conversation in parts(value, place):
+            encoded = encoder.encode(conversation, place, limits)
             if conversation.desired is not None and len(encoded.counts):
                 encoded.counts[0] = conversation.desired
-            check_tokens(encoded.ids, limit, records.name, "--data-path", lambda _: f" in {where}")
-            unread += [key for key in encoder.unread(conversation) if key not in told]
-            told.update(unread)  # in the process, which knows what it said
-            made += [encoded.ids, encoded.counts]
-        return [*made, unread]
+            check_tokens(encoded.ids, limit, records.name, "--data-path", lambda _: f" in {place}")
+            unread += [key for key in encoder.unread(conversation) if key not in told_keys]
+            told_keys.update(unread)  # in the process, which knows what it said
+            token_arrays += [encoded.ids, encoded.counts]
+        return [*token_arrays, unread]
 
-    for record, (*made, unread) in Guard(work, encoder.refuse).map(records.read(skip)):
-        if log is not None and (new := [key for key in unread if key not in told]):
-            told.update(new)
-            log(f"data: {record.where}: not read: {', '.join(new)}")
-        yield [Encoded(*pair) for pair in zip(made[::2], made[1::2], strict=True)], record.where
+    for record, (*token_arrays, unread) in Guard(work, encoder.refuse).map(records.read(skip)):
+        if log is not None and (new_keys := [key for key in unread if key not in told_keys]):
+            told_keys.update(new_keys)
+            log(f"data: {record.where}: not read: {', '.join(new_keys)}")
+        yield [Encoded(*pair) for pair in zip(token_arrays[::2], token_arrays[1::2], strict=True)], record.where
 
 
 def _joined(encoded: Encoded) -> np.ndarray:
@@ -163,13 +163,13 @@ class PackedConversations:
     ) -> None:  # fmt: skip
         self.store, self.seq_length, self.seed, self.packing, self._pad = store, seq_length, seed, packing, pad
         self.overlong, self.documents = overlong, documents
-        first, last = self._items(documents)
-        found = tracked(range(first, last), f"indexing {store.name}", last - first, lambda _: 1, bytes=False)
-        lengths = {i: self._length(self._parts(i, overlong, f"{store.name}: {i}")) for i in found}
+        begin, end = self._items(documents)
+        items = tracked(range(begin, end), f"indexing {store.name}", end - begin, lambda _: 1, bytes=False)
+        lengths = {i: self._length(self._parts(i, overlong, f"{store.name}: {i}")) for i in items}
         self._used = [i for i, length in lengths.items() if length]
         if not self._used:
             raise UserError(
-                f"none of its {plural(last - first, self.item)} can be used", field="--data-path",
+                f"none of its {plural(end - begin, self.item)} can be used", field="--data-path",
                 value=store.name, accepted=f"{self.item}s with an answer within --seq-length tokens",
             )  # fmt: skip
         self._policy = Overlong(overlong.policy, seq_length, self.item)
@@ -193,9 +193,9 @@ class PackedConversations:
     def __getitem__(self, index: int) -> Sample:
         if index < 0:
             raise IndexError(f"sample {index}")
-        number, at = divmod(index, self.num_packs)
-        packs, order = self._epoch(number)
-        return self._sample([self._used[i] for i in packs[order[at]]])
+        epoch, pack_index = divmod(index, self.num_packs)
+        packs, order = self._epoch(epoch)
+        return self._sample([self._used[i] for i in packs[order[pack_index]]])
 
     def _sample(self, items: Sequence[int]) -> Sample:
         fitted = [part for i in items for part in self._parts(i, self._policy, "")]
@@ -275,12 +275,17 @@ class PackedExamples(PackedConversations):
 
     def _parts(self, item: int, overlong: Overlong, where: str) -> Sequence[Encoded]:
         """The example, and its prompt with another answer."""
-        own, other = self._example(item), self._example(item - 1 if item > self.documents[0] else self.documents[1] - 1)
-        fitted = overlong.fit(own, where)
+        example, neighbour = (
+            self._example(item),
+            self._example(item - 1 if item > self.documents[0] else self.documents[1] - 1),
+        )
+        fitted = overlong.fit(example, where)
         if fitted is None:
             return ()
-        cut, begin = int(np.argmax(own.counts)), int(np.argmax(other.counts))
-        mixed = Encoded(*(np.concatenate([a[:cut], b[begin:]]) for a, b in zip(own, other, strict=True)))
+        prompt_end, other_answer = int(np.argmax(example.counts)), int(np.argmax(neighbour.counts))
+        mixed = Encoded(
+            *(np.concatenate([a[:prompt_end], b[other_answer:]]) for a, b in zip(example, neighbour, strict=True))
+        )
         return fitted, overlong.kept(mixed, self.seq_length)
 
     def _length(self, parts: Sequence[Encoded]) -> int:
@@ -295,10 +300,11 @@ class PackedExamples(PackedConversations):
     def _sample(self, items: Sequence[int]) -> Sample:
         sides = zip(*(self._parts(i, self._policy, "") for i in items), strict=True)
         numbers, labels = tuple(self._first + i for i in items), tuple(bool(self._stored(i).counts[0]) for i in items)
-        own, mixed = (
-            packed_sample(parts, self.seq_length, self._pad)._replace(pairs=numbers, desired=labels) for parts in sides
+        matched, mixed = (
+            packed_sample(fitted, self.seq_length, self._pad)._replace(pairs=numbers, desired=labels)
+            for fitted in sides
         )
-        return own._replace(mismatched=mixed)
+        return matched._replace(mismatched=mixed)
 
 
 def epoch_packs(

@@ -45,17 +45,17 @@ def read_pair(record: Mapping[str, Any], where: str) -> tuple[Conversation, ...]
             "both are the same", field="chosen and rejected", value=shown(answers[0]), where=where,
             accepted="answers that differ (jq -c 'select(.chosen != .rejected)' keeps such records)",
         )  # fmt: skip
-    rest = {key: value for key, value in record.items() if key not in (*SIDES, "completion", "output")}
-    found = []
-    for side, made in zip(SIDES, _records(rest, answers, where), strict=True):
+    shared_keys = {key: value for key, value in record.items() if key not in (*SIDES, "completion", "output")}
+    conversations = []
+    for side, side_record in zip(SIDES, _records(shared_keys, answers, where), strict=True):
         try:
-            conversation = read_conversation(made, where)
+            conversation = read_conversation(side_record, where)
         except UserError as error:
             raise _of_side(error, side) from None
         if not _says_something(conversation):
             raise UserError("is empty", field=side, value=shown(record[side]), accepted="an answer", where=where)
-        found.append(conversation)
-    return tuple(found)
+        conversations.append(conversation)
+    return tuple(conversations)
 
 
 LABELS = ("label", "kto_tag")  # TRL's name, LLaMA-Factory's
@@ -108,30 +108,30 @@ def _side(record: Mapping[str, Any], side: str, where: str) -> Any:
 def _records(rest: Mapping[str, Any], answers: tuple[Any, ...], where: str) -> list[Mapping[str, Any]]:
     """For each answer a record with one conversation, in a form that fine-tuning has too."""
     turns = [key for key in LISTS if rest.get(key) is not None]
-    plain = {key: value for key, value in rest.items() if key not in (*LISTS, PROMPT)}
+    other_keys = {key: value for key, value in rest.items() if key not in (*LISTS, PROMPT)}
     prompt = rest.get(PROMPT)
     if rest.get(ALPACA) is not None and isinstance(answers[0], str):
-        return [{**plain, "output": answer} for answer in answers]
+        return [{**other_keys, "output": answer} for answer in answers]
     if isinstance(answers[0], str):
         if turns:  # the turns before a text, which is the assistant's
             answers = tuple([{"role": "assistant", "content": answer}] for answer in answers)
         elif prompt is None:
             cut = _common(*answers)
-            return [{**plain, PROMPT: answer[:cut], "completion": answer[cut:]} for answer in answers]
+            return [{**other_keys, PROMPT: answer[:cut], "completion": answer[cut:]} for answer in answers]
     if turns and len(answers[0]) == len(answers[1]) == 1:
-        before = rest[turns[0]]
-        if isinstance(before, list) and before and _speaks_last(before[-1]):  # a copy of the chosen conversation
-            before = before[:-1]
-        return [{**plain, PROMPT: before, "completion": answer} for answer in answers]
+        history = rest[turns[0]]
+        if isinstance(history, list) and history and _speaks_last(history[-1]):  # a copy of the chosen conversation
+            history = history[:-1]
+        return [{**other_keys, PROMPT: history, "completion": answer} for answer in answers]
     if isinstance(answers[0], list) and not isinstance(prompt, list):  # a prompt that is text is a copy of the first
-        same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False)))
-        if not same:
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False)))
+        if not common:
             raise UserError(
                 "they begin with unlike messages, and there is no prompt", field="chosen and rejected", where=where,
                 value=shown(answers[1][0]), accepted="messages that begin alike, or a prompt that is a list of them",
             )  # fmt: skip
-        return [{**plain, PROMPT: answer[:same], "completion": answer[same:]} for answer in answers]
-    return [{**plain, PROMPT: prompt, "completion": answer} for answer in answers]
+        return [{**other_keys, PROMPT: answer[:common], "completion": answer[common:]} for answer in answers]
+    return [{**other_keys, PROMPT: prompt, "completion": answer} for answer in answers]
 
 
 def _common(first: str, second: str) -> int:

@@ -186,7 +186,7 @@ def repeatable(subject: Subject, case: Case) -> Iterator[Finding]:
         yield subject.finding("deterministic", case.name, problem)
         return
     are_equal = all(
-        torch.equal(a.nan_to_num(nan=1.5), b.nan_to_num(nan=1.5)) for other in runs[1:] for a, b in zip(runs[0], other)
+        torch.equal(a.nan_to_num(nan=1.5), b.nan_to_num(nan=1.5)) for later in runs[1:] for a, b in zip(runs[0], later)
     )
     yield subject.finding("deterministic", case.name, "" if are_equal else "equal inputs gave unequal bits")
 

@@ -227,8 +227,8 @@ def call_trained(
         results = flatten(call(*placed))
         live = results[: len(spec.results) - len(spec.fixed)]
         for count in range(times):
-            again = count + 1 < times
-            grads_once = torch.autograd.grad(seeded(live, incoming), inputs, retain_graph=again, allow_unused=True)
+            runs_again = count + 1 < times
+            grads_once = torch.autograd.grad(seeded(live, incoming), inputs, retain_graph=runs_again, allow_unused=True)
             gradients.append([torch.zeros_like(x) if g is None else g for g, x in zip(grads_once, inputs, strict=True)])
     return [x.detach() for x in results], gradients, box.damage()
 

@@ -44,11 +44,11 @@ class GlobalState:
             What had been changed, in words.
         """
         changes = []
-        for name, (get, put) in _SETTINGS.items():
+        for name, (get, set_value) in _SETTINGS.items():
             saved_value, present_value = self._settings[name], get()
             if present_value != saved_value:
                 changes.append(f"changed torch's {name} from {saved_value} to {present_value}")
-                put(saved_value)
+                set_value(saved_value)
         if not torch.equal(torch.get_rng_state(), self._random):
             torch.set_rng_state(self._random)
             if random_too:
@@ -134,8 +134,8 @@ def describe(error: BaseException) -> str:
     """Class and first line of an exception whose own code may fail."""
     try:
         text = (str(error).strip().splitlines() or [""])[0]
-    except BaseException as other:
-        text = f"(its message cannot be read: {type(other).__name__})"
+    except BaseException as text_error:
+        text = f"(its message cannot be read: {type(text_error).__name__})"
     return f"{type(error).__name__}: {text}"
 
 

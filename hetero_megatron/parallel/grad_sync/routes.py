@@ -91,8 +91,8 @@ class HopRoutes:
         self.size = sum(t.box.size for t in targets)
         self.give_counts = [0 if r == me else _volume(give.get(r, ())) for r in ranks]
         self.take_counts = [0 if r == me else _volume(take.get(r, ())) for r in ranks]
-        everything = [(i, Box.whole(t.box.shape).slices()) for i, t in enumerate(targets)]
-        self.sends_all = frozenset(r for r, parts in take.items() if parts == everything)
+        whole_targets = [(i, Box.whole(t.box.shape).slices()) for i, t in enumerate(targets)]
+        self.sends_all = frozenset(r for r, parts in take.items() if parts == whole_targets)
         # By operator what could be by member: one for all parts that lie one after the other on both sides.
         self.given = _joined([part for r in ranks if r != me for part in give.get(r, ())])
         self.wanted = _alike(take.get(r, []) for r in ranks if r != me)

@@ -27,16 +27,16 @@ class Balancer:
         Args:
             block: most tokens in a block of the ring.
         """
-        problem, alike = self.problem, [self.costs.alike(group) for group in grouping]
-        heads = [self.heads(group) for group in alike]
+        problem, alike_groups = self.problem, [self.costs.alike(group) for group in grouping]
+        heads = [self.heads(group) for group in alike_groups]
         buffer = ring_bytes(problem, block) if len(grouping) > 1 else 0.0
-        caps = np.array([self.cap(g, h, buffer) for g, h in zip(alike, heads, strict=True)])
-        totals = self._group_tokens(alike, heads, caps)
+        caps = np.array([self.cap(g, h, buffer) for g, h in zip(alike_groups, heads, strict=True)])
+        totals = self._group_tokens(alike_groups, heads, caps)
         if totals is None:
             return None
         built = []
-        for group, same, h, total in zip(grouping, alike, heads, totals, strict=True):
-            tokens = self.tokens(same, h, total, buffer)
+        for group, alike_group, h, total in zip(grouping, alike_groups, heads, totals, strict=True):
+            tokens = self.tokens(alike_group, h, total, buffer)
             if tokens is None:
                 return None
             if total:
@@ -45,11 +45,11 @@ class Balancer:
 
     def _with_idle(self, built: list[MemberGroup], grouping: Grouping, block: int) -> ContextLayout:
         """The layout with members without work appended to the first group, with zeros."""
-        used = {m for group in built for m in group.members}
-        spare = tuple(m for group in grouping for m in group if m not in used)
+        used_members = {m for group in built for m in group.members}
+        spare = tuple(m for group in grouping for m in group if m not in used_members)
         if spare:
-            first, zeros = built[0], (0,) * len(spare)
-            built[0] = MemberGroup(first.members + spare, first.tokens + zeros, first.heads + zeros)
+            first_group, zeros = built[0], (0,) * len(spare)
+            built[0] = MemberGroup(first_group.members + spare, first_group.tokens + zeros, first_group.heads + zeros)
         return ContextLayout(tuple(built), "ring", block) if len(built) > 1 else ContextLayout(tuple(built), "a2a")
 
     @cached_method
@@ -64,7 +64,7 @@ class Balancer:
         kv = np.array(kv_heads(heads, self.costs.per_kv), dtype=np.float64)
         free = self.costs.limits[list(group)] - kv * buffer
         moments = zip(head_bytes(self.problem, h, kv), token_bytes(self.problem, len(group) == 1), strict=True)
-        room: Floats = np.minimum(*((free - total * each) / per_token for each, per_token in moments))
+        room: Floats = np.minimum(*((free - total * of_group) / per_token for of_group, per_token in moments))
         return room
 
     @cached_method
@@ -76,8 +76,8 @@ class Balancer:
         middle = high
         while high - low >= 0.5:
             room = self._room(group, heads, middle, buffer)
-            good = (room >= 0).all() and float(room.sum()) >= middle
-            low, high = (middle, high) if good else (low, middle)
+            fits = (room >= 0).all() and float(room.sum()) >= middle
+            low, high = (middle, high) if fits else (low, middle)
             middle = (low + high) / 2
         return low
 
@@ -105,11 +105,13 @@ class Balancer:
         """(seconds per token, fixed seconds) of forward and backward of one layer on a group that owns about ``mean``
         tokens."""
         options, speed = self.problem.options, 1 / self.costs.linear[list(group)]
-        runs, again = options.forwards, options.core_again
-        part = self.costs.parts(group, tuple((speed / speed.sum() * mean).tolist()), heads)
-        none = self.costs.parts(group, (0.0,) * len(group), heads)
-        core = (runs + again) * part.attention + part.attention_backward
-        fixed = (runs + 1) * (none.scatter + none.collect)
-        rest = runs * part.linear + part.linear_backward + (runs + 1) * (part.scatter + part.collect) - fixed
-        rest += 3 * part.head / self.problem.layers
-        return (core + rest) / mean, fixed
+        runs, core_recomputes = options.forwards, options.core_again
+        seconds = self.costs.parts(group, tuple((speed / speed.sum() * mean).tolist()), heads)
+        empty_seconds = self.costs.parts(group, (0.0,) * len(group), heads)
+        core_seconds = (runs + core_recomputes) * seconds.attention + seconds.attention_backward
+        fixed = (runs + 1) * (empty_seconds.scatter + empty_seconds.collect)
+        other_seconds = (
+            runs * seconds.linear + seconds.linear_backward + (runs + 1) * (seconds.scatter + seconds.collect) - fixed
+        )
+        other_seconds += 3 * seconds.head / self.problem.layers
+        return (core_seconds + other_seconds) / mean, fixed

@@ -155,7 +155,7 @@ def _fabric(
     for group in groups:
         inside = rates.between(group, group, same_node=True) if group in crowded else None
         intra.append((inside.alpha, inside.beta / tp) if inside else unused)
-        links = [rates.between(group, other) if len(nodes) > 1 else None for other in groups]
+        links = [rates.between(group, other_group) if len(nodes) > 1 else None for other_group in groups]
         cards = 1 if cards_shared else tp
         inter.append(tuple((link.alpha, link.beta / cards) if link else unused for link in links))
     return Fabric(tuple(intra), tuple(inter), cards_shared)

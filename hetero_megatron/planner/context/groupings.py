@@ -69,10 +69,10 @@ def partitions(items: Sequence[int]) -> Iterator[Grouping]:
     if not items:
         yield ()
         return
-    for rest in partitions(items[1:]):
-        yield ((items[0],), *rest)
-        for i, group in enumerate(rest):
-            yield (*rest[:i], (items[0], *group), *rest[i + 1 :])
+    for smaller in partitions(items[1:]):
+        yield ((items[0],), *smaller)
+        for i, group in enumerate(smaller):
+            yield (*smaller[:i], (items[0], *group), *smaller[i + 1 :])
 
 
 def equal_shares(total: int, parts: int) -> list[int]:

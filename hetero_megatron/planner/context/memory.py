@@ -36,9 +36,9 @@ def member_states(problem: ContextProblem) -> tuple[float, float]:
 
 def member_limits(problem: ContextProblem) -> Floats:
     """[members] bytes for activations and buffers; negative where the states alone do not fit."""
-    each, together = member_states(problem)
-    share = together / len(problem.members)
-    limits = np.array([m.memory for m in problem.members], dtype=np.float64) - each - share
+    member_bytes, shared_bytes = member_states(problem)
+    share = shared_bytes / len(problem.members)
+    limits = np.array([m.memory for m in problem.members], dtype=np.float64) - member_bytes - share
     if problem.options.head:
         rows = min(problem.options.loss_chunk, problem.seq_length) * problem.options.micro_batch
         limits -= rows * problem.model.vocab_size * (max(problem.options.item, 4) + problem.options.item)
@@ -57,33 +57,33 @@ def token_bytes(problem: ContextProblem, alone: bool) -> tuple[float, float]:
     group."""
     model, layers, options = problem.model, layers_of(problem), problem.options
     tp, tokens = len(problem.members[0].ranks), problem.seq_length
-    kept, again = options.in_flight * layers.per_own_token(tp, alone), 0.0
+    kept_bytes, recomputed_bytes = options.in_flight * layers.per_own_token(tp, alone), 0.0
     if layers.full:
-        plain = replace(layers, layers=1, full=0).per_own_token(tp, alone)
-        again = plain - replace(layers, layers=1, full=1).per_own_token(tp, alone)
+        kept_plain = replace(layers, layers=1, full=0).per_own_token(tp, alone)
+        recomputed_bytes = kept_plain - replace(layers, layers=1, full=1).per_own_token(tp, alone)
     in_mlp = layer_backward_bytes(model, tokens, options.item, tp, tp, attention=0.0) / tokens
-    gone = mlp_kept_bytes(model, 1.0, options.item, tp, moe_layers(model))
-    both = (kept + again + in_mlp, max(kept + again - gone, 1.0))
-    return tuple(tp * options.micro_batch * each for each in both)  # type: ignore[return-value]
+    mlp_bytes = mlp_kept_bytes(model, 1.0, options.item, tp, moe_layers(model))
+    moments = (kept_bytes + recomputed_bytes + in_mlp, max(kept_bytes + recomputed_bytes - mlp_bytes, 1.0))
+    return tuple(tp * options.micro_batch * moment for moment in moments)  # type: ignore[return-value]
 
 
 def head_bytes(problem: ContextProblem, h: Any, kv: Any) -> tuple[Any, Any]:
     """Bytes per token of the *group* at the same moments, for a member with ``h`` query heads and ``kv`` KV heads."""
     layers, options = layers_of(problem), problem.options
-    parts = layers.per_core_token(h, kv)
-    kept, works = (sum(part[i] for part in parts) for i in (0, 1))
-    again = 0.0
+    core_parts = layers.per_core_token(h, kv)
+    kept_bytes, work_bytes = (sum(part[i] for part in core_parts) for i in (0, 1))
+    recomputed_bytes = 0.0
     if layers.full:
-        again = sum(kept for kept, _ in replace(layers, layers=1, full=0).per_core_token(h, kv))
-    there = options.in_flight * kept + again
-    return options.micro_batch * there, options.micro_batch * (there + works)
+        recomputed_bytes = sum(kept_bytes for kept_bytes, _ in replace(layers, layers=1, full=0).per_core_token(h, kv))
+    core_bytes = options.in_flight * kept_bytes + recomputed_bytes
+    return options.micro_batch * core_bytes, options.micro_batch * (core_bytes + work_bytes)
 
 
 def group_bytes(problem: ContextProblem, s: Floats, h: Floats, kv: Floats) -> Floats:
     """[members] activation bytes of a group's members, without exchange buffers."""
-    own, core = token_bytes(problem, len(s) == 1), head_bytes(problem, h, kv)
-    result: Floats = np.maximum(*(s * own[i] + float(s.sum()) * core[i] for i in (0, 1)))
-    return result
+    by_token, by_head = token_bytes(problem, len(s) == 1), head_bytes(problem, h, kv)
+    largest: Floats = np.maximum(*(s * by_token[i] + float(s.sum()) * by_head[i] for i in (0, 1)))
+    return largest
 
 
 def ring_bytes(problem: ContextProblem, block: int) -> float:

@@ -92,17 +92,17 @@ class StageTable:
     def choice(self, in_flight: int, layers: int) -> tuple[str, int, int]:
         """(recompute, number of first layers recomputed whole, number of first layers in host memory) of an entry."""
         k = self.row(in_flight)
-        best, found = np.inf, ("none", 0, 0)
+        best, chosen = np.inf, ("none", 0, 0)
         for i, level in enumerate(self.levels):
             if k < self.most[i, layers] and self.backward[i, layers] < best:
-                best, found = self.backward[i, layers], (level if layers or level == "selective" else "none", 0, 0)
+                best, chosen = self.backward[i, layers], (level if layers or level == "selective" else "none", 0, 0)
         if self.first is not None:
             need, extra = self.first
             if self.backward[0, layers] + need[k, layers] * extra < best - 1e-15:
-                best, found = self.backward[0, layers] + need[k, layers] * extra, ("first", int(need[k, layers]), 0)
+                best, chosen = self.backward[0, layers] + need[k, layers] * extra, ("first", int(need[k, layers]), 0)
         if self.away is not None:
-            found = self.away.better(k, layers, best - 1e-15) or found
-        return found
+            chosen = self.away.better(k, layers, best - 1e-15) or chosen
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -124,20 +124,20 @@ class AwayTable:
 
     def least(self, alive: NDArray[np.int64]) -> Floats:
         """[in flight - 1, layers] seconds of the fastest that fits; inf where none does."""
-        found = self.with_some
-        for fits, seconds in zip(self.most, self.backward, strict=True):
-            found = np.minimum(found, np.where(alive <= fits, seconds, np.inf))
-        return found
+        fastest = self.with_some
+        for most_alive, seconds in zip(self.most, self.backward, strict=True):
+            fastest = np.minimum(fastest, np.where(alive <= most_alive, seconds, np.inf))
+        return fastest
 
     def better(self, k: int, layers: int, best: float) -> tuple[str, int, int] | None:
         """As :meth:`StageTable.choice`, where it takes less than ``best`` seconds."""
-        found = None
+        chosen = None
         if self.with_some[k, layers] < best:
-            best, found = self.with_some[k, layers], ("none", 0, int(self.some[k, layers]))
-        for recompute, fits, seconds in zip(AWAY, self.most, self.backward, strict=True):
-            if k < fits[layers] and seconds[layers] < best:
-                best, found = seconds[layers], (recompute, 0, layers)
-        return found
+            best, chosen = self.with_some[k, layers], ("none", 0, int(self.some[k, layers]))
+        for recompute, most_alive, seconds in zip(AWAY, self.most, self.backward, strict=True):
+            if k < most_alive[layers] and seconds[layers] < best:
+                best, chosen = seconds[layers], (recompute, 0, layers)
+        return chosen
 
 
 def per_layer(seconds: Floats) -> float:
@@ -180,8 +180,8 @@ class StageTables:
         self, pool: DevicePool, costs: CostModel | None = None, offload: frozenset[str] | None = None
     ) -> StageTables:
         """Tables for other chips, other costs or other offloaded chip types."""
-        there = self.offload if offload is None else offload
-        return StageTables(costs or self.costs, pool, self.layers, self.depth, there, self.lent, self.away)
+        offloaded = self.offload if offload is None else offload
+        return StageTables(costs or self.costs, pool, self.layers, self.depth, offloaded, self.lent, self.away)
 
     def lending(self) -> StageTables:
         """Tables where other pipelines may own all optimizer states of a stage."""
@@ -230,15 +230,15 @@ class StageTables:
 
         def line(method: str, recompute: str) -> tuple[float, float]:
             stages = (self._stage(kind, recompute, n) for n in (1, 2))
-            one, two = (float(getattr(self.costs, method)(stage, b)) for stage in stages)
-            return 2 * one - two, two - one
+            one_layer, two_layers = (float(getattr(self.costs, method)(stage, b)) for stage in stages)
+            return 2 * one_layer - two_layers, two_layers - one_layer
 
         # Host time of sends and receives: one of each per neighbour, which is not known, and direction.
         home = self.pool.groups[kind.group].home
         message = self.links.least_message(home) * ((not kind.embed) + (not kind.head))
-        found = [line("forward_seconds", "none"), *(line("backward_seconds", r) for r in RECOMPUTES)]
-        seconds = np.array([a + message + b * self._layers for a, b in found], np.float64)
-        layer_again = found[1 + RECOMPUTES.index("full")][1] - found[1 + RECOMPUTES.index("none")][1]
+        lines = [line("forward_seconds", "none"), *(line("backward_seconds", r) for r in RECOMPUTES)]
+        seconds = np.array([a + message + b * self._layers for a, b in lines], np.float64)
+        layer_again = lines[1 + RECOMPUTES.index("full")][1] - lines[1 + RECOMPUTES.index("none")][1]
         return _StageSeconds(seconds[0], seconds[1:], layer_again)
 
     def _stage(self, kind: StageKind, recompute: str, layers: int, away: int = 0) -> StageChoice:
@@ -263,28 +263,28 @@ class StageTables:
     def _make(self, kind: StageKind, depth: int) -> StageTable:
         unit, room = self._affine_seconds(kind), self._room(kind)
         levels: tuple[str, ...] = RECOMPUTES
-        each, (ends, per, work) = unit.backward, self._activations(kind)
+        backward, (ends, per, work) = unit.backward, self._activations(kind)
         if kind.recompute is not None:
-            only = [RECOMPUTES.index(kind.recompute)]
-            levels, each, ends, per, work = (kind.recompute,), each[only], ends[only], per[only], work[only]
+            level = [RECOMPUTES.index(kind.recompute)]
+            levels, backward, ends, per, work = (kind.recompute,), backward[level], ends[level], per[level], work[level]
         bytes_each, alive = ends + per * self._layers, np.arange(1, depth + 1)[:, None]
         # Whole numbers far below 2^53, so the division is exact enough to be rounded down.
-        most = np.where(room >= 0, np.floor((room - work) / np.maximum(bytes_each, 1.0)), 0.0)
-        best = np.where(alive <= most[0], each[0], np.inf)  # [in flight, layers]
-        for fits, seconds in zip(most[1:], each[1:], strict=True):
-            np.minimum(best, seconds, out=best, where=alive <= fits)
+        most_alive = np.where(room >= 0, np.floor((room - work) / np.maximum(bytes_each, 1.0)), 0.0)
+        best = np.where(alive <= most_alive[0], backward[0], np.inf)  # [in flight, layers]
+        for level_alive, seconds in zip(most_alive[1:], backward[1:], strict=True):
+            np.minimum(best, seconds, out=best, where=alive <= level_alive)
         first = away = None
-        tight = kind.recompute is None and bool(((room >= 0) & (most[0] < depth)).any())
+        tight = kind.recompute is None and bool(((room >= 0) & (most_alive[0] < depth)).any())
         if self.first and tight:
             need = np.ceil((alive * bytes_each[0] + (work[0] - room)) / (alive * (per[0] - per[-1])) - 1e-9)
-            need[(alive <= most[0]) | (room < 0) | (need < 1) | (need >= self._layers)] = np.inf
-            np.minimum(best, each[0] + need * unit.layer_again, out=best)
+            need[(alive <= most_alive[0]) | (room < 0) | (need < 1) | (need >= self._layers)] = np.inf
+            np.minimum(best, backward[0] + need * unit.layer_again, out=best)
             first = need, unit.layer_again
         if tight and self.pool.groups[kind.group].chip in self.away and self.layers:
-            away = self._away(kind, room, alive, alive * bytes_each[0], most[0])
+            away = self._away(kind, room, alive, alive * bytes_each[0], most_alive[0])
             np.minimum(best, away.least(alive), out=best)
         best += unit.forward
-        return StageTable(best, unit.forward, levels, most, each, first, away)
+        return StageTable(best, unit.forward, levels, most_alive, backward, first, away)
 
     def _away(
         self, kind: StageKind, room: Floats, alive: NDArray[np.int64], kept: Floats, fitting: Floats
@@ -293,44 +293,44 @@ class StageTables:
         which all fit."""
         (plain_ends, *_), (plain_per, *_), _ = self._activations(kind)
         seconds, (ends, per, work) = self._away_seconds(kind), self._away_bytes(kind)
-        most = np.where(room >= 0, np.floor((room - work) / np.maximum(ends + per * self._layers, 1.0)), 0.0)
-        host, given = plain_per - per[0], ends[0] - plain_ends  # the input of the first layer stays
-        some = np.ceil((kept + alive * given + (work[0] - room)) / (alive * np.maximum(host, 1.0)) - 1e-9)
+        most_alive = np.where(room >= 0, np.floor((room - work) / np.maximum(ends + per * self._layers, 1.0)), 0.0)
+        layer_bytes, input_bytes = plain_per - per[0], ends[0] - plain_ends  # the input of the first layer stays
+        some = np.ceil((kept + alive * input_bytes + (work[0] - room)) / (alive * np.maximum(layer_bytes, 1.0)) - 1e-9)
         some[(alive <= fitting) | (room < 0) | (some < 1) | (some >= self._layers)] = np.inf
-        there = self._host_room(kind)
-        every = RECOMPUTES.index("elementwise")  # of whose layers less is there
-        each = np.array([plain_per[0], self._activations(kind)[1][every, 0]])[:, None] - per
-        most = np.minimum(most, np.floor(there / np.maximum(each * self._layers, 1.0)))
-        some[alive * np.where(some < np.inf, some, 0.0) * host > there] = np.inf
+        host_room = self._host_room(kind)
+        elementwise = RECOMPUTES.index("elementwise")  # of whose layers less is there
+        host_bytes = np.array([plain_per[0], self._activations(kind)[1][elementwise, 0]])[:, None] - per
+        most_alive = np.minimum(most_alive, np.floor(host_room / np.maximum(host_bytes * self._layers, 1.0)))
+        some[alive * np.where(some < np.inf, some, 0.0) * layer_bytes > host_room] = np.inf
         waits = seconds[0] - self._affine_seconds(kind).backward[0]  # where all layers are there
         last = min(self.layers, SOME)
-        one = max(0.0, float(waits[-1] - waits[last]) / max(self.layers - last, 1))
+        lag = max(0.0, float(waits[-1] - waits[last]) / max(self.layers - last, 1))
         # Copies that are hidden take no time, and inf x 0 is no number.
-        with_some = self._affine_seconds(kind).backward[0] + (some * one if one else np.where(some < np.inf, 0.0, some))
-        most[:, 0] = 0.0  # nothing to be there
-        return AwayTable(most, seconds, some, with_some)
+        with_some = self._affine_seconds(kind).backward[0] + (some * lag if lag else np.where(some < np.inf, 0.0, some))
+        most_alive[:, 0] = 0.0  # nothing to be there
+        return AwayTable(most_alive, seconds, some, with_some)
 
     @cached_by(lambda kind: kind.states)
     def _host_room(self, kind: StageKind) -> Floats:
         """[layers] bytes of host memory for activations, beside offloaded optimizers."""
         stages = (self._stage(kind, "none", n) for n in (1, 2))
-        one, two = (self.costs.host_states(stage, self.owners(kind.replicas)) for stage in stages)
-        known = self.costs.cluster.groups[self.pool.groups[kind.group].home].host_memory_per_chip
-        return np.maximum(known - (2 * one - two + (two - one) * self._layers), 0.0)
+        one_layer, two_layers = (self.costs.host_states(stage, self.owners(kind.replicas)) for stage in stages)
+        host_memory = self.costs.cluster.groups[self.pool.groups[kind.group].home].host_memory_per_chip
+        return np.maximum(host_memory - (2 * one_layer - two_layers + (two_layers - one_layer) * self._layers), 0.0)
 
     @cached_by(lambda kind: kind.compute)
     def _away_seconds(self, kind: StageKind) -> Floats:
         """[levels, layers] seconds of backward with all layers in host memory, beside each recompute of ``AWAY``, and
         those for which forward waits."""
-        unit, found = self._affine_seconds(kind), []
+        unit, backward = self._affine_seconds(kind), []
         for recompute in AWAY:
             stages = [self._stage(kind, recompute, n, n) for n in (1, 2, SOME, SOME + 1)]
             waits = [sum(self.costs.copy_waits(stage, kind.micro_batch_size)) for stage in stages]
-            rest = waits[2] + (waits[3] - waits[2]) * (self._layers - SOME)
-            few = np.array([0.0, *waits[:2]])[: self.layers + 1]
-            rest[: len(few)] = few
-            found.append(unit.backward[RECOMPUTES.index(recompute)] + rest)
-        return np.array(found)
+            wait_seconds = waits[2] + (waits[3] - waits[2]) * (self._layers - SOME)
+            few_layers = np.array([0.0, *waits[:2]])[: self.layers + 1]
+            wait_seconds[: len(few_layers)] = few_layers
+            backward.append(unit.backward[RECOMPUTES.index(recompute)] + wait_seconds)
+        return np.array(backward)
 
     @cached_by(lambda kind: kind.compute)
     def _away_bytes(self, kind: StageKind) -> tuple[Floats, Floats, Floats]:
@@ -338,10 +338,10 @@ class StageTables:
         rows = []
         for recompute in AWAY:
             a, b = (self._stage(kind, recompute, n, n) for n in (SOME, SOME + 1))
-            (one, working), (two, _) = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in (a, b))
-            rows.append((one - SOME * (two - one), two - one, working))
-        ends, each, work = np.array(rows, np.float64).T[:, :, None]
-        return ends, each, work
+            (at_some, working), (at_next, _) = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in (a, b))
+            rows.append((at_some - SOME * (at_next - at_some), at_next - at_some, working))
+        ends, layer_bytes, work = np.array(rows, np.float64).T[:, :, None]
+        return ends, layer_bytes, work
 
     @cached_by(lambda kind: kind.states)
     def _room(self, kind: StageKind) -> Floats:
@@ -352,8 +352,8 @@ class StageTables:
         return np.where(buffers <= free, free, -1.0).astype(np.float64)
 
     def _buffers(self, kind: StageKind) -> Floats:
-        none, one = (self.costs.memory.trained(kind.tp, n, kind.embed, kind.head) for n in (0, 1))
-        trained = none + (one - none) * self._layers
+        without_layers, one_layer = (self.costs.memory.trained(kind.tp, n, kind.embed, kind.head) for n in (0, 1))
+        trained = without_layers + (one_layer - without_layers) * self._layers
         copies = kind.dp * kind.replicas
         return np.asarray(self.costs.memory.buffers(kind.tp, kind.embed, kind.head, copies, trained), np.float64)
 
@@ -365,11 +365,11 @@ class StageTables:
         rows = []
         for recompute in RECOMPUTES:
             stages = (self._stage(kind, recompute, n) for n in (1, 2))
-            (kept, working), two = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in stages)
-            per = sum(two) - kept - working
-            rows.append((kept - per, per, working))
-        ends, each, work = np.array(rows, np.float64).T[:, :, None]
-        return ends, each, work
+            (one_layer, working), two_layers = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in stages)
+            per = sum(two_layers) - one_layer - working
+            rows.append((one_layer - per, per, working))
+        ends, layer_bytes, work = np.array(rows, np.float64).T[:, :, None]
+        return ends, layer_bytes, work
 
     @cached_by(lambda a, b, *more: (a.group, a.tp, a.dp, b.group, b.tp, b.dp, *more))
     def boundary(self, a: StageTemplate, b: StageTemplate, size: int, same_node: bool, sharing: int = 1) -> Transfers:

@@ -261,8 +261,8 @@ def best_recompute(
     size, last = shape.micro_batch_size, len(shape.stages) - 1
     stages = []
     for s, stage in enumerate(shape.stages):
-        beside = tables.communicators.of_equal_pipelines(shape.stages, s, replicas)
-        fastest = tables.fastest(stage, size, s == 0, s == last, alive[s], replicas, beside)
+        communicator_bytes = tables.communicators.of_equal_pipelines(shape.stages, s, replicas)
+        fastest = tables.fastest(stage, size, s == 0, s == last, alive[s], replicas, communicator_bytes)
         if fastest is None:
             return None
         stages.append(fastest)

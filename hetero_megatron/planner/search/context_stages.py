@@ -103,10 +103,10 @@ class _ContextSearch(StagedSearch):
         key = (self.alike(structure.ranks[0][s]), structure.tp, s == structure.stages - 1)
         if key not in self._speeds:
             options = ContextOptions(layers=1, embed=False, head=False, recompute="none")
-            plain, whole = (
+            without_head, with_head = (
                 speed_bound(self._stage_problem(structure, s, replace(options, head=head))) for head in (False, key[-1])
             )
-            self._speeds[key] = StageSpeed(plain, whole - plain, plain)
+            self._speeds[key] = StageSpeed(without_head, with_head - without_head, without_head)
         return self._speeds[key]
 
     def _stage_problem(self, structure: ChipStructure, s: int, options: ContextOptions) -> ContextProblem:
@@ -128,42 +128,42 @@ class _ContextSearch(StagedSearch):
                     in_flight=alive,
                 )  # fmt: skip
                 self._known[key] = _scheduled(self._stage_problem(structure, s, options))
-            found = self._known[key]
-            if found is not None:
-                return found
+            scheduled = self._known[key]
+            if scheduled is not None:
+                return scheduled
         return None
 
     def best_plan(self, structure: ChipStructure, best: float) -> SimulatedPlan | None:
         """With the ring block size that is fastest and no more layers recomputed than needed."""
-        made = self._plan(structure)
-        if made is None or made[0] >= best:
+        candidate = self._plan(structure)
+        if candidate is None or candidate[0] >= best:
             return None
-        _, plan, text = made
+        _, plan, text = candidate
         plan = self.checked(plan)
-        found = self.predict(plan)
+        prediction = self.predict(plan)
         for change in (self._blocks, self._recompute_less, self._elementwise):
-            other = change(plan, found)
-            if other is not None:
-                again = self.predict(other)
-                if not again.over and (found.over or again.step_seconds < found.step_seconds):
-                    plan, found = other, again
-        return None if found.over or found.step_seconds >= best else self.simulated(plan, found, text)
+            changed = change(plan, prediction)
+            if changed is not None:
+                trial = self.predict(changed)
+                if not trial.over and (prediction.over or trial.step_seconds < prediction.step_seconds):
+                    plan, prediction = changed, trial
+        return None if prediction.over or prediction.step_seconds >= best else self.simulated(plan, prediction, text)
 
     def _plan(self, structure: ChipStructure) -> tuple[float, Plan, str] | None:
         """(closed-form seconds, plan, description); None where a stage does not fit."""
         start, times, words = 0, list[float](), list[str]()
         stages: list[list[Stage]] = [[] for _ in structure.ranks]
         for s, layers in enumerate(self.layers(structure)):
-            found = self._schedule(structure, s, layers)
-            if found is None:
+            scheduled = self._schedule(structure, s, layers)
+            if scheduled is None:
                 return None
-            problem, layout, seconds = found
+            problem, layout, seconds = scheduled
             times.append(seconds)
             words.append(_describe(self.cluster, problem, layout, layers))
-            known = [r for member in problem.members for r in member.ranks]  # may be those of an equal stage
+            scheduled_ranks = [r for member in problem.members for r in member.ranks]  # may be those of an equal stage
             for p, ranks in enumerate(structure.ranks):
-                new = dict(zip(known, ranks[s], strict=True))
-                stage = plan_stage(problem, layout, start, new)
+                rank_of = dict(zip(scheduled_ranks, ranks[s], strict=True))
+                stage = plan_stage(problem, layout, start, rank_of)
                 if self.space.recompute == "elementwise" and layers:
                     stage = replace(stage, recompute=Recompute("elementwise"))
                 stages[p].append(replace(stage, chip=self.chip(ranks[s])))
@@ -178,7 +178,7 @@ class _ContextSearch(StagedSearch):
         """Recompute only as many first layers of each stage as memory requires; None: nothing to change."""
         if self.space.recompute is not None or found.over:
             return None
-        others = {r: replace(m, activations=0) for r, m in found.memory.items()}
+        other_memory = {r: replace(m, activations=0) for r, m in found.memory.items()}
         for s in range(len(plan.pipelines[0].stages)):
             layers = plan.pipelines[0].stages[s].num_layers
             if plan.pipelines[0].stages[s].recompute.kind != "full":
@@ -186,7 +186,7 @@ class _ContextSearch(StagedSearch):
             low, high = 0, layers  # high fits
             while low < high:
                 count = (low + high) // 2
-                fits = self._fits(_with(plan, s, first_layers(count, layers)), others, found)
+                fits = self._fits(_with(plan, s, first_layers(count, layers)), other_memory, found)
                 low, high = (low, count) if fits else (count + 1, high)
             plan = _with(plan, s, first_layers(high, layers))
         return plan
@@ -195,10 +195,10 @@ class _ContextSearch(StagedSearch):
         """Recompute only elementwise results where that suffices, instead of layers; None: nothing to change."""
         if self.space.recompute is not None or found.over:
             return None
-        changed, others = plan, {r: replace(m, activations=0) for r, m in found.memory.items()}
+        changed, other_memory = plan, {r: replace(m, activations=0) for r, m in found.memory.items()}
         for s, stage in enumerate(plan.pipelines[0].stages):
             trial = _with(changed, s, Recompute("elementwise"))
-            if stage.recomputed and self._fits(trial, others, found):
+            if stage.recomputed and self._fits(trial, other_memory, found):
                 changed = trial
         return None if changed is plan else changed
 
@@ -209,9 +209,9 @@ class _ContextSearch(StagedSearch):
 
     def _blocks(self, plan: Plan, _: Prediction) -> Plan | None:
         """The plan with the fastest of some block sizes in each ring stage; None: unchanged."""
-        chosen = [self._block(stage) for stage in plan.pipelines[0].stages]
+        block_sizes = [self._block(stage) for stage in plan.pipelines[0].stages]
         pipelines = tuple(
-            replace(p, stages=tuple(replace(s, kv=kv) for s, kv in zip(p.stages, chosen, strict=True)))
+            replace(p, stages=tuple(replace(s, kv=kv) for s, kv in zip(p.stages, block_sizes, strict=True)))
             for p in plan.pipelines
         )
         return None if pipelines == plan.pipelines else replace(plan, pipelines=pipelines)
@@ -253,7 +253,7 @@ def _describe(cluster: Cluster, problem: ContextProblem, layout: ContextLayout, 
     for group in layout.groups:
         kinds = [cluster.ranks[problem.members[m].ranks[0]].chip for m in group.members]
         texts.append(" + ".join(f"{kinds.count(k)} {k}" for k in dict.fromkeys(kinds)))
-    runs = [(text, len(list(same))) for text, same in itertools.groupby(texts)]
+    runs = [(text, len(list(equal_texts))) for text, equal_texts in itertools.groupby(texts)]
     names = " | ".join(f"{n} x ({text})" if n > 1 else text for text, n in runs)
     members = f"members of tp{tp}, " if tp > 1 else ""
     if len(problem.members) == 1:

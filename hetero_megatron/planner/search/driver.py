@@ -139,14 +139,14 @@ def _stay_on_chips(result: SearchResult, problem: PlanningProblem) -> None:
     one of the runners-up, or the same with recompute instead."""
     if all(stage.activations is None for stage in result.best.plan.stages):
         return
-    if (same := _recomputed(result, problem)) is not None:
-        result.others = sorted([*result.others, same], key=lambda plan: plan.step_seconds)
-    for other in result.others:
-        if other.step_seconds > (1 + WORTH) * result.best.step_seconds:
+    if (recomputed := _recomputed(result, problem)) is not None:
+        result.others = sorted([*result.others, recomputed], key=lambda plan: plan.step_seconds)
+    for runner_up in result.others:
+        if runner_up.step_seconds > (1 + WORTH) * result.best.step_seconds:
             return
-        if all(stage.activations is None for stage in other.plan.stages):
-            rest = [plan for plan in result.others if plan is not other]
-            result.best, result.others = other, [result.best, *rest]
+        if all(stage.activations is None for stage in runner_up.plan.stages):
+            others = [plan for plan in result.others if plan is not runner_up]
+            result.best, result.others = runner_up, [result.best, *others]
             return
 
 
@@ -155,15 +155,15 @@ def _recomputed(result: SearchResult, problem: PlanningProblem) -> SimulatedPlan
     template, tables = result.best.template, result.scorer.tables.on_chips()
     parts = []
     for part in template.parts:
-        plain = part.shape.with_stages({s: stage.plain for s, stage in enumerate(part.shape.stages)})
-        shape = best_recompute(tables, plain, template.schedule, part.num_micro_batches, template.pipelines)
+        plain_shape = part.shape.with_stages({s: stage.plain for s, stage in enumerate(part.shape.stages)})
+        shape = best_recompute(tables, plain_shape, template.schedule, part.num_micro_batches, template.pipelines)
         if shape is None:
             return None
         parts.append(replace(part, shape=shape))
     if not parts:  # of a plan that no template describes
         return None
-    found = simulate_template(replace(template, parts=tuple(parts)), problem, result.scorer)
-    return found if found is not None and not found.prediction.over else None
+    simulated = simulate_template(replace(template, parts=tuple(parts)), problem, result.scorer)
+    return simulated if simulated is not None and not simulated.prediction.over else None
 
 
 def _improve(
@@ -183,31 +183,31 @@ def _search_in_fp8(
 ) -> SearchResult:
     """The best plan whose stages may be in fp8, or the best one without it where that is faster: what fp8 needs of
     memory for a while may be missing, and the search is no complete one."""
-    plain = problem.without_fp8()
-    unquantised = make_scorer(plain)
+    plain_problem = problem.without_fp8()
+    unquantised = make_scorer(plain_problem)
     try:
         result = _search_all(problem, scorer, budget, progress)
     except UserError:
-        result = _search_all(plain, unquantised, budget, progress)
+        result = _search_all(plain_problem, unquantised, budget, progress)
         result.best, result.scorer, result.others = _unquantised(result.best, problem, scorer), scorer, []
         return result
     beaten = result.best.step_seconds <= work_bound(unquantised, problem.model, problem.global_batch_size)
     if not beaten and not budget.over():
         with budget.catching():
-            found = _unquantised(_search_all(plain, unquantised, budget, None).best, problem, scorer)
-            if found.step_seconds < result.best.step_seconds:
-                result.best, result.others = found, [result.best, *result.others]
+            plain_plan = _unquantised(_search_all(plain_problem, unquantised, budget, None).best, problem, scorer)
+            if plain_plan.step_seconds < result.best.step_seconds:
+                result.best, result.others = plain_plan, [result.best, *result.others]
     return result
 
 
 def _unquantised(plan: SimulatedPlan, problem: PlanningProblem, scorer: TemplateScorer) -> SimulatedPlan:
     """A plan that was found without fp8, with the stages in fp8 where that pays if it fits into memory so."""
-    stays = without_fp8(plan.plan, problem.dtype)
-    for made in (with_dtypes(stays, scorer.costs), stays):
-        found = predict(made, problem.model, problem.cluster, problem.dtype, scorer.costs)
-        if not found.over:
+    unquantised = without_fp8(plan.plan, problem.dtype)
+    for candidate in (with_dtypes(unquantised, scorer.costs), unquantised):
+        prediction = predict(candidate, problem.model, problem.cluster, problem.dtype, scorer.costs)
+        if not prediction.over:
             break
-    return replace(plan, plan=made, prediction=found)
+    return replace(plan, plan=candidate, prediction=prediction)
 
 
 def _search(
@@ -218,23 +218,26 @@ def _search(
     plain: bool = True,
 ) -> SearchResult:
     """``plain``: False when it is known that nothing fits with all optimizers on the chips."""
-    found = _templates(problem, scorer, budget, progress, plain)
-    found.incumbent.plans[:] = simulate_best(found.incumbent.ranked(), problem, scorer, budget)
+    templates = _templates(problem, scorer, budget, progress, plain)
+    templates.incumbent.plans[:] = simulate_best(templates.incumbent.ranked(), problem, scorer, budget)
     context = ContextStages()
-    context.propose(problem, found.incumbent)
+    context.propose(problem, templates.incumbent)
     experts = ExpertStages()
-    experts.propose(problem, found.incumbent)
-    plans, evaluated, margin = found.incumbent.plans, scorer.evaluated, problem.options.costs.margin
-    while not plans and found.incumbent.ranked() and margin < MARGIN:
+    experts.propose(problem, templates.incumbent)
+    plans, evaluated, margin = templates.incumbent.plans, scorer.evaluated, problem.options.costs.margin
+    while not plans and templates.incumbent.ranked() and margin < MARGIN:
         # States placed exactly take slightly more than the scorer's mean: search again with more memory kept free.
         margin += MARGIN / 2
         roomy = make_scorer(problem.with_margin(margin))
-        found = _templates(problem, roomy, budget, progress, plain)
-        plans, evaluated = simulate_best(found.incumbent.ranked(), problem, scorer, budget), evaluated + roomy.evaluated
+        templates = _templates(problem, roomy, budget, progress, plain)
+        plans, evaluated = (
+            simulate_best(templates.incumbent.ranked(), problem, scorer, budget),
+            evaluated + roomy.evaluated,
+        )
     divided = DividedStages()
-    found.incumbent.plans[:] = plans
-    divided.propose(problem, found.incumbent)
-    plans = found.incumbent.plans
+    templates.incumbent.plans[:] = plans
+    divided.propose(problem, templates.incumbent)
+    plans = templates.incumbent.plans
     if budget.interrupted and not plans:
         raise KeyboardInterrupt
     if not plans and problem.space.offload == "auto" and problem.can_offload:
@@ -244,11 +247,10 @@ def _search(
     if not plans:
         raise refuse(problem, scorer)
     return SearchResult(
-        plans[0], plans[1:], scorer.pool, scorer, 0.0, evaluated, dict(found.incumbent.rejected), found.complete,
-        found.method, context.why, context.tried,
-        problem.space.offload == "always", ranked=tuple(row[2] for row in found.incumbent.rows), experts=experts.why,
-        divided=divided.why,
-        by_groups=tuple(row[2] for row in found.incumbent.by_groups.values()),
+        plans[0], plans[1:], scorer.pool, scorer, 0.0, evaluated, dict(templates.incumbent.rejected),
+        templates.complete, templates.method, context.why, context.tried, problem.space.offload == "always",
+        ranked=tuple(row[2] for row in templates.incumbent.rows), experts=experts.why, divided=divided.why,
+        by_groups=tuple(row[2] for row in templates.incumbent.by_groups.values()),
     )  # fmt: skip
 
 
@@ -264,11 +266,11 @@ class _Templates:
 def _templates(
     problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget, progress: Progress | None, plain: bool
 ) -> _Templates:
-    incumbent, many = Incumbent(problem, scorer, budget, progress=progress), len(scorer.pool.groups) > MOST_GROUPS
+    incumbent, large = Incumbent(problem, scorer, budget, progress=progress), len(scorer.pool.groups) > MOST_GROUPS
     proposers: list[Proposer] = []
     if plain:
-        proposers = [UniformSeeds(), GraphPartition() if many else PipelineDP(), LocalSearch()]
-        proposers += [] if many else [Parts(), SmallClusters()]
+        proposers = [UniformSeeds(), GraphPartition() if large else PipelineDP(), LocalSearch()]
+        proposers += [] if large else [Parts(), SmallClusters()]
     if problem.space.offload == "always":
         proposers.append(Offloaded())
     complete = True
@@ -276,7 +278,7 @@ def _templates(
         complete = all(proposer.propose(problem, incumbent) for proposer in proposers)
     if budget.interrupted and not incumbent.rows:
         raise KeyboardInterrupt
-    return _Templates(incumbent, complete and not budget.cut, "islands" if many else "programs")
+    return _Templates(incumbent, complete and not budget.cut, "islands" if large else "programs")
 
 
 def search_or_error(problem: PlanningProblem, budget: TimeBudget | None = None) -> SearchResult | UserError:
@@ -303,7 +305,7 @@ def search_types_alone(
         if progress is not None:
             progress(f"{chip} alone")
         try:
-            own = search_or_error(problem.on(of_type(problem.cluster, chip)), budget)
+            outcome = search_or_error(problem.on(of_type(problem.cluster, chip)), budget)
         except KeyboardInterrupt:
             if budget.interrupted:
                 raise
@@ -311,7 +313,7 @@ def search_types_alone(
             return False
         if budget.cut:
             return False
-        result.alone[chip] = own
+        result.alone[chip] = outcome
     return True
 
 EVERY_SUBSET = 3  # up to so many chip types, every subset is tried
@@ -322,13 +324,13 @@ class Offloaded:
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         pool = incumbent.scorer.pool
-        many, chips = len(pool.groups) > MOST_GROUPS, sorted({g.chip for g in pool.groups})
-        for away in self._sets(chips):
-            there = incumbent.on(incumbent.scorer.offloading(away))
-            proposers: list[Proposer] = [GraphPartition() if many else PipelineDP()]
-            if len(away) == len(chips) and not many:
+        many_groups, chips = len(pool.groups) > MOST_GROUPS, sorted({g.chip for g in pool.groups})
+        for offloaded in self._sets(chips):
+            offloading = incumbent.on(incumbent.scorer.offloading(offloaded))
+            proposers: list[Proposer] = [GraphPartition() if many_groups else PipelineDP()]
+            if len(offloaded) == len(chips) and not many_groups:
                 proposers.append(Parts(incumbent))
-            if not all(proposer.propose(problem, there) for proposer in proposers):
+            if not all(proposer.propose(problem, offloading) for proposer in proposers):
                 return False
         return LocalSearch().propose(problem, incumbent)
 

@@ -68,9 +68,9 @@ class ReplicaSearch:
         best = start
         for first in dict.fromkeys((start, *self._filled(start), *self._reordered(start))):
             best = min(best, self._descend(first), key=self._key)
-        tried = set[Intervals]()
-        while best not in tried and not self._spent:
-            tried.add(best)
+        tried_divisions = set[Intervals]()
+        while best not in tried_divisions and not self._spent:
+            tried_divisions.add(best)
             for replicated in self._replicated(best):
                 descended = self._descend(replicated)
                 if self._key(descended) < self._key(best):

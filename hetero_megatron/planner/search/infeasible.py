@@ -75,15 +75,15 @@ def _short_of(problem: PlanningProblem, scorer: TemplateScorer, away: bool) -> s
     weights, gradients, optimizer = costs.memory.whole
     parts = {"weights": weights, "gradients": gradients} | ({} if away else {"optimizer": optimizer})
     states = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-    where = " (the optimizer in host memory)" if away else ""
+    placed = " (the optimizer in host memory)" if away else ""
     total = sum(parts.values())
     if total > usable:
         return (
-            f"{states}{where}: {format_bytes(total)} of states, and all chips together have {format_bytes(usable)} to "
+            f"{states}{placed}: {format_bytes(total)} of states, and all chips together have {format_bytes(usable)} to "
             f"use, {format_bytes(total - usable)} too little even without activations"
         )
     if fits(problem, scorer):
-        return f"{states}{where} and activations would fit on the chips, but what is put into host memory not there"
+        return f"{states}{placed} and activations would fit on the chips, but what is put into host memory not there"
     layers = min(most_layers(problem, scorer), model.num_layers - 1)
     size = min(problem.space.micro_batch_sizes or (1,))
     one_token = replace(problem, seq_length=1)
@@ -91,7 +91,7 @@ def _short_of(problem: PlanningProblem, scorer: TemplateScorer, away: bool) -> s
         "whole layers, embedding and head, which are placed at once, are too large for single chips"
     )
     return (
-        f"{states}{where} would fit into the {format_bytes(usable)} that all chips together have to use, but beside "
+        f"{states}{placed} would fit into the {format_bytes(usable)} that all chips together have to use, but beside "
         f"activations of micro-batches of {size} x {problem.seq_length} tokens at most {layers} of {model.num_layers} "
         f"layers do: {obstacle}"
     )

@@ -341,5 +341,5 @@ def _hull(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
 
 def _monotone(rows: Floats) -> Floats:
     """Rows made non-decreasing, so that they can be searched (recompute may make one more layer slightly cheaper)."""
-    result: Floats = np.maximum.accumulate(rows, axis=1)
-    return result
+    increasing: Floats = np.maximum.accumulate(rows, axis=1)
+    return increasing

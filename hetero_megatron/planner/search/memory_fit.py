@@ -110,18 +110,18 @@ class MemoryFit:
         """Templates that fit: with equal shares and, where these cost recompute or do not fit, with unequal ones, each
         with the fastest recompute."""
         template, fit = placed.template, _OneFit(self, placed)
-        least, sure = fit.best_case_levels()
-        if least is None:
+        best_case, certain = fit.best_case_levels()
+        if best_case is None:
             return []
-        if sure:
-            return [_with_levels(template, least)]
-        found, even = [], fit.with_equal_shares()
-        if even is not None:
-            found.append(_with_levels(template, even))
-        if len(template.parts) == 1 or least == even or not fit.division_exists(fit.state_room(None)):
-            return found
-        shared = fit.with_unequal_shares(least)
-        return found if shared is None else [*found, _with_levels(template, shared)]
+        if certain:
+            return [_with_levels(template, best_case)]
+        fitting, equal_shares = [], fit.with_equal_shares()
+        if equal_shares is not None:
+            fitting.append(_with_levels(template, equal_shares))
+        if len(template.parts) == 1 or best_case == equal_shares or not fit.division_exists(fit.state_room(None)):
+            return fitting
+        shared = fit.with_unequal_shares(best_case)
+        return fitting if shared is None else [*fitting, _with_levels(template, shared)]
 
     @cached_by(lambda x, ranks: (x.stage.group, x.stage.tp, x.stage.layers, x.embed, x.head, ranks))
     def limits(self, x: _PlacedStage, ranks: int) -> tuple[int, int]:
@@ -132,8 +132,8 @@ class MemoryFit:
         trained = memory.trained(*choice.cut)
         weights, gradients, optimizer = memory.states(*choice.cut, trained)
         free = costs.memory_limit(choice.chip) - costs.overhead(choice.chip) - weights - gradients
-        together, _ = memory.buckets(x.stage.tp, x.embed, x.head)
-        buckets = min(trained, together) * costs.wide * ranks if ranks > 1 else 0
+        bucket_elements, _ = memory.buckets(x.stage.tp, x.embed, x.head)
+        buckets = min(trained, bucket_elements) * costs.wide * ranks if ranks > 1 else 0
         room = free - optimizer
         return free, room if buckets <= room else -1
 
@@ -145,33 +145,33 @@ class MemoryFit:
         """By rank. Independent of chip types, so placements that differ only in those are computed once. ``beside``:
         by stage, bytes of communicators beyond what is set aside."""
         costs = self.scorer.costs
-        at = {
+        stage_of_rank = {
             r: (p, s) for p, (_, _, x) in enumerate(placed.pipelines) for s, u in enumerate(x) for t in u for r in t
         }  # fmt: skip
-        number = {rank: i for i, rank in enumerate(sorted(at))}
+        number = {rank: i for i, rank in enumerate(sorted(stage_of_rank))}
         layout = tuple(
             tuple(tuple(tuple(number[r] for r in u) for u in stage) for stage in x) for _, _, x in placed.pipelines
         )
-        what = tuple(tuple((s.layers, s.share) for s in shape.stages) for shape, _, _ in placed.pipelines)
-        if (layout, what) not in self._known:
+        stage_keys = tuple(tuple((s.layers, s.share) for s in shape.stages) for shape, _, _ in placed.pipelines)
+        if (layout, stage_keys) not in self._known:
             self.computed += 1
             # Neither recompute nor the number of micro-batches changes states.
             pipelines = tuple((_plain(x), 1, units) for (x, _, _), units in zip(placed.pipelines, layout, strict=True))
             plan = to_plan(replace(placed, pipelines=pipelines), costs.cluster, costs.seq_length, costs.model.num_heads)
-            self._known[layout, what] = estimate_memory(
+            self._known[layout, stage_keys] = estimate_memory(
                 plan, costs.model, costs.dtype, costs.options.moments, muon=costs.options.muon
             )
-        known, found = self._known[layout, what], {}
+        memory_of, rooms = self._known[layout, stage_keys], {}
         for rank, i in number.items():
-            chip, needs = costs.cluster.ranks[rank].chip, known[i]
+            chip, needs = costs.cluster.ranks[rank].chip, memory_of[i]
             optimizer = needs.optimizer
             if not costs.options.sharded:
-                held = needs.gradients // costs.wide
-                optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
+                elements = needs.gradients // costs.wide
+                optimizer = state_bytes(elements, elements, costs.item, costs.options.moments)[2]
             free = costs.memory_limit(chip) - costs.overhead(chip) - needs.weights - needs.gradients
             host = costs.cluster.group_of(rank).host_memory_per_chip
-            found[rank] = StateRoom(free - beside[at[rank]], optimizer, needs.buffers, host, needs.host)
-        return found
+            rooms[rank] = StateRoom(free - beside[stage_of_rank[rank]], optimizer, needs.buffers, host, needs.host)
+        return rooms
 
     @cached_by(lambda x: (x.stage.group, x.stage.tp, x.stage.dp, x.stage.layers, x.stage.offload, x.embed, x.head))
     def host_limits(self, x: _PlacedStage) -> tuple[float, float]:
@@ -179,8 +179,8 @@ class MemoryFit:
         holds and these are there)."""
         choice = self.scorer.tables.choice(x.stage, x.embed, x.head)
         costs = self.scorer.costs
-        known = costs.home(choice).host_memory_per_chip
-        return known, known - costs.host_states(replace(choice, dp=1), 1)
+        host_memory = costs.home(choice).host_memory_per_chip
+        return host_memory, host_memory - costs.host_states(replace(choice, dp=1), 1)
 
     def fastest(self, x: _PlacedStage, room: int, host: float) -> Level | None:
         """The fastest recompute level whose activations take at most ``room`` bytes, and ``host`` bytes of host memory;
@@ -199,16 +199,16 @@ class MemoryFit:
             kinds = [(self.recompute, 0, 0)]
         if self.scorer.pool.groups[stage.group].chip in tables.away:
             kinds += [("none", 0, n) for n in range(1, stage.layers)] + [(kind, 0, stage.layers) for kind in AWAY]
-        found = []
+        levels = []
         for recompute, first, away in kinds if stage.layers else kinds[:1]:
-            made = replace(stage, recompute=recompute, first=first, away=away)
-            choice = tables.choice(made, x.embed, x.head)
+            candidate = replace(stage, recompute=recompute, first=first, away=away)
+            choice = tables.choice(candidate, x.embed, x.head)
             seconds = costs.backward_seconds(choice, x.size)
             if away:
                 seconds += costs.copy_waits(choice, x.size)[0]
-            there = round(sum(costs.host_layers(choice, x.size))) if away else 0
-            found.append((seconds, made, *costs.activation_bytes(choice, x.size), there))
-        return sorted(found, key=lambda level: level[0])
+            host_bytes = round(sum(costs.host_layers(choice, x.size))) if away else 0
+            levels.append((seconds, candidate, *costs.activation_bytes(choice, x.size), host_bytes))
+        return sorted(levels, key=lambda level: level[0])
 
 
 class _OneFit:
@@ -227,67 +227,67 @@ class _OneFit:
     def best_case_levels(self) -> tuple[Levels | None, bool]:
         """(fastest level of each stage if others owned its states and buckets took no memory, None if even so it does
         not fit; whether these levels fit whoever owns the states)."""
-        fit, found, sure, left = self.fit, dict[StageId, Level](), True, -self.fit.all_states
+        fit, levels, certain, spare_bytes = self.fit, dict[StageId, Level](), True, -self.fit.all_states
         ranks = sum(x.stage.chips for x in self.stages.values())
-        for at, x in self.stages.items():
-            free, most = (n - self.beside[at] for n in fit.limits(x, ranks))
-            there, least = fit.host_limits(x)
-            level = fit.fastest(x, free, there)
+        for place, x in self.stages.items():
+            free, least_room = (n - self.beside[place] for n in fit.limits(x, ranks))
+            host_room, least_host = fit.host_limits(x)
+            level = fit.fastest(x, free, host_room)
             if level is None:
                 return None, False
-            found[at] = level
-            sure = sure and x.memory(level) <= most and (not level[4] or x.in_host(level) <= least)
-            left += x.stage.chips * (free - min(map(x.memory, fit.levels(x))))
-        return (found if left >= 0 else None), sure
+            levels[place] = level
+            certain = certain and x.memory(level) <= least_room and (not level[4] or x.in_host(level) <= least_host)
+            spare_bytes += x.stage.chips * (free - min(map(x.memory, fit.levels(x))))
+        return (levels if spare_bytes >= 0 else None), certain
 
     def with_equal_shares(self) -> Levels | None:
         """By stage, the fastest level that fits on all its ranks; None if one stage does not."""
         owned = self._owned(dict.fromkeys(self.stages, 1.0))
-        if any(MEAN * owned[at] > room for at, room in self.state_room(None).items()):
+        if any(MEAN * owned[place] > room for place, room in self.state_room(None).items()):
             return None
-        states, found = self.fit.states(self.placed, self.beside), dict[StageId, Level]()
-        for at, x in self.stages.items():
-            there = [states[rank] for unit in x.ranks for rank in unit]
-            level = self.fit.fastest(x, min(r.room for r in there), min(r.host - r.offloaded for r in there))
+        states, levels = self.fit.states(self.placed, self.beside), dict[StageId, Level]()
+        for place, x in self.stages.items():
+            rooms = [states[rank] for unit in x.ranks for rank in unit]
+            level = self.fit.fastest(x, min(r.room for r in rooms), min(r.host - r.offloaded for r in rooms))
             if level is None:
                 return None
-            found[at] = level
-        return found
+            levels[place] = level
+        return levels
 
     def state_room(self, levels: Levels | None) -> dict[StageId, int]:
         """By stage, bytes for optimizer states on a rank with these levels (None: those that keep least)."""
         fit, ranks = self.fit, sum(x.stage.chips for x in self.stages.values())
         return {
-            at: fit.limits(x, ranks)[0] - self.beside[at]
-            - min(x.memory(level) for level in ([levels[at]] if levels else fit.levels(x)))
-            for at, x in self.stages.items()
+            place: fit.limits(x, ranks)[0] - self.beside[place]
+            - min(x.memory(level) for level in ([levels[place]] if levels else fit.levels(x)))
+            for place, x in self.stages.items()
         }  # fmt: skip
 
     def with_unequal_shares(self, levels: Levels) -> Levels | None:
         """These levels with shares under which they fit; None where none were found."""
         rooms, states = self.state_room(levels), self.fit.states(self.placed, self.beside)
-        for at, x in self.stages.items():  # buckets change little with shares
-            rooms[at] = min(rooms[at], *(states[r].free - states[r].buffers for unit in x.ranks for r in unit))
+        for place, x in self.stages.items():  # buckets change little with shares
+            rooms[place] = min(rooms[place], *(states[r].free - states[r].buffers for unit in x.ranks for r in unit))
         weights = self._balance_weights(rooms) if self.division_exists(rooms) else None
         for _ in range(ROUNDS if weights is not None else 0):
             assert weights is not None
             largest = max(weights.values())
-            shares = {at: max(1, round(FINEST * w / largest)) for at, w in weights.items()}
+            shares = {place: max(1, round(FINEST * w / largest)) for place, w in weights.items()}
             common = math.gcd(*shares.values())
             shared = {
-                at: (level[0], replace(level[1], share=shares[at] // common), *level[2:])
-                for at, level in levels.items()
+                place: (level[0], replace(level[1], share=shares[place] // common), *level[2:])
+                for place, level in levels.items()
             }
             shapes = [part.shape for part in _with_levels(self.placed.template, shared).parts]
             pipelines = tuple((shape, *p[1:]) for shape, p in zip(shapes, self.placed.pipelines, strict=True))
             states = self.fit.states(replace(self.placed, pipelines=pipelines), self.beside)
-            over = {
-                at: max(_over(states[r], rooms[at], x.in_host(levels[at])) for u in x.ranks for r in u)
-                for at, x in self.stages.items()
+            fill = {
+                place: max(_over(states[r], rooms[place], x.in_host(levels[place])) for u in x.ranks for r in u)
+                for place, x in self.stages.items()
             }
-            if max(over.values()) <= 1:
+            if max(fill.values()) <= 1:
                 return shared
-            weights = {at: n / (over[at] * 1.02) if over[at] > 1 else n for at, n in shares.items()}
+            weights = {place: n / (fill[place] * 1.02) if fill[place] > 1 else n for place, n in shares.items()}
         return None
 
     def division_exists(self, rooms: Mapping[StageId, int]) -> bool:
@@ -296,7 +296,7 @@ class _OneFit:
         ranges = self.ranges
 
         def fits(i: int, size: float, holders: frozenset[StageId]) -> bool:
-            if size > sum(max(rooms[at], 0) * self.stages[at].stage.chips for at in holders):
+            if size > sum(max(rooms[place], 0) * self.stages[place].stage.chips for place in holders):
                 return False
             return all(fits(j + 1, size + ranges[j][0], holders | set(ranges[j][1])) for j in range(i, len(ranges)))
 
@@ -313,30 +313,33 @@ class _OneFit:
             cut = 1, layers, embed, head
             return float(memory.states(*cut, memory.trained(*cut))[2])
 
-        found = [(state(0, True, False), [(p, 0) for p in range(len(starts))])]
+        ranges = [(state(0, True, False), [(p, 0) for p in range(len(starts))])]
         for a, b in itertools.pairwise(cuts):
             holders = [
                 (p, s) for p, row in enumerate(starts) for s, (lo, hi) in enumerate(itertools.pairwise(row))
                 if lo <= a and b <= hi
             ]  # fmt: skip
-            found.append((state(b - a, False, False), holders))
-        return [*found, (state(0, False, True), [(p, len(row) - 2) for p, row in enumerate(starts)])]
+            ranges.append((state(b - a, False, False), holders))
+        return [*ranges, (state(0, False, True), [(p, len(row) - 2) for p, row in enumerate(starts)])]
 
     def _communicators(self) -> dict[StageId, int]:
         """Bytes beyond what is set aside for communicators, of a rank of each stage."""
-        stages, known = {at: x.stage for at, x in self.stages.items()}, self.fit.scorer.tables.communicators
-        chips = {at: stage.chips for at, stage in stages.items()}
-        reducing = known.reducing((holders for _, holders in self.ranges), stages, chips)
+        stages, communicators = (
+            {place: x.stage for place, x in self.stages.items()},
+            self.fit.scorer.tables.communicators,
+        )
+        chips = {place: stage.chips for place, stage in stages.items()}
+        reducing = communicators.reducing((holders for _, holders in self.ranges), stages, chips)
         shapes = [shape.stages for shape, _, _ in self.placed.pipelines]
-        return {(p, s): known.counted(shapes[p], s, sizes) for (p, s), sizes in reducing.items()}
+        return {(p, s): communicators.counted(shapes[p], s, sizes) for (p, s), sizes in reducing.items()}
 
     def _owned(self, weight: Mapping[StageId, float]) -> dict[StageId, float]:
         """By stage, bytes of states on each of its ranks if divided exactly by weight."""
         owned = dict.fromkeys(self.stages, 0.0)
         for size, holders in self.ranges:
-            total = sum(weight[at] * self.stages[at].stage.chips for at in holders)
-            for at in holders:
-                owned[at] += size * weight[at] / total
+            total = sum(weight[place] * self.stages[place].stage.chips for place in holders)
+            for place in holders:
+                owned[place] += size * weight[place] / total
         return owned
 
     def _balance_weights(self, rooms: Mapping[StageId, int]) -> dict[StageId, float] | None:
@@ -345,13 +348,16 @@ class _OneFit:
         weight = dict.fromkeys(self.stages, 1.0)
         for _ in range(BALANCING):
             owned = self._owned(weight)
-            over = {at: own / (TIGHT * rooms[at]) if rooms[at] > 0 else math.inf for at, own in owned.items()}
-            if max(over.values()) <= 1:
+            fill = {
+                place: owned_bytes / (TIGHT * rooms[place]) if rooms[place] > 0 else math.inf
+                for place, owned_bytes in owned.items()
+            }
+            if max(fill.values()) <= 1:
                 return weight
-            if min(over.values()) >= 1:
+            if min(fill.values()) >= 1:
                 return None
             # Slightly more than needed, so that the iteration ends.
-            weight = {at: w / (over[at] * 1.003) if over[at] > 1 else w for at, w in weight.items()}
+            weight = {place: w / (fill[place] * 1.003) if fill[place] > 1 else w for place, w in weight.items()}
             if min(weight.values()) * FINEST < max(weight.values()):
                 return None
         return None
@@ -373,8 +379,8 @@ def _plain(shape: PipelineTemplate) -> PipelineTemplate:
 def _over(states: StateRoom, cap: int, there: int) -> float:
     """Memory needed / available on a rank; above 1 it does not fit. ``cap``: bytes for states; ``there``: of
     activations in host memory."""
-    own = states.optimizer / cap if cap else math.inf if states.optimizer else 0.0
+    fill = states.optimizer / cap if cap else math.inf if states.optimizer else 0.0
     if there:
         room = states.host - there
-        own = max(own, states.offloaded / room if room > 0 else math.inf)
-    return max(own, (states.optimizer + states.buffers) / states.free if states.free > 0 else math.inf)
+        fill = max(fill, states.offloaded / room if room > 0 else math.inf)
+    return max(fill, (states.optimizer + states.buffers) / states.free if states.free > 0 else math.inf)

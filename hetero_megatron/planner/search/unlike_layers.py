@@ -22,17 +22,17 @@ class UnlikeLayers:
         """Moves one layer after the other, each time the first that makes the step faster."""
         best, tried = incumbent.plans[0], 0
         while True:
-            found = None
+            faster = None
             for plan in _moved(best.plan):
                 if tried >= MOST or incumbent.should_stop():
                     break
                 tried += 1
-                found = _faster(plan, best, problem, incumbent)
-                if found is not None:
+                faster = _faster(plan, best, problem, incumbent)
+                if faster is not None:
                     break
-            if found is None:
+            if faster is None:
                 break
-            best = found
+            best = faster
         if best is not incumbent.plans[0]:
             incumbent.take_plan(best)
         return tried < MOST

@@ -98,11 +98,11 @@ class WarmPlanner:
             UserError: an unknown node, or no known pipeline fits the remaining nodes; a full search may still find a
                 plan.
         """
-        lost = set(nodes)
-        keep = [r.rank for r in self.cluster.ranks if r.node not in lost]
+        lost_nodes = set(nodes)
+        keep = [r.rank for r in self.cluster.ranks if r.node not in lost_nodes]
         node_names = {r.node for r in self.cluster.ranks}
-        if not lost <= node_names:
-            raise UserError("the cluster has no such node", field="node", value=sorted(lost - node_names)[0])
+        if not lost_nodes <= node_names:
+            raise UserError("the cluster has no such node", field="node", value=sorted(lost_nodes - node_names)[0])
         smaller = self._smaller(set(keep))
         shape = tuple(g.nodes for g in smaller.groups)
         warm = self._ready.get(shape) or self._search(smaller)
@@ -153,8 +153,8 @@ class WarmPlanner:
     def prepare(self) -> None:
         """Plan ahead for the loss of any one node, once per group of equal nodes."""
         for group in self.result.pool.groups:
-            lost = set(group.ranks[0])
-            smaller = self._smaller({r for g in self.result.pool.groups for n in g.ranks for r in n} - lost)
+            lost_ranks = set(group.ranks[0])
+            smaller = self._smaller({r for g in self.result.pool.groups for n in g.ranks for r in n} - lost_ranks)
             warm = self._search(smaller) if smaller.chips else None
             if warm is not None:
                 self._ready[tuple(g.nodes for g in smaller.groups)] = warm

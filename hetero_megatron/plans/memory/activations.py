@@ -50,12 +50,12 @@ def backward_bytes(recipe: str, rows: int, length: float, n: float, k: float, it
     dx = item * m * k
     if recipe == "blockwise":
         element = 1 + 4 / BLOCK  # with its share of a scale
-        most = m * n * element + 2 * weight + dx  # w in fp8, and turned
-        return max(most, dx + m * (n + k) * element + 4 * weight) if trained else most
+        peak = m * n * element + 2 * weight + dx  # w in fp8, and turned
+        return max(peak, dx + m * (n + k) * element + 4 * weight) if trained else peak
     several = rows > 1
-    most = weight + m * n + (2 if several else 1) * dx  # results of several sequences, and all in one piece
+    peak = weight + m * n + (2 if several else 1) * dx  # results of several sequences, and all in one piece
     of_weight = m * (n + k) + (8 if several else 4) * weight
-    return max(most, dx + of_weight) if trained else most
+    return max(peak, dx + of_weight) if trained else peak
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,10 @@ def chunk_limit(
         units: (tokens, tp_split) of each of the stage's.
     """
     rows = 1 + spec.mtp_layers  # modules that predict further tokens go through the head, too
-    over = any(rows * tokens * max(item, 4) * widest_vocabulary(spec, tuple(split)) > limit for tokens, split in units)
-    return limit if over else None
+    exceeds = any(
+        rows * tokens * max(item, 4) * widest_vocabulary(spec, tuple(split)) > limit for tokens, split in units
+    )
+    return limit if exceeds else None
 
 
 @lru_cache(maxsize=1024)
@@ -129,11 +131,11 @@ def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps in a stage from forward to backward on the device: in its layers, for all of
     them the rotary tables, and in the head, or the output that the next stage gets."""
     spec = held.own or spec
-    rest = held.recompute if held.recompute in ("selective", "elementwise") else "none"
+    partial_recompute = held.recompute if held.recompute in ("selective", "elementwise") else "none"
     sizes = (held.item, held.tp, held.shards)
     total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes, held.load)
     keeping = held.layers - max(held.full, held.untrained)
-    total += keeping * layer_activation_bytes(spec, held.tokens, rest, *sizes, held.load)
+    total += keeping * layer_activation_bytes(spec, held.tokens, partial_recompute, *sizes, held.load)
     total += beside_layers(spec, held) - host_kept_bytes(spec, held)
     return total + (sum(ends_bytes(spec, held)) if held.head else 0)
 
@@ -198,8 +200,8 @@ def working_bytes(
         rows = (1 + spec.mtp_layers) * tokens
         head, modules = ends_bytes(spec, held)
         in_head = head_backward_bytes(spec, rows, held.item, held.tp, held.limit is not None) + coming_back
-        own = boundary_bytes(spec, held)  # in the norm, whose input is still there
-        in_head = max(in_head, norm_backward_bytes(own, held.item) + own + coming_back - head)
+        boundary = boundary_bytes(spec, held)  # in the norm, whose input is still there
+        in_head = max(in_head, norm_backward_bytes(boundary, held.item) + boundary + coming_back - head)
         if modules:
             in_head, head = max(in_head, _in_module(spec, held) - head), head + modules
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
@@ -214,22 +216,22 @@ def numbers_bytes(held: RankWork) -> int:
 def _summing_bytes(spec: ModelSpec, held: RankWork) -> float:
     """Bytes in the forward of a layer while what its MLP put out is added up over the TP group: beside what it keeps,
     what its norms put out and the layer before it added, and what elementwise recompute will make again."""
-    whole = float(held.tokens * spec.hidden_size * held.item)
-    summed = scatter_bytes(whole, held.shards, held.item, held.rows) + 3 * whole / held.shards
+    output_bytes = float(held.tokens * spec.hidden_size * held.item)
+    summed = scatter_bytes(output_bytes, held.shards, held.item, held.rows) + 3 * output_bytes / held.shards
     if held.recompute != "elementwise" or spec.moe is not None:
         return summed
-    return summed + whole + held.tokens * held.item * spec.ffn_hidden_size / held.tp
+    return summed + output_bytes + held.tokens * held.item * spec.ffn_hidden_size / held.tp
 
 
 def _in_module(spec: ModelSpec, held: RankWork) -> int:
     """Bytes beside what is kept at the worst moment of backward through a module that predicts further tokens: what its
     layer needs, and the gradients of what the head got of all modules."""
-    one, sizes = module_layer(spec), (held.item, held.tp, held.shards)
-    worst = layer_backward_bytes(one, held.tokens, *sizes, module_load(held))
+    module_spec, sizes = module_layer(spec), (held.item, held.tp, held.shards)
+    worst = layer_backward_bytes(module_spec, held.tokens, *sizes, module_load(held))
     if held.recompute in ("full", "elementwise"):
         load = module_load(held)
-        worst += layer_activation_bytes(one, held.tokens, "none", *sizes, load)
-        worst -= layer_activation_bytes(one, held.tokens, held.recompute, *sizes, load)
+        worst += layer_activation_bytes(module_spec, held.tokens, "none", *sizes, load)
+        worst -= layer_activation_bytes(module_spec, held.tokens, held.recompute, *sizes, load)
     return worst + (1 + spec.mtp_layers) * boundary_bytes(spec, held)
 
 
@@ -255,8 +257,8 @@ def ends_operand_bytes(spec: ModelSpec, held: RankWork) -> int:
     head = head_operand_bytes(spec, rows, held.item, held.tp, held.limit is not None)
     if not spec.mtp_layers:
         return head
-    each = module_operand_bytes(spec, held.tokens, held.item, held.tp, held.shards, module_load(held))
-    return head + spec.mtp_layers * each
+    module_bytes = module_operand_bytes(spec, held.tokens, held.item, held.tp, held.shards, module_load(held))
+    return head + spec.mtp_layers * module_bytes
 
 
 def activation_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held]) -> int:
@@ -276,29 +278,32 @@ def graph_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[He
     not all of them have most micro-batches in flight at once. Backward works in memory of its own.
     """
     states = list(states)
-    most = [max(whole[c] for whole, _ in states) for c in range(len(chunks))]
+    most_in_flight = [max(counts[c] for counts, _ in states) for c in range(len(chunks))]
     kept = [kept_bytes(spec, chunk) for chunk in chunks]
-    total = sum(map(mul, most, kept)) - max(sum(map(mul, whole, kept)) for whole, _ in states)
+    total = sum(map(mul, most_in_flight, kept)) - max(sum(map(mul, counts, kept)) for counts, _ in states)
     backward = 0
-    for flying, chunk in zip(most, chunks, strict=True):
+    for flying, chunk in zip(most_in_flight, chunks, strict=True):
         if not chunk.layers:
             continue
         spec = chunk.own or spec
         sizes = (chunk.item, chunk.tp, chunk.shards, chunk.load)
-        whole = layer_activation_bytes(spec, chunk.tokens, "none", *sizes)
+        unrecomputed = layer_activation_bytes(spec, chunk.tokens, "none", *sizes)
         # Recomputed whole, a layer takes the sum of its input: a copy, and two tensors of output where one was kept.
         hidden = 3 * chunk.layers + 2 * chunk.full + 4
-        total += flying * (hidden * boundary_bytes(spec, chunk) + whole)
-        again = whole if chunk.full or chunk.recompute in ("selective", "elementwise") else 0
+        total += flying * (hidden * boundary_bytes(spec, chunk) + unrecomputed)
+        recomputed_bytes = unrecomputed if chunk.full or chunk.recompute in ("selective", "elementwise") else 0
         worked = layer_backward_bytes(spec, chunk.tokens, *sizes, linear_bytes(spec, chunk))
-        backward = max(backward, worked + again)
+        backward = max(backward, worked + recomputed_bytes)
     return total + backward
 
 
 def most_held(kept: Sequence[int], waiting: Sequence[int], states: Iterable[Held]) -> int:
     """The most bytes at once; ``kept``, ``waiting``: of a micro-batch in each chunk before its backward, and between
     its B_INPUT and W."""
-    return max(sum(map(mul, whole, kept)) + sum(map(mul, split, waiting)) for whole, split in states)
+    return max(
+        sum(map(mul, whole_counts, kept)) + sum(map(mul, split_counts, waiting))
+        for whole_counts, split_counts in states
+    )
 
 
 KeptWorking = tuple[Any, Any]  # bytes from forward to backward in all layers; more during the backward of one
@@ -330,15 +335,15 @@ class ContextLayers:
             outside = layer_activation_bytes(self.spec, 4096, recompute, self.item, tp) / 4096
             return outside - (queries + keys) / tp + self._home(alone) / tp
 
-        rest = whole("elementwise" if self.elementwise else "none")
-        return self.full * self.spec.hidden_size * self.item / tp + (self.layers - self.full) * rest
+        per_layer = whole("elementwise" if self.elementwise else "none")
+        return self.full * self.spec.hidden_size * self.item / tp + (self.layers - self.full) * per_layer
 
     def per_core_token(self, q: Any, kv: Any) -> tuple[KeptWorking, KeptWorking]:
         """Of the attention core on a rank with ``q`` query heads and ``kv`` KV heads: for every query token of its
         group, and for every token whose keys it has."""
         queries, d_queries, keys, d_keys = self._core(q, kv)
-        kept, again = 0 if self.selective else self.layers - self.full, self.selective
-        return (kept * queries, again * queries + d_queries), (kept * keys, again * keys + d_keys)
+        keeping, recomputes = 0 if self.selective else self.layers - self.full, self.selective
+        return (keeping * queries, recomputes * queries + d_queries), (keeping * keys, recomputes * keys + d_keys)
 
     def blocks(self, kv: Any, block: int) -> Any:
         """Of the ring's buffers: three blocks of keys and values, one that is computed with, one that arrives and the

@@ -36,7 +36,7 @@ def context_activations(
         work: of the stage's ranks, by chunk. states, moments: what it holds, and what comes then where backwards
             are split, as of plain stages.
     """
-    found, states = {}, list(states)
+    activations, states = {}, list(states)
     contexts = stage_contexts(spec, stage, seq_length)
     for context, rows in zip(contexts, stage.dp_split if contexts else ()):
         for group in context.groups:
@@ -44,11 +44,11 @@ def context_activations(
                 chunks = [replace(chunk, tokens=rows * own_tokens(member), rows=rows) for chunk in work[member.rank]]
                 kept, working, host, splitting = list[int](), list[int](), list[int](), list[int]()
                 for chunk in chunks:
-                    each, core = member_bytes(context, group, member, chunk)
+                    layers_kept, core = member_bytes(context, group, member, chunk)
                     layers = [x.times(rows) for x in member_layers(context, group, member, chunk)]
                     head = sum(ends_bytes(spec, chunk)) if chunk.head else 0
                     host.append(round(sum(layer.host for layer in layers)))
-                    kept.append(round(rows * each) + head - host[-1] + beside_layers(spec, chunk))
+                    kept.append(round(rows * layers_kept) + head - host[-1] + beside_layers(spec, chunk))
                     working.append(working_bytes(spec, chunk, layers, rows * core))
                     if moments:
                         from hetero_megatron.plans.memory.split_backward import splitting_bytes
@@ -60,8 +60,8 @@ def context_activations(
                     device = most_at_moments(spec, chunks, moments, kept, working, splitting)
                 else:
                     device = most_held(kept, [operand_bytes(spec, x) for x in chunks], states) + max(working)
-                found[member.rank] = device, most_held(host, [0] * len(host), states)
-    return found
+                activations[member.rank] = device, most_held(host, [0] * len(host), states)
+    return activations
 
 
 def context_host_layers(
@@ -87,9 +87,9 @@ def member_layers(
     def kept(kind: str) -> float:
         return member_bytes(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
 
-    given = own_tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
+    input_bytes = own_tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
     product = product_bytes(context.spec, chunk, own_tokens(member))
-    return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else given, product)
+    return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else input_bytes, product)
 
 
 def own_tokens(member: Member) -> int:
@@ -104,10 +104,10 @@ def member_bytes(context: StageContext, group: ContextGroup, member: Member, chu
         chunk.recompute == "elementwise",
     )  # fmt: skip
     gather = context.transport == "gather"
-    seen = sum(b - a for a, b in seen_tokens(group.tokens)) if gather else group.num_tokens
+    seen_keys = sum(b - a for a, b in seen_tokens(group.tokens)) if gather else group.num_tokens
     q, kv = (b - a for a, b in (member.computed.q_heads, member.computed.kv_heads))
     queries, keys = layers.per_core_token(q, kv)
-    kept, core = (group.num_tokens * queries[i] + seen * keys[i] for i in (0, 1))
+    kept, core = (group.num_tokens * queries[i] + seen_keys * keys[i] for i in (0, 1))
     alone = len(group.members) == 1 and not (gather and len(context.groups) > 1)  # nothing is copied
     kept += own_tokens(member) * layers.per_own_token(chunk.tp, alone)
     if not gather and len(context.groups) > 1:

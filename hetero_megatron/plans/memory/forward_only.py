@@ -14,9 +14,9 @@ def with_teacher(memory: Mapping[int, MemoryBytes], teacher: CompiledPlan, dtype
     gets, of all micro-batches of a step."""
     plan, spec, item = teacher.plan, teacher.spec, ITEM_BYTES[dtype]
     weights = {r: m.weights for r, m in estimate_memory(plan, spec, dtype, 0, teacher.buckets).items()}
-    kept = {
+    head_inputs = {
         rank: unit.micro_batch_tokens * spec.hidden_size * item * pipeline.num_micro_batches
         for pipeline in plan.pipelines for stage in pipeline.stages if stage.head
         for unit in stage.units for rank in unit.ranks
     }  # fmt: skip
-    return {rank: replace(m, teacher=weights[rank] + kept.get(rank, 0)) for rank, m in memory.items()}
+    return {rank: replace(m, teacher=weights[rank] + head_inputs.get(rank, 0)) for rank, m in memory.items()}

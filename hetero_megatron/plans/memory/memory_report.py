@@ -50,21 +50,21 @@ def over_host(memory: Mapping[int, MemoryBytes], cluster: Cluster) -> tuple[Over
     for rank, m in memory.items():
         node = cluster.ranks[rank].node
         needs[node] = needs.get(node, 0) + m.host
-    found = []
+    exceeded = []
     for rank in sorted(memory):
-        there, known = cluster.ranks[rank], cluster.group_of(rank).host_memory
-        if known and needs.pop(there.node, 0) > known:
-            need = sum(m.host for r, m in memory.items() if cluster.ranks[r].node == there.node)
-            found.append(OverHost(rank, there.chip, need, known, there.node))
-    return tuple(sorted(found, key=lambda o: (-o.over, o.rank)))
+        cluster_rank, limit = cluster.ranks[rank], cluster.group_of(rank).host_memory
+        if limit and needs.pop(cluster_rank.node, 0) > limit:
+            need = sum(m.host for r, m in memory.items() if cluster.ranks[r].node == cluster_rank.node)
+            exceeded.append(OverHost(rank, cluster_rank.chip, need, limit, cluster_rank.node))
+    return tuple(sorted(exceeded, key=lambda o: (-o.over, o.rank)))
 
 
 def over_limit(
     memory: Mapping[int, MemoryBytes], limits: Mapping[int, int], chips: Mapping[int, str]
 ) -> tuple[OverLimit, ...]:
     """The ranks that exceed their limit, worst first."""
-    found = [OverLimit(r, chips[r], m.total, limits[r]) for r, m in memory.items() if m.total > limits[r]]
-    return tuple(sorted(found, key=lambda o: (-o.over, o.rank)))
+    exceeded = [OverLimit(r, chips[r], m.total, limits[r]) for r, m in memory.items() if m.total > limits[r]]
+    return tuple(sorted(exceeded, key=lambda o: (-o.over, o.rank)))
 
 
 def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where: str = "") -> UserError:
@@ -86,9 +86,9 @@ def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where
         "overhead": "a chip with more memory",
         "communicators": "fewer ranks in groups and fewer groups, or communicators: of the chip in the cluster file",
     }
-    more = f"; {plural(len(over), 'rank')} do not fit" if len(over) > 1 else ""
+    others_text = f"; {plural(len(over), 'rank')} do not fit" if len(over) > 1 else ""
     return UserError(
-        f"the plan does not fit: {worst}{more}. Most of it is {largest}, {bytes_}",
+        f"the plan does not fit: {worst}{others_text}. Most of it is {largest}, {bytes_}",
         field="memory", where=where,
         accepted=help_by.get(
             largest, "more tp, fewer layers on its stage, more replicas that share the optimizer, or "

@@ -29,9 +29,11 @@ def host_layers(
 ) -> dict[int, list[list[float]]]:
     """By rank and chunk, bytes of a micro-batch in host memory of each layer."""
     work = stage_work(stage, spec, item, routing=routing, fp8=fp8)
-    found = {rank: [[layer.host for layer in layer_bytes(spec, x)] for x in chunks] for rank, chunks in work.items()}
+    sizes_of_rank = {
+        rank: [[layer.host for layer in layer_bytes(spec, x)] for x in chunks] for rank, chunks in work.items()
+    }
     if not has_context(stage, seq_length):
-        return found
+        return sizes_of_rank
     from hetero_megatron.plans.memory.context_members import context_host_layers
 
-    return found | context_host_layers(spec, stage, seq_length, work)
+    return sizes_of_rank | context_host_layers(spec, stage, seq_length, work)

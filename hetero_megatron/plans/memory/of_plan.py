@@ -99,8 +99,8 @@ class MemoryBytes:
     @property
     def largest(self) -> str:
         """The part that is most of it."""
-        parts = self.parts()
-        return max(parts, key=parts.__getitem__)
+        bytes_of_part = self.parts()
+        return max(bytes_of_part, key=bytes_of_part.__getitem__)
 
 
 def saved_in_few_bits(tensors: Iterable[LogicalTensor], share: Share, item: int) -> int:
@@ -147,15 +147,15 @@ def estimate_memory(
     item = ITEM_BYTES[dtype]
     out = plan_activations(plan, spec, item, logits_bytes, routing, fp8, graphs)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
-    held, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
+    held_elements, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
     # Bytes of each rank's latest buckets, in the order of sending: [under way | being summed, IN_FLIGHT, ranks].
     recent = np.zeros((2, IN_FLIGHT, len(index)), np.int64)
     places: dict[tuple[int, ...], Ints] = {}
-    known: dict[object, tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
+    counts_of_layout: dict[object, tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
     buckets = buckets if buckets is not None else make_buckets(plan, spec, muon=muon)
     base = frozen_buckets(plan, spec)
     divided, elsewhere = divided_bytes(plan, spec.tied, (*buckets, *base), item), frozen_bytes(base, item)
-    kept = np.zeros(len(index), np.int64)
+    owned_divided = np.zeros(len(index), np.int64)
     matrices = None
     if any(bucket.matrices for bucket in buckets):
         from hetero_megatron.plans.memory.matrices import MatrixBytes
@@ -163,41 +163,41 @@ def estimate_memory(
         matrices = MatrixBytes(len(index), item)
     for bucket in buckets:
         key = bucket.layout_key
-        if key not in known:
-            whole, mine = bucket.counts()
-            known[key] = whole, mine, _buffers(bucket, whole, mine, item)
+        if key not in counts_of_layout:
+            bucket_held, bucket_owned = bucket.counts()
+            counts_of_layout[key] = bucket_held, bucket_owned, _buffers(bucket, bucket_held, bucket_owned, item)
         if bucket.ranks not in places:
             places[bucket.ranks] = np.array([index[r] for r in bucket.ranks], np.int64)
-        at, (whole, mine, moving) = places[bucket.ranks], known[key]
+        rank_indices, (bucket_held, bucket_owned, moving) = places[bucket.ranks], counts_of_layout[key]
         if bucket.weights is not None:
-            kept[at] += mine
+            owned_divided[rank_indices] += bucket_owned
             continue
-        held[at] += whole
-        owned[at] += mine
+        held_elements[rank_indices] += bucket_held
+        owned[rank_indices] += bucket_owned
         if bucket.matrices and matrices is not None:
-            moving = matrices.add(bucket, at, whole, mine)
-        last = np.concatenate([recent[:, 1:, at], moving[:, None]], axis=1)
-        recent[:, :, at] = last
+            moving = matrices.add(bucket, rank_indices, bucket_held, bucket_owned)
+        last = np.concatenate([recent[:, 1:, rank_indices], moving[:, None]], axis=1)
+        recent[:, :, rank_indices] = last
         first_added = last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0)
-        buffers[at] = np.maximum.reduce([buffers[at], first_added, moving.max(axis=0)])
+        buffers[rank_indices] = np.maximum.reduce([buffers[rank_indices], first_added, moving.max(axis=0)])
     frozen = _frozen(plan, spec, item) if spec.lora is not None else {}
-    columns = (column.tolist() for column in (held, owned, kept, buffers))
-    for rank, has, owns, keeps, most in zip(plan.ranks, *columns, strict=True):
-        more, saved = frozen.get(rank, (0, 0))
-        weights, gradients, optimizer = state_bytes(has + more, owns, item, moments, has, saved)
-        parts = divided.get(rank, DividedBytes())
-        weights += parts.weights - elsewhere.get(rank, 0)
-        gradients += parts.gradients + keeps * max(item, 4)
-        optimizer += keeps * max(item, 4) * (moments + 1)  # masters are copies in any dtype
+    columns = (column.tolist() for column in (held_elements, owned, owned_divided, buffers))
+    for rank, holds, owns, owns_divided, most_buffers in zip(plan.ranks, *columns, strict=True):
+        frozen_elements, saved = frozen.get(rank, (0, 0))
+        weights, gradients, optimizer = state_bytes(holds + frozen_elements, owns, item, moments, holds, saved)
+        rank_divided = divided.get(rank, DividedBytes())
+        weights += rank_divided.weights - elsewhere.get(rank, 0)
+        gradients += rank_divided.gradients + owns_divided * max(item, 4)
+        optimizer += owns_divided * max(item, 4) * (moments + 1)  # masters are copies in any dtype
         if matrices is not None:
             i = index[rank]
             optimizer += int(matrices.more[i]) - int(matrices.owned[i]) * (moments - 1) * max(item, 4)
-            gradients, most = gradients + int(matrices.sums[i]), max(most, int(matrices.update[i]))
+            gradients, most_buffers = gradients + int(matrices.sums[i]), max(most_buffers, int(matrices.update[i]))
         host = out[rank].host
         if rank in plan.offloading:
-            optimizer, host = 0, host + host_bytes(owns + keeps, moments)
+            optimizer, host = 0, host + host_bytes(owns + owns_divided, moments)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
-        out[rank] = replace(out[rank], buffers=most + parts.messages, **states)
+        out[rank] = replace(out[rank], buffers=most_buffers + rank_divided.messages, **states)
     return out if plan.outer is None else _with_outer_steps(out, plan, spec, buckets, max(item, 4))
 
 
@@ -209,31 +209,31 @@ def _with_outer_steps(
     from hetero_megatron.plans.outer import outer_memory
 
     assert plan.outer is not None
-    found = {}
+    with_outer = {}
     for rank, (lasting, passing) in outer_memory(plan, spec, buckets, item).items():
-        has = memory[rank]
-        buffers, beside = max(has.buffers, passing), 0
+        needs = memory[rank]
+        buffers, beside_activations = max(needs.buffers, passing), 0
         if plan.outer.delay:
-            buffers, beside = has.buffers + passing, passing
-        where = {"host": has.host + lasting} if rank in plan.offloading else {"optimizer": has.optimizer + lasting}
-        found[rank] = replace(has, buffers=buffers, activations=has.activations + beside, **where)
-    return found
+            buffers, beside_activations = needs.buffers + passing, passing
+        states = {"host": needs.host + lasting} if rank in plan.offloading else {"optimizer": needs.optimizer + lasting}
+        with_outer[rank] = replace(needs, buffers=buffers, activations=needs.activations + beside_activations, **states)
+    return with_outer
 
 
 def _frozen(plan: Plan, spec: ModelSpec, item: int) -> dict[int, tuple[int, int]]:
     """(elements that each rank holds and that are not trained, bytes that those in few bits save)."""
-    found: dict[int, tuple[int, int]] = {}
+    frozen: dict[int, tuple[int, int]] = {}
     for stage in plan.stages:
         tensors = stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)
-        held = rank_shares(spec, stage)
+        share_of_rank = rank_shares(spec, stage)
         sizes = {
             share: (
                 sum(tensor_box(t, share).size for t in tensors if not t.trained),
                 saved_in_few_bits(tensors, share, item),
-            ) for share in {*held.values()}
+            ) for share in {*share_of_rank.values()}
         }  # fmt: skip
-        found |= {rank: sizes[share] for rank, share in held.items()}
-    return found
+        frozen |= {rank: sizes[share] for rank, share in share_of_rank.items()}
+    return frozen
 
 
 def _buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
@@ -249,31 +249,33 @@ def plan_activations(
 ) -> dict[int, MemoryBytes]:  # fmt: skip
     """Only the activations of every rank, on the device and in host memory, and what ``graphs`` take beside them."""
     out: dict[int, MemoryBytes] = {}
-    known: dict[tuple[object, ...], MemoryBytes] = {}
+    memory_of_work: dict[tuple[object, ...], MemoryBytes] = {}
     for pipeline in plan.pipelines:
         rows = held_by_stages(plan, pipeline)
         # Of a stage that splits backwards, what waits for W.
-        split = moments_by_stages(plan, pipeline) if any(any(left) for row in rows for _, left in row) else ()
-        for s, (stage, held) in enumerate(zip(pipeline.stages, rows, strict=True)):
+        split = moments_by_stages(plan, pipeline) if any(any(waiting) for row in rows for _, waiting in row) else ()
+        for s, (stage, held_states) in enumerate(zip(pipeline.stages, rows, strict=True)):
             work = stage_work(stage, spec, item, logits_bytes, routing, fp8, plan.islands)
             moments = split[s] if split else ()
             for rank, chunks in work.items():
-                if (chunks, held, moments) not in known:
+                if (chunks, held_states, moments) not in memory_of_work:
                     if moments:
                         from hetero_megatron.plans.memory.split_backward import split_activation_bytes
 
                         activations = split_activation_bytes(spec, chunks, moments)
                     else:
-                        activations = activation_bytes(spec, chunks, held)
-                    beside = graph_bytes(spec, chunks, held) if graphs else 0
-                    host = most_held([host_kept_bytes(spec, x) for x in chunks], [0] * len(chunks), held)
-                    known[chunks, held, moments] = MemoryBytes(activations=activations, graphs=beside, host=host)
-                out[rank] = known[chunks, held, moments]
+                        activations = activation_bytes(spec, chunks, held_states)
+                    graph_memory = graph_bytes(spec, chunks, held_states) if graphs else 0
+                    host = most_held([host_kept_bytes(spec, x) for x in chunks], [0] * len(chunks), held_states)
+                    memory_of_work[chunks, held_states, moments] = MemoryBytes(
+                        activations=activations, graphs=graph_memory, host=host
+                    )
+                out[rank] = memory_of_work[chunks, held_states, moments]
             if not has_context(stage, plan.seq_length):
                 continue
             from hetero_megatron.plans.memory.context_members import context_activations
 
-            with_context = context_activations(spec, stage, plan.seq_length, work, held, moments)
+            with_context = context_activations(spec, stage, plan.seq_length, work, held_states, moments)
             out |= {rank: MemoryBytes(activations=size, host=host) for rank, (size, host) in with_context.items()}
     return out
 
@@ -294,31 +296,31 @@ def stage_work(
     loads = [mean_loads(spec, stage, range(*chunk), routing, islands) for chunk in stage.chunks]
     models = [None if spec.delta is None else layers_alone(spec, range(*chunk)) for chunk in stage.chunks]
     runs = _chunks(stage, untrained_layers(spec))
-    chunks = [(*run, load, own) for run, load, own in zip(runs, loads, models, strict=True)]
-    found = {}
+    chunks = [(*run, load, chunk_spec) for run, load, chunk_spec in zip(runs, loads, models, strict=True)]
+    work = {}
     ahead = stage.activations.ahead if stage.activations is not None else 1
     for unit in stage.units:
         tokens, rows = unit.micro_batch_tokens, unit.sequences[1] - unit.sequences[0]
         for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
-            found[rank] = tuple(
+            work[rank] = tuple(
                 RankWork(
                     layers, embed, head, stage.recompute.kind, first, tokens, item, sum(unit.tp_split) / weight,
                     unit.tp, limit if head else None, load[rank], recipe, rows, untrained, offloaded, ahead,
-                    own,
-                ) for layers, embed, head, first, untrained, offloaded, load, own in chunks
+                    chunk_spec,
+                ) for layers, embed, head, first, untrained, offloaded, load, chunk_spec in chunks
             )  # fmt: skip
-    return found
+    return work
 
 
 def _chunks(stage: Stage, untrained: int) -> Iterator[tuple[int, bool, bool, int, int, int]]:
     """Of each run of layers (how many, embedding, head, how many of the stage's first recomputed layers, how many are
     before all that is trained, how many of the stage's first that are in host memory)."""
-    before, last = 0, len(stage.chunks) - 1
+    passed, last = 0, len(stage.chunks) - 1
     offloaded = stage.activations.layers if stage.activations is not None else 0
     for c, (a, b) in enumerate(stage.chunks):
-        first, away = (min(max(count - before, 0), b - a) for count in (stage.recompute.layers, offloaded))
-        yield b - a, stage.embed and c == 0, stage.head and c == last, first, min(untrained, b) if a == 0 else 0, away
-        before += b - a
+        full, hosted = (min(max(count - passed, 0), b - a) for count in (stage.recompute.layers, offloaded))
+        yield b - a, stage.embed and c == 0, stage.head and c == last, full, min(untrained, b) if a == 0 else 0, hosted
+        passed += b - a
 
 
 def library(chip: Chip) -> str:
@@ -338,26 +340,26 @@ def communicators(
     Args:
         vendors: whose library each rank's chip has; "": none.
     """
-    found = dict.fromkeys(plan.ranks, (0, 0))
+    counts = dict.fromkeys(plan.ranks, (0, 0))
 
     def count(ranks: Iterable[int]) -> None:
         members = tuple(ranks)
         if len(members) > 1 and vendors[members[0]] and len({vendors[r] for r in members}) == 1:
             for rank in members:
-                groups, peers = found[rank]
-                found[rank] = groups + 1, peers + len(members) - 1
+                groups, peers = counts[rank]
+                counts[rank] = groups + 1, peers + len(members) - 1
 
-    every = plan_groups(plan, buckets, spec)
-    every.remove(plan.ranks)  # the world's own; where gradients travel in it, it is listed twice
-    for group in every:
+    all_groups = plan_groups(plan, buckets, spec)
+    all_groups.remove(plan.ranks)  # the world's own; where gradients travel in it, it is listed twice
+    for group in all_groups:
         count(group)
     for pipeline in plan.pipelines:
-        for above, below in zip(pipeline.stages, pipeline.stages[1:]):
-            for a in above.ranks:
-                for b in below.ranks:
+        for sender, receiver in zip(pipeline.stages, pipeline.stages[1:]):
+            for a in sender.ranks:
+                for b in receiver.ranks:
                     count((a, b))
                     count((a, b))
-    return found
+    return counts
 
 
 def with_communicators(
@@ -367,9 +369,9 @@ def with_communicators(
     chips = {rank: cluster.chip_of(rank) for rank in plan.ranks}
     counts = communicators(plan, spec, buckets, {rank: library(chip) for rank, chip in chips.items()})
     return {
-        rank: replace(needs, communicators=max(one.bytes(*counts[rank]), one.least))
+        rank: replace(needs, communicators=max(communicator.bytes(*counts[rank]), communicator.least))
         for rank, needs in memory.items()
-        for one in [chips[rank].communicator]
+        for communicator in [chips[rank].communicator]
     }
 
 
@@ -378,9 +380,10 @@ def format_communicators(plan: Plan, cluster: Cluster) -> list[str]:
     lines = {}
     for chip in (cluster.chip_of(rank) for rank in plan.ranks):
         if chip.speed is None:
-            one = chip.communicator
+            communicator = chip.communicator
             lines[chip.name] = (
-                f"communicators of {chip.name}: {format_bytes(one.each)} each and {format_bytes(one.peer)} per peer, "
-                f"at least {format_bytes(one.least)} ({one.source})"
+                f"communicators of {chip.name}: {format_bytes(communicator.each)} each and "
+                f"{format_bytes(communicator.peer)} per peer, "
+                f"at least {format_bytes(communicator.least)} ({communicator.source})"
             )
     return list(lines.values())

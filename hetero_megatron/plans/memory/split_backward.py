@@ -50,19 +50,19 @@ def splitting_bytes(
     sizes = (held.item, held.tp, held.shards, held.load, linear_bytes(spec, held))
     in_layer = layer_backward_bytes(spec, held.tokens, *sizes, attention, split=True)
     kept = kept_bytes(spec, held) if kept is None else kept
-    most = kept + working_bytes(spec, replace(held, offloaded=0)) if held.head else 0  # operands of the head are made
+    peak = kept + working_bytes(spec, replace(held, offloaded=0)) if held.head else 0  # operands of the head are made
     layers = layer_bytes(spec, held) if layers is None else layers
     # All that no layer has: rotary tables, and the output that the next stage got.
-    there = sum(layer.kept - layer.host for layer in layers)
-    beside = kept - head - there
+    on_device = sum(layer.kept - layer.host for layer in layers)
+    outside_layers = kept - head - on_device
     if held.recompute == "elementwise" and not held.full and spec.moe is None and held.item == 2:
         # What is normed is made again while all gradients before it wait.
         normed = held.tokens * held.item * spec.hidden_size
         layers = [replace(layer, again=layer.again + normed) for layer in layers]
     operands = layer_operand_bytes(spec, held.tokens, held.item, held.tp, held.load)
-    inside = beside + of_head + in_layer + _moving(held) * boundary_bytes(spec, held)
-    inside += numbers_bytes(held)
-    return round(max(most, inside + there + worst_layer(layers, held.ahead, 0.0, 0.0, operands)))
+    in_backward = outside_layers + of_head + in_layer + _moving(held) * boundary_bytes(spec, held)
+    in_backward += numbers_bytes(held)
+    return round(max(peak, in_backward + on_device + worst_layer(layers, held.ahead, 0.0, 0.0, operands)))
 
 
 def _moving(held: RankWork) -> int:
@@ -101,9 +101,9 @@ def most_at_moments(
     """The same; by chunk, what a micro-batch keeps, what a whole backward works with, :func:`splitting_bytes`."""
     waiting = [operand_bytes(spec, chunk) for chunk in chunks]
     weights = [_weight_working(spec, chunk) for chunk in chunks]
-    beside = [size - own for size, own in zip(splitting, kept, strict=True)]
-    more: dict[str, Sequence[float]] = {"B": working, "B_INPUT": beside, "W": weights}
+    split_working = [size - chunk_kept for size, chunk_kept in zip(splitting, kept, strict=True)]
+    working_of_kind: dict[str, Sequence[float]] = {"B": working, "B_INPUT": split_working, "W": weights}
     return round(max(
-        sum(map(mul, whole, kept)) + sum(map(mul, split, waiting)) + more[kind][chunk]
-        for whole, split, kind, chunk in moments
+        sum(map(mul, whole_counts, kept)) + sum(map(mul, split_counts, waiting)) + working_of_kind[kind][chunk]
+        for whole_counts, split_counts, kind, chunk in moments
     ))  # fmt: skip

@@ -48,9 +48,9 @@ class UniformStageMemory:
         return self._most(tp, layers, embed, head, True)
 
     def _most(self, tp: int, layers: int, embed: bool, head: bool, trained: bool) -> int:
-        spec, rest = self.spec, (embed, head, trained)
+        spec, ends = self.spec, (embed, head, trained)
         return max(
-            round(layers * _layer_elements(spec, share, trained)) + _elements(spec, share, *rest)
+            round(layers * _layer_elements(spec, share, trained)) + _elements(spec, share, *ends)
             for share in _equal_shares(spec, tp)
         )
 
@@ -65,13 +65,13 @@ class UniformStageMemory:
     def states(self, tp: int, layers: int, embed: bool, head: bool, owned: float) -> tuple[int, int, int]:
         """Bytes of (weights, gradients, optimizer); ``owned``: elements whose optimizer states the rank keeps."""
         cut, saved = (tp, layers, embed, head), int(layers * self.saved_per_layer(tp))
-        held, trained = self.held(*cut), self.trained(*cut)
-        found = state_bytes(held, owned, self.item, self.moments, trained, saved)
+        held_elements, trained = self.held(*cut), self.trained(*cut)
+        states = state_bytes(held_elements, owned, self.item, self.moments, trained, saved)
         if not self.muon or not trained:  # an embedding alone, beside adapters, trains nothing
-            return found
+            return states
         matrices = owned * layers * self._matrices_per_layer(tp) / trained
         copies = self.item if tp > 1 and self.item != 2 else 0
-        return *found[:2], found[2] - round(matrices * ((self.moments - 1) * max(self.item, 4) - copies))
+        return *states[:2], states[2] - round(matrices * ((self.moments - 1) * max(self.item, 4) - copies))
 
     @cached_method
     def _matrices_per_layer(self, tp: int) -> float:
@@ -94,25 +94,25 @@ class UniformStageMemory:
     @cached_method
     def mean_bucket(self, tp: int) -> float:
         """Elements of a bucket of decoder layers on average; whole tensors do not fill all of them."""
-        spec, least = self._even, min(self.spec.num_layers, AVERAGED)
-        rows = [_bucket_sizes(spec, False, False, share, least) for share in _equal_shares(spec, tp)]
+        spec, layers = self._even, min(self.spec.num_layers, AVERAGED)
+        rows = [_bucket_sizes(spec, False, False, share, layers) for share in _equal_shares(spec, tp)]
         return max(sum(row) / len(row) for row in rows)
 
     @cached_method
     def bucket_rows(self, tp: int, layers: int, embed: bool, head: bool) -> tuple[tuple[int, int, bool], ...]:
         """The buckets of so many layers, embedding and head that the same ranks hold, in the order of backward:
         (elements, decoder layers that are in it or before it, whether it has the embedding)."""
-        each, most, wide = _equal_shares(self.spec, tp), BUCKET_BYTES // 4, False
+        tp_shares, bucket_elements, is_wide = _equal_shares(self.spec, tp), BUCKET_BYTES // 4, False
         rows: list[tuple[int, int, bool]] = []
-        done: set[int] = set()
+        layers_done: set[int] = set()
         for segment in backward_order(t for t in stage_tensors(self._even, range(layers), embed, head) if t.trained):
             for tensor in segment:
-                size, last = max(tensor_box(tensor, share).size for share in each), tensor.layer == "embed"
-                done |= {tensor.layer} if isinstance(tensor.layer, int) else set()
-                joined = rows and tensor.wide == wide and rows[-1][0] + size <= most
-                before = rows.pop() if joined else (0, 0, False)
-                rows.append((before[0] + size, len(done), before[2] or last))
-                wide = tensor.wide
+                size, last = max(tensor_box(tensor, share).size for share in tp_shares), tensor.layer == "embed"
+                layers_done |= {tensor.layer} if isinstance(tensor.layer, int) else set()
+                joined = rows and tensor.wide == is_wide and rows[-1][0] + size <= bucket_elements
+                previous = rows.pop() if joined else (0, 0, False)
+                rows.append((previous[0] + size, len(layers_done), previous[2] or last))
+                is_wide = tensor.wide
         return tuple(rows)
 
     @cached_method
@@ -141,8 +141,8 @@ class UniformStageMemory:
         moving, adding = buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1 and not self.muon)
         if self.muon and tp > 1:  # nearly all that is held is given, and as much is taken
             moving, adding = max(self.item, 4) * 2.0, max(self.item, 4) * (1 + 1 / copies)
-        together, largest = self.buckets(tp, embed, head)
-        return np.maximum(moving * np.minimum(trained, together), adding * np.minimum(trained, largest))
+        in_flight, largest = self.buckets(tp, embed, head)
+        return np.maximum(moving * np.minimum(trained, in_flight), adding * np.minimum(trained, largest))
 
     @cached_method
     def activations(
@@ -209,7 +209,7 @@ def _mean_over_layers(spec: ModelSpec, size: Callable[[Iterable[LogicalTensor]],
     kinds: dict[object, list[int]] = {}
     for layer, kind in enumerate(spec.layers):
         kinds.setdefault((kind.mlp, kind.mixer, *(layer in site.layers for site in sites)), []).append(layer)
-    sizes = [len(alike) * size(stage_tensors(spec, alike[:1], False, False)) for alike in kinds.values()]
+    sizes = [len(equal) * size(stage_tensors(spec, equal[:1], False, False)) for equal in kinds.values()]
     return sum(sizes) / spec.num_layers
 
 

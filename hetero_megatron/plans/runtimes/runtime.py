@@ -82,12 +82,12 @@ class GivenSizes:
         Raises:
             UserError: neither says it, or they disagree.
         """
-        given, flag = getattr(self, name), "--" + name.replace("_", "-")
-        if written is None and given is None:
+        flag_value, flag = getattr(self, name), "--" + name.replace("_", "-")
+        if written is None and flag_value is None:
             raise UserError("missing: the file does not say it", field=flag, accepted="an integer >= 1", where=where)
-        if None not in (written, given) and written != given:
-            raise UserError(f"the file says {written}", field=flag, value=given, accepted="the same", where=where)
-        return int(written if written is not None else given)
+        if None not in (written, flag_value) and written != flag_value:
+            raise UserError(f"the file says {written}", field=flag, value=flag_value, accepted="the same", where=where)
+        return int(written if written is not None else flag_value)
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ def exchanges_of_head(model: ModelSpec) -> float:
     predicts further tokens its embedding's, its layer's and the head's."""
     if not model.mtp_layers:
         return 1.0
-    one = module_layer(model)
-    return 1.0 + model.mtp_layers * (2.0 + tp_collectives(one, plain_load(one, 1, 1.0, 1)))
+    module_spec = module_layer(model)
+    return 1.0 + model.mtp_layers * (2.0 + tp_collectives(module_spec, plain_load(module_spec, 1, 1.0, 1)))
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class UnitSeconds:
     def split(self, layers: int, head: bool) -> tuple[float, float]:
         """The same as ``layer_split`` of a stage."""
         action = self.weight_action if layers or head else 0.0
-        weight, more = (layers * self.layer_split[i] + head * self.head_split[i] + action for i in (0, 1))
-        return weight, more
+        weight, extra = (layers * self.layer_split[i] + head * self.head_split[i] + action for i in (0, 1))
+        return weight, extra
 
     @property
     def only_weights(self) -> UnitSeconds:
@@ -116,10 +116,10 @@ class CostModel:
     def chip_rates(self, chip: str) -> ChipRates:
         """Raises UserError for a chip that does not support the dtype or that the cluster lacks."""
         if chip not in self.rates.chips:
-            has = ", ".join(self.cluster.chips[chip].dtypes) if chip in self.cluster.chips else ""
+            dtypes = ", ".join(self.cluster.chips[chip].dtypes) if chip in self.cluster.chips else ""
             raise UserError(
-                f"the chip does not compute in {self.dtype}" if has else "the cluster has no such chip",
-                field="chip", value=chip, accepted=f"one of {has}" if has else ", ".join(self.cluster.chips),
+                f"the chip does not compute in {self.dtype}" if dtypes else "the cluster has no such chip",
+                field="chip", value=chip, accepted=f"one of {dtypes}" if dtypes else ", ".join(self.cluster.chips),
                 where=self.cluster.file,
             )  # fmt: skip
         return self.rates.chips[chip]
@@ -153,13 +153,13 @@ class CostModel:
     @cached_method
     def _uses_fp8(self, chip: str, tp: int, rows: int) -> bool:
         fp8 = self.options.fp8
-        there = fp8 is not None and chip in self.rates.fp8 and cut_fits(self.model, tp, fp8)
-        return there and self.fp8_pays(chip, 1 / tp, rows, self.seq_length)
+        is_possible = fp8 is not None and chip in self.rates.fp8 and cut_fits(self.model, tp, fp8)
+        return is_possible and self.fp8_pays(chip, 1 / tp, rows, self.seq_length)
 
     def fp8_pays(self, chip: str, share: float, rows: float, length: int) -> bool:
         """Whether a layer is faster in fp8 and neither its forward nor its backward is slower."""
-        quantised, plain = (self.operators(chip, fp8).layer(share, rows, length) for fp8 in (True, False))
-        return quantised != plain and all(a <= b for a, b in zip(quantised, plain, strict=True))
+        quantised, unquantised = (self.operators(chip, fp8).layer(share, rows, length) for fp8 in (True, False))
+        return quantised != unquantised and all(a <= b for a, b in zip(quantised, unquantised, strict=True))
 
     def forward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:
         """The whole stage including TP collectives, without boundary transfers."""
@@ -176,18 +176,18 @@ class CostModel:
         )
         if not stage.away:
             return forward, backward
-        there, back = self.copy_waits(stage, micro_batch_size)
-        return forward + there, backward + back
+        forward_wait, backward_wait = self.copy_waits(stage, micro_batch_size)
+        return forward + forward_wait, backward + backward_wait
 
     def copy_waits(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, float]:
         """Seconds for which (forward, backward) wait for copies of activations to host memory, and back."""
         from hetero_megatron.predictor.cost.host_copies import waits
 
-        rate, part = self.host_rate(stage.chip), self.parts(stage, micro_batch_size)
+        rate, seconds = self.host_rate(stage.chip), self.parts(stage, micro_batch_size)
         sizes = self.host_layers(stage, micro_batch_size)
-        backward = [part.layer[1] + (part.layer[0] if i < stage.full else 0.0) for i in range(stage.layers)]
-        head = part.head[1] if stage.head else 0.0
-        return waits([size / rate for size in sizes], part.layer[0], backward, 1, head)
+        backward = [seconds.layer[1] + (seconds.layer[0] if i < stage.full else 0.0) for i in range(stage.layers)]
+        head = seconds.head[1] if stage.head else 0.0
+        return waits([size / rate for size in sizes], seconds.layer[0], backward, 1, head)
 
     def host_layers(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, ...]:
         """By layer, bytes of one micro-batch in host memory on a rank of the stage."""
@@ -232,20 +232,20 @@ class CostModel:
         (layer_input, layer_weight), (head_input, head_weight) = (
             operators.split_layer(share, rows, length, load), operators.split_head(share, rows, length, chunked)
         )
-        whole = operators.layer(share, rows, length, load=load)[1]
-        again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
+        whole_backward = operators.layer(share, rows, length, load=load)[1]
+        recompute_seconds = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
         if recompute == "elementwise":  # with the gathers of what attention and MLP read
-            again = operators.elementwise(share, rows, length, load) + count / 2 * forward
+            recompute_seconds = operators.elementwise(share, rows, length, load) + count / 2 * forward
         with_head = exchanges_of_head(self.model)
         return UnitSeconds(
-            layer=(layer[0], layer[1] + again),
+            layer=(layer[0], layer[1] + recompute_seconds),
             embed=(embed[0] + forward, embed[1] + backward),
             head=(
                 head[0] + with_head * forward,
                 head[1] + with_head * backward + operators.modules_again(share, rows, length, recompute),
             ),
             action=operators.rates.action_seconds if rows else 0.0,
-            layer_split=(layer_weight, layer_input + layer_weight - whole),
+            layer_split=(layer_weight, layer_input + layer_weight - whole_backward),
             head_split=(head_weight, head_input + head_weight - head[1]),
             weight_action=operators.rates.split_seconds if rows else 0.0,
             experts=(moe * experts[0], moe * experts[1]),
@@ -256,9 +256,9 @@ class CostModel:
         everywhere. Counts go first."""
         if self.model.moe is None or tp == 1 or link is None:
             return 0.0, 0.0
-        found = [self.tp_exchange_seconds(tp, rows, link, width) for width in token_bytes(self.model, self.item)]
+        exchanges = [self.tp_exchange_seconds(tp, rows, link, width) for width in token_bytes(self.model, self.item)]
         counts = link.collective("exchange")[0] + host_seconds
-        return counts + found[0] + found[1], found[2] + found[3]
+        return counts + exchanges[0] + exchanges[1], exchanges[2] + exchanges[3]
 
     def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None, width: int | None = None) -> float:
         """Seconds of one gather or scatter-sum of [rows, seq, hidden] (or of ``width`` bytes per token) inside a TP
@@ -303,11 +303,11 @@ class CostModel:
             sharing: concurrent transfers over a node's network cards.
         """
         size = micro_batch_size * self.seq_length * self.model.hidden_size * self.item
-        wide = [s.tp * s.dp if same_node else math.ceil(s.tp * s.dp / self.home(s).chips_per_node) for s in (a, b)]
-        one = size / max(s.tp * s.dp for s in (a, b))
+        widths = [s.tp * s.dp if same_node else math.ceil(s.tp * s.dp / self.home(s).chips_per_node) for s in (a, b)]
+        rank_bytes = size / max(s.tp * s.dp for s in (a, b))
         # Transfers share the cards' bandwidth (that of their fastest link); none is faster than its own link.
         per_byte = max(link.link, max(link.out, link.into) * sharing)
-        return link.alpha + max(size * per_byte / min(wide), one * link.pair)
+        return link.alpha + max(size * per_byte / min(widths), rank_bytes * link.pair)
 
     def owned_elements(self, stage: StageChoice, replicas: float) -> float:
         """Elements whose optimizer states one rank keeps when ``replicas`` pipelines hold the same layers."""
@@ -342,10 +342,10 @@ class CostModel:
 
     def host_rate(self, chip: str) -> float:
         """Bytes/s of one chip's copies to host memory, or from it: emulated links are exact, others reach a share."""
-        known = self.cluster.chips[chip]
-        if known.host_bandwidth is None:
+        chip_type = self.cluster.chips[chip]
+        if chip_type.host_bandwidth is None:
             return self.options.host_bandwidth
-        return known.host_bandwidth * (1.0 if known.speed is not None else HOST_SHARE)
+        return chip_type.host_bandwidth * (1.0 if chip_type.speed is not None else HOST_SHARE)
 
     def first_backward_saved(self, chip: str, held: float) -> float:
         """Seconds by which a step's first backward is shorter: it writes ``held`` gradients, others add to them."""
@@ -356,9 +356,9 @@ class CostModel:
         kept, working = self.activation_bytes(stage, micro_batch_size)
         trained, copies = self.memory.trained(*stage.cut), stage.dp * replicas
         buffers = int(self.memory.buffers(stage.tp, stage.embed, stage.head, copies, trained))
-        least = self.cluster.chips[stage.chip].communicator.least
-        beside = self.overhead(stage.chip) - least, self.host_states(stage, replicas), least
-        return MemoryBytes(*self.states(stage, replicas), in_flight * kept + working, buffers, *beside)
+        communicators = self.cluster.chips[stage.chip].communicator.least
+        other_bytes = self.overhead(stage.chip) - communicators, self.host_states(stage, replicas), communicators
+        return MemoryBytes(*self.states(stage, replicas), in_flight * kept + working, buffers, *other_bytes)
 
     def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
         """Bytes of (weights, gradients, optimizer) in device memory on the stage's worst rank."""
@@ -396,5 +396,5 @@ class CostModel:
         """Most bytes that :meth:`memory_bytes` (with overhead) may reach: the chip's memory minus the margin."""
         if chip not in self.cluster.chips:
             raise UserError("the cluster has no such chip", field="chip", value=chip, where=self.cluster.file)
-        known = self.cluster.chips[chip]
-        return int((known.memory_budget or known.memory) * (1 - self.options.margin))
+        chip_type = self.cluster.chips[chip]
+        return int((chip_type.memory_budget or chip_type.memory) * (1 - self.options.margin))

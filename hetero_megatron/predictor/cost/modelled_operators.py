@@ -78,13 +78,13 @@ class ModelledOperators:
     def attention(self, share: float, rows: float, length: int) -> Seconds:
         """The attention core: softmax(q k^T) v of this rank's heads."""
         flops = layer_attention_flops(self.model, mean_attention_pairs(self.model, length)) * share * rows
-        found = self.rates.attention
-        if not found:
+        measured = self.rates.attention
+        if not measured:
             forward = flops / self.rates.attention_flops
             scored = rows * self.model.num_heads * length**2 * (1 - linear_layers(self.model))
             scores = self.rates.score_seconds * share * scored
             return forward + scores, ATTENTION_BACKWARD * forward + 2 * scores
-        row = min(found, key=lambda r: (abs(math.log(r[0] / length)), abs(math.log(r[2] / self.model.head_dim))))
+        row = min(measured, key=lambda r: (abs(math.log(r[0] / length)), abs(math.log(r[2] / self.model.head_dim))))
         work = 4 * row[1] * row[2] * visible_pairs(round(row[0]))
         return flops / work * row[3], flops / work * row[4]
 
@@ -116,8 +116,8 @@ class ModelledOperators:
             return 0.0
         rates = self.rates
         if rates.gemm:
-            near = nearest([(r[:3], 2 * r[0] * r[1] * r[2] / r[3]) for r in rates.gemm], (m, n, k))
-            return 2 * m * n * k / near
+            nearest_rate = nearest([(r[:3], 2 * r[0] * r[1] * r[2] / r[3]) for r in rates.gemm], (m, n, k))
+            return 2 * m * n * k / nearest_rate
         return product_seconds(rates, m, n, k, self.item * (m * n + n * k + m * k))
 
     def linear(self, m: float, widths: Sequence[float], k: float) -> Products:
@@ -151,12 +151,12 @@ class ModelledOperators:
         """Seconds of the matrix products of a layer."""
         model = self.model
         h, routed = model.hidden_size, moe_layers(model)
-        found = [self._projections(share, tokens), self._mlp_products(share, tokens, common_columns(model, routed))]
-        plain = self.plain(share, tokens)
-        if plain is not None and model.moe is not None:
-            router = self.gemm(plain.tokens, model.moe.num_experts, h)
-            found.append(Products(*3 * (routed * (router + self.experts(plain)[0]),)))
-        return in_all(found)
+        terms = [self._projections(share, tokens), self._mlp_products(share, tokens, common_columns(model, routed))]
+        load = self.plain(share, tokens)
+        if load is not None and model.moe is not None:
+            router = self.gemm(load.tokens, model.moe.num_experts, h)
+            terms.append(Products(*3 * (routed * (router + self.experts(load)[0]),)))
+        return in_all(terms)
 
     def _projections(self, share: float, tokens: float) -> Products:
         """Those before and after attention, or linear attention, of an average layer."""
@@ -164,8 +164,8 @@ class ModelledOperators:
         if delta is None:
             return self._of_attention(share, tokens)
         linear, out = linear_layers(self.model), share * delta.value_width
-        own = in_all([self.linear(tokens, (share * delta.projected,), h), self.linear(tokens, (h,), out)])
-        return in_all([self._of_attention(share, tokens).times(1 - linear), own.times(linear)])
+        linear_products = in_all([self.linear(tokens, (share * delta.projected,), h), self.linear(tokens, (h,), out)])
+        return in_all([self._of_attention(share, tokens).times(1 - linear), linear_products.times(linear)])
 
     def _of_attention(self, share: float, tokens: float) -> Products:
         """Latents are computed by every rank of a TP group."""
@@ -188,8 +188,8 @@ class ModelledOperators:
 
     def _mlp_products(self, share: float, tokens: float, columns: float) -> Products:
         h, width = self.model.hidden_size, share * columns
-        up = self.linear(tokens, (width,) * (2 if self.model.gated else 1), h)
-        return in_all([up, self.linear(tokens, (h,), width)])
+        up_products = self.linear(tokens, (width,) * (2 if self.model.gated else 1), h)
+        return in_all([up_products, self.linear(tokens, (h,), width)])
 
     def dense_mlp(self, share: float, tokens: float, routed: float) -> Seconds:
         """(forward, backward) of what all tokens pass in an average layer's MLP."""
@@ -220,10 +220,10 @@ class ModelledOperators:
         forward = max(products.forward + small + core[0] + exchange[0], launching)
         frozen, adapters = model.lora is not None, self.adapters(share, tokens)
         forward += adapters
-        made = self._from_few_bits(share)
-        forward += made
-        both = products.input + (0.0 if frozen else products.weight)
-        backward = both + made + 2 * (small + adapters) + core[1] + exchange[1]
+        few_bits_seconds = self._from_few_bits(share)
+        forward += few_bits_seconds
+        gradient_products = products.input + (0.0 if frozen else products.weight)
+        backward = gradient_products + few_bits_seconds + 2 * (small + adapters) + core[1] + exchange[1]
         return forward, max(backward, launches * self.rates.layer_backward_seconds + host_seconds)
 
     @cached_method

@@ -253,8 +253,8 @@ def refuse_twice(cluster: Cluster, section: Mapping[str, Any]) -> None:
     """
     for name, chip in cluster.chips.items():
         of_entry, of_section = (
-            from_data(given, path, cluster.file).any_mapping()
-            for given, path in ((chip.rates, f"chips.{name}.rates"), (section.get(name, {}), f"rates.chips.{name}"))
+            from_data(rates, path, cluster.file).any_mapping()
+            for rates, path in ((chip.rates, f"chips.{name}.rates"), (section.get(name, {}), f"rates.chips.{name}"))
         )
         if twice := [dtype for dtype in of_section if dtype in of_entry]:
             raise UserError(

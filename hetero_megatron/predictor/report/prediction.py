@@ -165,10 +165,10 @@ class AskedLink:
     measured: bool
 
     def __str__(self) -> str:
-        where = f"between {self.a} and {self.b}" if self.a != self.b else f"among {self.a}"
-        where = f"inside {self.a}" if self.inside else where
+        ends = f"between {self.a} and {self.b}" if self.a != self.b else f"among {self.a}"
+        ends = f"inside {self.a}" if self.inside else ends
         measured = " (measured)" if self.measured else ""
-        return f"{where} {format_rate(self.bandwidth)}, {brief_seconds(self.latency)}{measured}"
+        return f"{ends} {format_rate(self.bandwidth)}, {brief_seconds(self.latency)}{measured}"
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def question(costs: CostModel, global_batch_size: int) -> Question:
 
 def _links(costs: CostModel) -> tuple[AskedLink, ...]:
     """Inside nodes of each group, then between nodes; links of which nothing is known are not used."""
-    rates, nodes, asked = costs.links.rates, costs.cluster.nodes, []
+    rates, nodes, asked_links = costs.links.rates, costs.cluster.nodes, []
     ways = [(node.name, node.name, True) for node in nodes if node.chips_per_node > 1]
     ways += [(node.name, node.name, False) for node in nodes if node.count > 1]
     ways += [(a.name, b.name, False) for a, b in itertools.combinations(nodes, 2)]
@@ -246,8 +246,8 @@ def _links(costs: CostModel) -> tuple[AskedLink, ...]:
             link = rates.between(*way).as_link()
         except UserError:
             continue
-        asked.append(AskedLink(*way, link.bandwidth, link.latency, way in rates.measured))
-    return tuple(asked)
+        asked_links.append(AskedLink(*way, link.bandwidth, link.latency, way in rates.measured))
+    return tuple(asked_links)
 
 
 def format_question(asked: Question) -> str:

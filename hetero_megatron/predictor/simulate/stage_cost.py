@@ -89,10 +89,10 @@ class StageCosts:
         users: dict[str, set[int]] = defaultdict(set)
         ranks = self.network.ranks
         for p, pipeline in enumerate(self.plan.pipelines):
-            for before, after in boundaries(pipeline):
-                up, down = ({ranks[r].node for r in s.ranks} for s in (before, after))
-                if len(up | down) > 1:
-                    for node in up | down:
+            for sender, receiver in boundaries(pipeline):
+                sender_nodes, receiver_nodes = ({ranks[r].node for r in s.ranks} for s in (sender, receiver))
+                if len(sender_nodes | receiver_nodes) > 1:
+                    for node in sender_nodes | receiver_nodes:
                         users[node].add(p)
         return {node: len(pipelines) for node, pipelines in users.items()}
 
@@ -110,9 +110,9 @@ class StageCosts:
             for unit in stage.units:
                 rows.append((unit.tp_split, unit.sequences, unit.tokens, unit.heads, unit.group))
                 for rank in unit.ranks:
-                    there = ranks[rank]
-                    at = nodes.setdefault(there.node, len(nodes))
-                    rows.append((there.chip, there.group, at, self.sharing.get(there.node, 1)))
+                    cluster_rank = ranks[rank]
+                    node = nodes.setdefault(cluster_rank.node, len(nodes))
+                    rows.append((cluster_rank.chip, cluster_rank.group, node, self.sharing.get(cluster_rank.node, 1)))
         return tuple(rows)
 
     def of(self, pipeline: Pipeline) -> PipelineCosts:
@@ -122,49 +122,49 @@ class StageCosts:
         return self._known[key]
 
     def _costs(self, pipeline: Pipeline) -> PipelineCosts:
-        parts = [self._slowest(stage) for stage in pipeline.stages]
+        stage_seconds = [self._slowest(stage) for stage in pipeline.stages]
         chunks = [
-            [self.divided.added(stage, c, seconds, part, pipeline.num_micro_batches)
-             for c, seconds in enumerate(_chunk_seconds(part, stage))]
-            for part, stage in zip(parts, pipeline.stages, strict=True)
+            [self.divided.added(stage, c, seconds, unit_seconds, pipeline.num_micro_batches)
+             for c, seconds in enumerate(_chunk_seconds(unit_seconds, stage))]
+            for unit_seconds, stage in zip(stage_seconds, pipeline.stages, strict=True)
         ]  # fmt: skip
         if any(stage.activations is not None for stage in pipeline.stages):
             from hetero_megatron.predictor.simulate.offload_cost import OffloadCost
 
             offload = OffloadCost(self.model, self.plan.seq_length)
-            chunks = [offload.added(*row) for row in zip(pipeline.stages, chunks, parts, strict=True)]
+            chunks = [offload.added(*row) for row in zip(pipeline.stages, chunks, stage_seconds, strict=True)]
         host: list[dict[str, float]] = [{} for _ in pipeline.stages]
         link, back, latency = [], [], []
-        for s, (up, down) in enumerate(boundaries(pipeline)):
+        for s, (sender, receiver) in enumerate(boundaries(pipeline)):
             t = (s + 1) % len(pipeline.stages)
-            flows = self.boundary(up, down, pipeline.micro_batch_size)
-            there = self.network.exchange(flows, self.sharing)
-            home = self.network.exchange([(b, a, size) for a, b, size in flows], self.sharing)
+            flows = self.boundary(sender, receiver, pipeline.micro_batch_size)
+            forward_price = self.network.exchange(flows, self.sharing)
+            backward_price = self.network.exchange([(b, a, size) for a, b, size in flows], self.sharing)
             sent = self.network.busiest_host((a, b) for a, b, _ in flows)
             received = self.network.busiest_host((b, a) for a, b, _ in flows)
-            for at, kinds, host_seconds in ((s, ("SEND_F", "RECV_B"), sent), (t, ("RECV_F", "SEND_B"), received)):
-                for kind, travel in zip(kinds, (there, home), strict=True):
-                    host[at][kind] = max(host[at].get(kind, 0.0), host_seconds)
+            for stage_id, kinds, host_seconds in ((s, ("SEND_F", "RECV_B"), sent), (t, ("RECV_F", "SEND_B"), received)):
+                for kind, travel in zip(kinds, (forward_price, backward_price), strict=True):
+                    host[stage_id][kind] = max(host[stage_id].get(kind, 0.0), host_seconds)
                     if self.model.options.blocking:
-                        host[at][kind] += travel.seconds + travel.latency
+                        host[stage_id][kind] += travel.seconds + travel.latency
             if self.model.options.blocking:
-                there = home = ExchangePrice({}, 0.0)
-            link.append(there.seconds)
-            back.append(home.seconds)
-            latency.append(max(there.latency, home.latency))
-        forward, backward, weight, more = zip(*(map(sum, zip(*row)) for row in chunks))
-        costs = Costs(forward, backward, link, link_back=back, latency=latency, host=host, weight=weight, split=more)
+                forward_price = backward_price = ExchangePrice({}, 0.0)
+            link.append(forward_price.seconds)
+            back.append(backward_price.seconds)
+            latency.append(max(forward_price.latency, backward_price.latency))
+        forward, backward, weight, extra = zip(*(map(sum, zip(*row)) for row in chunks))
+        costs = Costs(forward, backward, link, link_back=back, latency=latency, host=host, weight=weight, split=extra)
         if pipeline.chunks > 1:
             costs = replace(costs, chunks=chunks)
-        return PipelineCosts(costs, tuple(parts))
+        return PipelineCosts(costs, tuple(stage_seconds))
 
     def _slowest(self, stage: Stage) -> UnitSeconds:
         """Per part, the time of the slowest rank of the stage: collectives and boundaries make the others wait."""
         if self.model.model.moe is None or not stage.num_layers:
             return self._slowest_of(stage)
         kinds = layer_kinds(self.model.model, stage.layer_indices(), self.model.options.routing)
-        found = [(self._slowest_of(stage, moe, popular), count) for moe, popular, count in kinds]
-        return _mean_layer(found)
+        seconds_of_kinds = [(self._slowest_of(stage, moe, popular), count) for moe, popular, count in kinds]
+        return _mean_layer(seconds_of_kinds)
 
     def _slowest_of(self, stage: Stage, moe: bool = False, popular: Popularity | None = None) -> UnitSeconds:
         """The same where all layers are of one kind. Ranks that exchange routed tokens wait for each other before and
@@ -178,18 +178,18 @@ class StageCosts:
             for unit in stage.units
             for t in range(unit.tp)
         }
-        found = list(by_rank.values())
+        rank_seconds = list(by_rank.values())
         if moe:
             groups = expert_groups(stage, self.model.model.moe.num_experts) if self.model.model.moe is not None else ()
-            found = [_group_layer([by_rank[r] for r in g.ranks]) for g in groups]
-        return slowest(found)
+            rank_seconds = [_group_layer([by_rank[r] for r in g.ranks]) for g in groups]
+        return slowest(rank_seconds)
 
     def computing(self, stage: Stage, unit: Unit, t: int, again: int = 0) -> float:
         """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group; those of context
         groups, which overlap with compute, are included. ``again``: how many times
         forward runs besides."""
-        own = self._rank_seconds(stage, unit, t, exchanges=False)
-        forward, backward = own.total(stage.num_layers, stage.recomputed, stage.embed, stage.head)
+        seconds = self._rank_seconds(stage, unit, t, exchanges=False)
+        forward, backward = seconds.total(stage.num_layers, stage.recomputed, stage.embed, stage.head)
         return (1 + again) * forward + backward
 
     def stage_seconds(self, stage: Stage) -> float:
@@ -208,14 +208,14 @@ class StageCosts:
             moves = hop.moves
             if not moves:
                 continue
-            there, back, d_there, d_back = (
+            out, back, d_out, d_back = (
                 self.network.groups_exchange(
                     ((a, b, n * width) if way else (b, a, n * width) for (a, b), n in moves.items()), hop.groups
                 )[0]
                 for way, width in zip((True, False, True, False), token_bytes(spec, self.model.item), strict=True)
             )
             counts = self.network.groups_exchange(((a, b, float(INDEX)) for a, b in moves), hop.groups)[0]
-            forward, backward = forward + counts + there + back, backward + d_there + d_back
+            forward, backward = forward + counts + out + back, backward + d_out + d_back
         return forward, backward
 
     def _mean_load(self, stage: Stage, rank: int) -> ExpertLoad | None:
@@ -236,8 +236,8 @@ class StageCosts:
         collective, host_seconds = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
         chip = self.network.ranks[unit.ranks[t]].chip
         share = work_share(model, unit.tp_split, t)
-        own = layers_alone(model.model, tuple(stage.layer_indices()))
-        operators = model.operators(chip, model.computes_in_fp8(stage), own)
+        stage_spec = layers_alone(model.model, tuple(stage.layer_indices()))
+        operators = model.operators(chip, model.computes_in_fp8(stage), stage_spec)
         kind, chunked = stage.recompute.kind, model.head_in_chunks(stage)
         return model.unit_seconds(operators, share, rows, collective, kind, host_seconds, load, routed, chunked)
 
@@ -245,33 +245,33 @@ class StageCosts:
         """(source, destination, bytes) of the activations of one micro-batch, from the runtime's own transfer."""
         ends = (tuple((u.tp, u.sequences, u.tokens) for u in stage.units) for stage in (up, down))
         key = (*ends, tuple(up.ranks.index(r) if r in up.ranks else -1 for r in down.ranks), size)
-        known = self.prepared.boundaries
-        if key not in known:
+        transfers = self.prepared.boundaries
+        if key not in transfers:
             seq = self.plan.seq_length
             moves = transfer(_layout(up, size, seq), _layout(down, size, seq))
             index = {r: i for i, r in enumerate(down.ranks)}
             local = {r: i for i, r in enumerate(up.ranks)}
-            known[key] = tuple((local[m.src], index[m.dst], m.box.size) for m in moves.pieces)
+            transfers[key] = tuple((local[m.src], index[m.dst], m.box.size) for m in moves.pieces)
         width = self.model.model.hidden_size * self.model.item
         if self.model.options.whole_transfers and [u.tp for u in up.units] == [u.tp for u in down.units]:
             rows = {r: u for u in up.units for r in u.ranks}
             return [(a, b, rows[a].micro_batch_tokens * width) for a, b in zip(up.ranks, down.ranks)]
-        return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in known[key]]
+        return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in transfers[key]]
 
 
 def _local_groups(stage: Stage) -> tuple[object, ...]:
     """How its ranks divide the experts, with their places in the stage instead of their numbers."""
-    at = {rank: i for i, rank in enumerate(stage.ranks)}
+    places = {rank: i for i, rank in enumerate(stage.ranks)}
     return tuple(
-        tuple((tuple(at[r] for r in m.ranks), m.experts, m.split) for m in group.members) for group in stage.experts
+        tuple((tuple(places[r] for r in m.ranks), m.experts, m.split) for m in group.members) for group in stage.experts
     )
 
 
 def _local_islands(stage: Stage, islands: Islands) -> Islands:
     """Of a stage that divides the experts, by which its tokens travel; ranks as in :func:`_local_groups`."""
-    at = {rank: i for i, rank in enumerate(stage.ranks)}
-    found = split_by_island(islands, stage.ranks) if islands and stage.experts else ()
-    return tuple(tuple(at[r] for r in ranks) for ranks in found)
+    places = {rank: i for i, rank in enumerate(stage.ranks)}
+    stage_islands = split_by_island(islands, stage.ranks) if islands and stage.experts else ()
+    return tuple(tuple(places[r] for r in ranks) for ranks in stage_islands)
 
 
 def boundaries(pipeline: Pipeline) -> list[tuple[Stage, Stage]]:
@@ -283,30 +283,30 @@ def boundaries(pipeline: Pipeline) -> list[tuple[Stage, Stage]]:
 
 def _chunk_seconds(part: UnitSeconds, stage: Stage) -> list[ChunkSeconds]:
     """Of each of the stage's runs of layers; the first ones are recomputed where only some are."""
-    found, again, last = [], stage.recomputed, len(stage.chunks) - 1
+    chunks, recomputed, last = [], stage.recomputed, len(stage.chunks) - 1
     for c, (a, b) in enumerate(stage.chunks):
-        full = min(again, b - a)
-        again -= full
+        full = min(recomputed, b - a)
+        recomputed -= full
         head = stage.head and c == last
         seconds = part.total(b - a, full, stage.embed and c == 0, head)
-        found.append(ChunkSeconds(*seconds, *part.split(b - a, head)))
-    return found
+        chunks.append(ChunkSeconds(*seconds, *part.split(b - a, head)))
+    return chunks
 
 
 def slowest(ranks: Sequence[UnitSeconds]) -> UnitSeconds:
     """Of each part the most that one of the ranks takes."""
-    most: dict[str, Any] = {}
+    largest: dict[str, Any] = {}
     for name in vars(ranks[0]):
-        each = [getattr(rank, name) for rank in ranks]
-        most[name] = tuple(map(max, zip(*each))) if isinstance(each[0], tuple) else max(each)
-    return UnitSeconds(**most)
+        rank_values = [getattr(rank, name) for rank in ranks]
+        largest[name] = tuple(map(max, zip(*rank_values))) if isinstance(rank_values[0], tuple) else max(rank_values)
+    return UnitSeconds(**largest)
 
 
 def _group_layer(ranks: Sequence[UnitSeconds]) -> UnitSeconds:
     """The slowest of each part: of experts, and of what comes before and after their exchanges."""
-    most, rest = slowest(ranks), [(u.layer[0] - u.experts[0], u.layer[1] - u.experts[1]) for u in ranks]
-    forward, backward = (max(part) + experts for part, experts in zip(zip(*rest), most.experts))
-    return replace(most, layer=(forward, backward))
+    worst, outside = slowest(ranks), [(u.layer[0] - u.experts[0], u.layer[1] - u.experts[1]) for u in ranks]
+    forward, backward = (max(seconds) + experts for seconds, experts in zip(zip(*outside), worst.experts))
+    return replace(worst, layer=(forward, backward))
 
 
 def _mean_layer(kinds: Sequence[tuple[UnitSeconds, int]]) -> UnitSeconds:

@@ -67,11 +67,11 @@ def _parallel_block(read: ConfigReader) -> str | None:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    found = layer_norm_config(spec, "layer_norm_epsilon")
+    config = layer_norm_config(spec, "layer_norm_epsilon")
     new = spec.num_kv_heads not in (1, spec.num_heads) or spec.parallel_block == "two_norms"
     norms = {None: None, "one_norm": 1, "two_norms": 2}[spec.parallel_block]
-    return found | {
-        "num_kv_heads": found.pop("num_key_value_heads"), "ffn_hidden_size": found.pop("intermediate_size"),
+    return config | {
+        "num_kv_heads": config.pop("num_key_value_heads"), "ffn_hidden_size": config.pop("intermediate_size"),
         "activation": activation_name(spec), "bias": spec.qkv_bias and spec.out_bias and spec.mlp_bias,
         "new_decoder_architecture": new, "multi_query": spec.num_kv_heads == 1, "num_ln_in_parallel_attn": norms,
         "parallel_attn": spec.parallel_block is not None, "alibi": False, "hidden_dropout": 0.0,

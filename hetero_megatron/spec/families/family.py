@@ -152,11 +152,11 @@ def decoder(read: ConfigReader, model_type: str, name: str, defaults: Defaults, 
 
 def read_activation(read: ConfigReader, key: str, default: str) -> str:
     """Of an MLP without a gate."""
-    given = read.value(key, default)
-    found = ACTIVATIONS.get(given) if isinstance(given, str) else None
-    if found is None:
+    name = read.value(key, default)
+    activation = ACTIVATIONS.get(name) if isinstance(name, str) else None
+    if activation is None:
         raise read.refuse("this activation is not supported", key, ", ".join(ACTIVATIONS))
-    return found
+    return activation
 
 
 def activation_name(spec: ModelSpec) -> str:
@@ -200,8 +200,8 @@ def head_sizes(read: ConfigReader, defaults: Defaults, divides: bool = False) ->
         )
     fallback = defaults.head_dim or max(hidden // heads, 1)
     head_dim = read.integer("head_dim", fallback, defaults.head_dim_nullable)
-    given = defaults.head_dim is not None or read.config.get("head_dim") is not None
-    if hidden % heads and (not given or divides):
+    has_head_dim = defaults.head_dim is not None or read.config.get("head_dim") is not None
+    if hidden % heads and (not has_head_dim or divides):
         accepted = f"a divisor of {hidden}" + ("" if divides else ", or a head_dim")
         raise read.refuse(f"does not divide hidden_size {hidden}", "num_attention_heads", accepted)
     return heads, kv_heads, head_dim
@@ -211,16 +211,16 @@ def layer_types(
     read: ConfigReader, default: list[str], limit: int | None, limited: str = SLIDING
 ) -> tuple[str, ...]:
     """``layer_types``, one of FULL and ``limited`` per layer; the latter only where there is a ``limit``."""
-    found = read.value("layer_types", default, nullable=True)
+    types = read.value("layer_types", default, nullable=True)
     layers = num_layers(read)
-    known = {FULL, limited} if limit is not None else {FULL}
-    ok = isinstance(found, list) and len(found) == layers and all(isinstance(x, str) and x in known for x in found)
+    accepted = {FULL, limited} if limit is not None else {FULL}
+    ok = isinstance(types, list) and len(types) == layers and all(isinstance(x, str) and x in accepted for x in types)
     if not ok:
         raise read.refuse(
             f"does not name the attention of {layers} layers", "layer_types",
-            " or ".join(f'"{k}"' for k in sorted(known)) + " for every layer, or null",
+            " or ".join(f'"{k}"' for k in sorted(accepted)) + " for every layer, or null",
         )  # fmt: skip
-    return tuple(found)
+    return tuple(types)
 
 
 def decoder_config(spec: ModelSpec) -> dict[str, Any]:
@@ -242,8 +242,8 @@ def decoder_config(spec: ModelSpec) -> dict[str, Any]:
 
 def layer_norm_config(spec: ModelSpec, eps: str) -> dict[str, Any]:
     """The same, with one rotary embedding, of a family with LayerNorm, whose epsilon it calls ``eps``."""
-    found = decoder_config(spec) | write_rope(spec)
-    return found | {eps: found.pop("rms_norm_eps")}
+    config = decoder_config(spec) | write_rope(spec)
+    return config | {eps: config.pop("rms_norm_eps")}
 
 
 def silu_config(spec: ModelSpec) -> dict[str, Any]:

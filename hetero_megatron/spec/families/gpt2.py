@@ -53,9 +53,9 @@ def own_names(read: ConfigReader) -> Config:
     """GPT-2's keys, and GPT-J's, under their own names. Under both names with two values, transformers takes the other
     name's."""
     config = dict(read.config)
-    for other, main_key in GPT2_ALIASES.items():
-        if other in config and config.setdefault(main_key, config[other]) != config[other]:
-            raise read.refuse(f"the same setting is {main_key} = {config[main_key]}", other, "one of the two names")
+    for alias, main_key in GPT2_ALIASES.items():
+        if alias in config and config.setdefault(main_key, config[alias]) != config[alias]:
+            raise read.refuse(f"the same setting is {main_key} = {config[main_key]}", alias, "one of the two names")
     return config
 
 

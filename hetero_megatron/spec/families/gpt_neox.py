@@ -35,12 +35,12 @@ def _read_neox(read: ConfigReader, name: str) -> ModelSpec:
     theta, share = read.positive("rotary_emb_base", 10000.0), read.positive("rotary_pct", 0.25)
     for key, counts in (("rope_theta", theta), ("partial_rotary_factor", share)):
         if key in read.config and read.config[key] != counts:  # transformers writes it beside its own, and reads that
-            own = "rotary_emb_base" if key == "rope_theta" else "rotary_pct"
-            raise read.refuse(f"transformers reads {own} ({counts:g}) instead", key, f"{counts:g}, or {own}")
-    named = {"rope_theta": theta, "partial_rotary_factor": share}
+            own_key = "rotary_emb_base" if key == "rope_theta" else "rotary_pct"
+            raise read.refuse(f"transformers reads {own_key} ({counts:g}) instead", key, f"{counts:g}, or {own_key}")
+    rope_keys = {"rope_theta": theta, "partial_rotary_factor": share}
     bias = read.flag("attention_bias", True)
     return decoder(
-        ConfigReader({**read.config, **named}, read.where), "gpt_neox", name, _NEOX, norm="layer",
+        ConfigReader({**read.config, **rope_keys}, read.where), "gpt_neox", name, _NEOX, norm="layer",
         norm_eps=read.positive("layer_norm_eps", 1e-5), activation=read_activation(read, "hidden_act", "gelu"),
         parallel_block="two_norms" if read.flag("use_parallel_residual", True) else None,
         qkv_bias=bias, out_bias=bias, mlp_bias=True,
@@ -48,10 +48,10 @@ def _read_neox(read: ConfigReader, name: str) -> ModelSpec:
 
 
 def _write_neox(spec: ModelSpec) -> dict[str, Any]:
-    found = {"partial_rotary_factor": 1.0} | layer_norm_config(spec, "layer_norm_eps")
-    del found["num_key_value_heads"]
-    return found | {
-        "rotary_emb_base": found.pop("rope_theta"), "rotary_pct": found.pop("partial_rotary_factor"),
+    config = {"partial_rotary_factor": 1.0} | layer_norm_config(spec, "layer_norm_eps")
+    del config["num_key_value_heads"]
+    return config | {
+        "rotary_emb_base": config.pop("rope_theta"), "rotary_pct": config.pop("partial_rotary_factor"),
         "use_parallel_residual": spec.parallel_block is not None, "hidden_act": activation_name(spec),
         "attention_bias": spec.qkv_bias and spec.out_bias, "hidden_dropout": 0.0,
     }  # fmt: skip
@@ -100,10 +100,10 @@ def _read_phi(read: ConfigReader, name: str) -> ModelSpec:
 
 
 def _write_phi(spec: ModelSpec) -> dict[str, Any]:
-    found = {"partial_rotary_factor": 1.0} | layer_norm_config(spec, "layer_norm_eps")  # absent means one half
+    config = {"partial_rotary_factor": 1.0} | layer_norm_config(spec, "layer_norm_eps")  # absent means one half
     if spec.head_dim * spec.num_heads != spec.hidden_size:
-        found["head_dim"] = spec.head_dim
-    return found | {
+        config["head_dim"] = spec.head_dim
+    return config | {
         "hidden_act": activation_name(spec), "qk_layernorm": spec.qk_norm is not None, "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
     }  # fmt: skip

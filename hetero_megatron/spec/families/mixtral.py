@@ -127,13 +127,13 @@ def _qwen_config(spec: ModelSpec) -> dict[str, Any]:
     moe = spec.moe
     assert moe is not None
     dense = [i for i, kind in enumerate(spec.layers) if kind.mlp == "dense"]
-    found = silu_config(spec) | {
+    config = silu_config(spec) | {
         "num_experts": moe.num_experts, "num_experts_per_tok": moe.top_k, "norm_topk_prob": moe.normalize,
         "moe_intermediate_size": moe.ffn_hidden_size, "decoder_sparse_step": 1, "mlp_only_layers": dense,
     }  # fmt: skip
     if spec.windows != (None,):
-        found |= {"use_sliding_window": True, "sliding_window": spec.windows[0]}
-    return found
+        config |= {"use_sliding_window": True, "sliding_window": spec.windows[0]}
+    return config
 
 
 def _write_qwen2(spec: ModelSpec) -> dict[str, Any]:

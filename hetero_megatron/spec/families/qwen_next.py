@@ -45,8 +45,8 @@ def _mixers(read: ConfigReader) -> tuple[str, ...]:
     layers = num_layers(read)
     if read.config.get("layer_types") is not None:
         return layer_types(read, [], 1, LINEAR)
-    every = read.integer("full_attention_interval", 4)
-    return tuple(FULL if (i + 1) % every == 0 else LINEAR for i in range(layers))
+    interval = read.integer("full_attention_interval", 4)
+    return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers))
 
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
@@ -75,7 +75,7 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
 def _write(spec: ModelSpec) -> dict[str, Any]:
     moe, delta = spec.moe, spec.delta
     assert moe is not None and delta is not None
-    found = silu_config(spec) | {
+    config = silu_config(spec) | {
         "num_experts": moe.num_experts, "num_experts_per_tok": moe.top_k, "norm_topk_prob": moe.normalize,
         "moe_intermediate_size": moe.ffn_hidden_size, "shared_expert_intermediate_size": moe.shared_ffn,
         "decoder_sparse_step": 1, "mlp_only_layers": [i for i, kind in enumerate(spec.layers) if kind.mlp == "dense"],
@@ -83,7 +83,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "attention_bias": spec.qkv_bias and spec.out_bias,
         **{key: getattr(delta, field) for key, (field, _) in _SIZES.items()},
     }  # fmt: skip
-    return {"partial_rotary_factor": 1.0} | found  # absent means a quarter
+    return {"partial_rotary_factor": 1.0} | config  # absent means a quarter
 
 
 FAMILY = Family(

@@ -67,5 +67,5 @@ def why(model_type: str) -> str:
     """What a refusal of this family says about it; empty for families that nobody has looked at."""
     if model_type not in REFUSED:
         return ""
-    lacks, near = REFUSED[model_type]
-    return f"it needs {lacks}; the nearest that is supported is {near}"
+    lacks, supported = REFUSED[model_type]
+    return f"it needs {lacks}; the nearest that is supported is {supported}"
