@@ -182,7 +182,7 @@ def configure_arguments(
         allow_over_memory=args["allow_over_memory"],
         notices=args.all_notices(),
         preference=preference, reference_logps=args["reference_logps"], reference_hf=args["reference_hf"],
-        **teacher_fields,
+        **(teacher_fields if isinstance(teacher_fields, dict) else {}),  # what could not be built is not used either
     )
 
 
