@@ -70,8 +70,9 @@ class TeacherHead:
         self._inputs.clear()
 
     def logits(self, x: torch.Tensor, product: object) -> torch.Tensor:
-        """[n, h] -> [n, V_local]."""
+        """[n, h] -> [n, V_local], in at least fp32."""
         found: torch.Tensor = product(x, self.head.matrix, self.head.bias)[0]  # type: ignore[operator]
+        found = found.to(wide(found.dtype))
         return found if self.head.softcap is None else softcap(found, self.head.softcap)
 
 
@@ -215,7 +216,7 @@ class DistillationLoss:
         """(divergence [n], its gradient with respect to logits / temperature)."""
         assert self.teacher is not None
         t = self.distillation.temperature
-        teacher = self.teacher.logits(hidden, self._product.forward).to(student.dtype)
+        teacher = self.teacher.logits(hidden, self._product.forward)
         (normalizer, _) = _normalizers(teacher, (t,), self._group)
         terms, slopes = divergence_terms(student, teacher.div_(t).sub_(normalizer[:, None]), self.distillation)
         divergence, mean = _sum_over(self._group, torch.stack([terms.sum(1), slopes.sum(1)])).unbind()
@@ -225,23 +226,23 @@ class DistillationLoss:
         """The same over k + 1 outcomes: the teacher's likeliest tokens, and any other."""
         assert said.ids is not None and said.logps is not None and said.rest is not None
         mine, local = _own(said.ids, self._vocab[0], student.shape[1])
-        at, other = torch.zeros_like(said.logps), torch.zeros_like(said.rest)
+        at, other, others = torch.zeros_like(said.logps), torch.full_like(said.rest, -torch.inf), student
         if student.shape[1]:
             at = torch.where(mine, student.gather(1, local), 0.0)
             # Tokens of others' shares stand at a local place, too: they must not hide what is there.
             hidden = torch.zeros_like(student).scatter_add_(1, local, mine.to(student.dtype))
-            other = (student.exp() * (hidden == 0)).sum(1)
-        sums = _sum_over(self._group, torch.cat([at.t(), other[None]]))
-        outcomes = torch.cat([sums[:-1], sums[-1:].log()]).t()
+            others = student.masked_fill(hidden > 0, -torch.inf)
+            other = others.logsumexp(1)  # a tail that fp32 has no probabilities for has logarithms
+        mine_of = torch.cat([at.t(), other[None]])
+        every = self._group.gather_vectors(mine_of.reshape(-1)).view(self._group.size, *mine_of.shape)
+        outcomes = torch.cat([every[:, :-1].sum(0), every[:, -1:].logsumexp(0)]).t()
         teacher = torch.cat([said.logps, said.rest[:, None]], 1)
         terms, slopes = divergence_terms(outcomes, teacher, self.distillation)
-        mean = slopes.sum(1, keepdim=True)
-        p = student.exp()
         # Of each other token, its part of what all of them have in common.
-        rest = torch.where(sums[-1] > 0, slopes[:, -1] / sums[-1], 0.0)[:, None]
-        gradient = p * (rest - mean)
+        gradient = (others - outcomes[:, -1:]).exp_().mul_(slopes[:, -1:])
+        gradient.sub_(student.exp().mul_(slopes.sum(1, keepdim=True)))
         if student.shape[1]:
-            gradient.scatter_add_(1, local, torch.where(mine, slopes[:, :-1] - rest * at.exp(), 0.0))
+            gradient.scatter_add_(1, local, torch.where(mine, slopes[:, :-1], 0.0))
         return terms.sum(1), gradient
 
 

@@ -65,14 +65,14 @@ class Likeliest:
         chosen = names.gather(1, at).long()
         local = chosen - self._start
         own = (local >= 0) & (local < logits.shape[1])
-        top = best[:, :1]  # the largest of all, of any rank
-        others = (logits - top).exp()
+        best, others = best - best[:, :1], logits - best[:, :1]  # less the largest of all, of any rank
+        other = torch.full_like(best[:, 0], -torch.inf)
         if logits.shape[1]:
             hidden = torch.zeros_like(others).scatter_add_(1, local.clamp(0, logits.shape[1] - 1), own.to(others.dtype))
-            others = others * (hidden == 0)
-        rest = self._group.gather_vectors(others.sum(1)).sum(0)
-        total = (rest + (best - top).exp().sum(1)).log()
-        return chosen.int(), (best - top - total[:, None]).float(), (rest.log() - total).float()
+            other = others.masked_fill_(hidden > 0, -torch.inf).logsumexp(1)
+        rest = self._group.gather_vectors(other).logsumexp(0)  # of a tail that fp32 has no probabilities for, too
+        total = torch.logaddexp(rest, best.logsumexp(1))
+        return chosen.int(), (best - total[:, None]).float(), (rest - total).float()
 
 
 def head_ranks(plan: Plan) -> set[int]:

@@ -41,6 +41,7 @@ class Checkpointing:
 
     Args:
         lock: of --save, by ``claim_directory``; held until everything is written.
+        scored_by: fingerprint of the model whose scores the run learns from; empty: of none.
 
     Attributes:
         active: checkpoints are written.
@@ -57,12 +58,13 @@ class Checkpointing:
         synchronize: Any,
         lock: DirectoryLock | None,
         source_dtypes: dict[str, torch.dtype] | None,
+        scored_by: str = "",
     ) -> None:
         from hetero_megatron.checkpoint.model_files import ModelFiles
 
         self.config, self.runtime, self.data, self.source_dtypes = config, runtime, data, source_dtypes
         options = config.checkpoint
-        self.active, self._lock = writes_checkpoints(config), lock
+        self.active, self._lock, self._scored_by = writes_checkpoints(config), lock, scored_by
         self.last_saved = -1
         self.model_files = ModelFiles()
         group = runtime.comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
@@ -311,15 +313,17 @@ class Checkpointing:
     def _reference(self) -> str:
         from hetero_megatron.training.reference import reference_fingerprint
 
-        return reference_fingerprint(self.config)
+        return self._scored_by or reference_fingerprint(self.config)
 
     def _check_reference(self, found: Checkpoint) -> None:
         """Of a run that goes on with preference pairs: what they are compared with is what they were."""
         was = found.state.get("reference", "")
         if was and self._reference and was != self._reference:
-            if self.config.teacher_hf is not None:
-                problem, place = "the checkpoint was trained beside another teacher", self.config.teacher_hf
-                raise UserError(problem, field="--teacher-hf", value=place, accepted="the teacher of the first run")
+            if self.config.distillation is not None:
+                flag = "--teacher-hf" if self.config.teacher_scores is None else "--teacher-scores"
+                place = self.config.teacher_scores or self.config.teacher_hf
+                raise UserError("the checkpoint was trained beside another teacher", field=flag, value=place,
+                                accepted="the teacher of the first run, or its scores")  # fmt: skip
             raise UserError(
                 "the checkpoint was trained beside another reference: the weights there are not those that it began "
                 "with", field="--load-hf", value=self.config.load_hf, accepted="the directory of the first run",

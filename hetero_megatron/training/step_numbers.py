@@ -12,7 +12,6 @@ import torch
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.pipeline.stage_work import StepResult, TimedAction
 from hetero_megatron.platform.accelerator import Accelerator
-from hetero_megatron.spec.preference import by_label
 
 if TYPE_CHECKING:
     from hetero_megatron.parallel.balance import LoadBalance, StepRouting
@@ -33,7 +32,8 @@ class StepStats:
         skipped: the step was not taken: the gradient was not finite, or there was a veto.
         stop: some rank asked to stop.
         routing: of a mixture of experts.
-        facts: what a loss beside another model's says besides itself: of preference pairs, means by TRL's names.
+        facts: what a loss beside another model's says besides itself: of preference pairs, means by TRL's names; of
+            labelled answers, means over all of them.
         predictions: of each module that predicts further tokens, the sum of its losses over ``tokens``, in nats.
         busy, bubble, communication: seconds per rank of the plan (forward and backward; the update is not in them).
         actions: what this rank did, and when.
@@ -116,12 +116,12 @@ class StepNumbers:
         return self._balance.routing(every[:, 7 : every.shape[1] - more], tokens)
 
     def facts(self, every: torch.Tensor, count: float) -> dict[str, float]:
-        """Of what :meth:`gather` gives, what the loss says besides itself, as means over its pairs or tokens."""
+        """Of what :meth:`gather` gives, what the loss says besides itself, as means over its pairs, answers or tokens:
+        such means can be averaged, and are shown as ``spec.preference.shown_means`` has them."""
         if not self._facts:
             return {}
         means = (every[:, -len(self._facts) :].sum(0) / max(count, 1)).tolist()
-        found = dict(zip(self._facts, means, strict=True))
-        return by_label(found) if "share/chosen" in found else found
+        return dict(zip(self._facts, means, strict=True))
 
     def predictions(self, every: torch.Tensor, tokens: float) -> tuple[float, ...]:
         """Of what :meth:`gather` gives, the losses of modules that predict further tokens."""

@@ -132,10 +132,11 @@ def set_up(
     check_agreement(
         world, {f"data ({name})": f"{mark} {data.corpora[name]}" for name, mark in data.fingerprints.items()}
     )
+    scored_by, known_samples = "", None
     if config.teacher_scores is not None:
         from hetero_megatron.training.score import use_scores
 
-        use_scores(config, comm, node_data)
+        scored_by, known_samples = use_scores(config, comm, node_data)
     check_offload(config.plan, config.optimizer.name, config.dtype)
     alignment = Alignment(config.alignment)
     initialize = weights.values if resume is None else weights.blank
@@ -152,20 +153,12 @@ def set_up(
     alignment.follow(runtime)
     agree_on_kernels(runtime, config.logging.kernel_plan)
     source_dtypes = weights.dtypes if weights.adapters is None else None
-    if config.preference is not None and config.preference.stored and reference is None:
-        from hetero_megatron.training.reference import reference_logps
-
-        reference = reference_logps(config, runtime, node_data)
-    if config.preference is not None and config.preference.unpaired:
-        from hetero_megatron.training.labelled import LabelledSteps
-
-        steps = LabelledSteps(runtime)
-        steps.use(reference or {})
-        runtime.hooks.before_forward = steps.before_forward
-    elif runtime.pairs is not None:
-        runtime.pairs.reference.known = dict(reference or {})
-    checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes)
+    if config.preference is not None:
+        known_samples = _use_reference(config, runtime, node_data, reference)
+    checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes, scored_by)
     config, done, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
+    if known_samples is not None and not config.skip_train:
+        _refuse_unknown(config, done, known_samples)
     exit = resume.exit if resume is not None else None
     exit = exit or _exit_conditions(config, comm, checkpoints.active)
     peak = resume.peak if resume is not None else None
@@ -185,6 +178,42 @@ def set_up(
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     return training
+
+
+def _use_reference(config: RunConfig, runtime: Runtime, data: NodeData, known: Known | None) -> int | None:
+    """Have the loss of preferences know what the reference says; ``known``: None: the runtime's weights are its.
+
+    Returns:
+        of how many training samples that is known; None: of all.
+    """
+    assert config.preference is not None
+    covered = None
+    if config.preference.stored:
+        from hetero_megatron.training.reference import covered_samples, reference_logps
+
+        covered = covered_samples(config, data)
+        known = reference_logps(config, runtime, data) if known is None else known
+    if config.preference.unpaired:
+        from hetero_megatron.training.labelled import LabelledSteps
+
+        steps = LabelledSteps(runtime)
+        steps.use(known or {})
+        runtime.hooks.before_forward = steps.before_forward
+    elif runtime.pairs is not None:
+        runtime.pairs.reference.known = dict(known or {})
+    return covered
+
+
+def _refuse_unknown(config: RunConfig, done: ConsumedSamples, known: int) -> None:
+    """UserError where a run that goes on, perhaps with batches of another size, comes to training samples after those
+    of which is known what another model says."""
+    last = config.batch_size.samples_after(max(config.steps - done.step, 0), done.consumed)
+    if last > known and config.steps > done.step:
+        raise UserError(
+            f"the run goes on to training sample {last:,}, and what its teacher or reference says is known of the "
+            f"first {known:,}", field="--train-iters", value=config.steps,
+            accepted="as many as are left, --train-samples, or a file of more samples (hetero-megatron score)",
+        )  # fmt: skip
 
 
 def _of_another_model(
