@@ -26,7 +26,8 @@ class ScoredDataset:
     """
 
     def __init__(self, dataset: Dataset, scores: ScoresFile, split: str, vocab_size: int, field: str) -> None:
-        self._dataset, self._split, self._vocab, self._field, self._path = dataset, split, vocab_size, field, scores.path
+        self._dataset, self._split, self._vocab = dataset, split, vocab_size
+        self._field, self._path = field, scores.path
         self._arrays = [scores.arrays[f"{split}.{name}"] for name in LikeliestTokens._fields]
 
     def __getitem__(self, index: int) -> Sample:

@@ -195,9 +195,10 @@ class StepSimulator:
     @cached_property
     def reference_seconds(self) -> float:
         """Of the forwards over the batch that come before all else."""
-        if not self.costs.options.reference:
-            return 0.0
-        return self.costs.options.reference * max(
+        options = self.costs.options
+        if not options.reference:
+            return options.teacher_seconds
+        return options.teacher_seconds + options.reference * max(
             simulate(self.prepared.schedule(pipeline).forward_only(), costs.costs).step_seconds
             for costs, pipeline in zip(self.pipelines, self.plan.pipelines, strict=True)
         )
@@ -211,7 +212,16 @@ class StepSimulator:
     def computing(self) -> dict[int, float]:
         """By rank, seconds per step of its own forwards and backwards without TP exchanges: what the runtime measures
         as busy. (:attr:`Prediction.busy` is the stage's, with them.)"""
-        again = self.costs.options.reference
+        return self._computing(self.costs.options.reference)
+
+    @property
+    def computing_forward(self) -> dict[int, float]:
+        """The same of one forward over the batch."""
+        both, once = self._computing(1), self._computing(0)
+        return {rank: both[rank] - once[rank] for rank in both}
+
+    def _computing(self, again: int) -> dict[int, float]:
+        """``again``: forwards besides."""
         return {
             rank: pipeline.num_micro_batches * self.stages.computing(stage, unit, t, again)
             for pipeline in self.plan.pipelines
