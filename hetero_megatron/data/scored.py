@@ -12,7 +12,7 @@ from hetero_megatron.data.scores_file import ScoresFile
 from hetero_megatron.errors import UserError
 
 KIND = "likeliest tokens"
-_DTYPES = LikeliestTokens(*map(np.dtype, ("<i4", "<f4", "<f4")))
+_DTYPES = tuple(map(np.dtype, ("<i4", "<f4", "<f4")))  # of the fields of LikeliestTokens
 _WHOLE = 1e-3  # by how much probabilities in fp32 may miss 1
 
 
@@ -87,7 +87,7 @@ def check_scores(
             )  # fmt: skip
         shape = (held, length, ids.shape[-1])
         shapes = [(array.shape, array.dtype) for array in (ids, logps, rest) if array is not None]
-        if ids.size == 0 or shapes != list(zip((shape, shape, shape[:2]), _DTYPES, strict=True)):
+        if ids.size == 0 or shapes != [(shape, _DTYPES[0]), (shape, _DTYPES[1]), (shape[:2], _DTYPES[2])]:
             raise UserError(f"is damaged: arrays of {split} have other shapes or types", field=field,
                             value=scores.path, accepted="a file that hetero-megatron score wrote")  # fmt: skip
         scores.require(field, {f"order of {split}": order}, begins=True)
