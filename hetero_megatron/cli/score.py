@@ -12,7 +12,8 @@ from hetero_megatron.errors import UserError
 
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
     """Returns the exit code; an error is one line on standard error."""
-    if not {"-h", "--help", "--help-all", "--version", "--save-scores"}.isdisjoint(argv):
+    given = {word.partition("=")[0] for word in argv}
+    if not given.isdisjoint({"-h", "--help", "--help-all", "--version", "--save-scores"}):
         return pretrain.main(argv, environment, "score")
     error = UserError("missing: the file that is written", field="--save-scores", accepted="--save-scores FILE")
     say_error(str(error), environment)

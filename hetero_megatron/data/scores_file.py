@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.utils.files import parse_json
+from hetero_megatron.utils.files import open_file, parse_json
 
 MAGIC, ALIGNED, ASIDE = b"HMSCORE1", 64, ".incomplete"
 MOST_HEADER = 1 << 24
@@ -34,13 +34,15 @@ class ScoresFile:
     header: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
 
-    def require(self, field: str, facts: Mapping[str, str]) -> None:
-        """UserError at the first of the facts, by name, that is not what the file was made with."""
+    def require(self, field: str, facts: Mapping[str, str], begins: bool = False) -> None:
+        """UserError at the first of the facts, by name, that is not what the file was made with, or with ``begins`` how
+        that begins."""
         made_for = self.header["made_for"]
         for name, fact in facts.items():
-            if made_for.get(name) != fact:
+            stored = made_for.get(name)
+            if stored != fact and not (begins and isinstance(stored, str) and stored.startswith(fact)):
                 raise UserError(
-                    f"was made with another {name} ({str(made_for.get(name))[:60]}, here {fact[:60]})", field=field,
+                    f"was made with another {name} ({str(stored)[:60]}, here {fact[:60]})", field=field,
                     value=self.path, accepted="the file of this model, tokenizer and data, or a new name",
                 )  # fmt: skip
 
@@ -50,6 +52,11 @@ class ScoresFile:
             if isinstance(array, np.memmap):
                 array.flush()
         os.replace(self.path + ASIDE, self.path)
+
+    def give_up(self) -> None:
+        """Nothing is left of a file that is not complete."""
+        with suppress(OSError):
+            os.unlink(self.path + ASIDE)
 
 
 def create_scores(path: str, field: str, header: Mapping[str, Any], shapes: Shapes) -> ScoresFile:
@@ -70,26 +77,25 @@ def create_scores(path: str, field: str, header: Mapping[str, Any], shapes: Shap
             os.posix_fallocate(file.fileno(), 0, start + max(end, 1))  # a full disk is noticed now
         return ScoresFile(path, header, _mapped(path + ASIDE, places, start, "r+"))
     except OSError as error:
+        with suppress(OSError):
+            os.unlink(path + ASIDE)
         raise UserError(f"cannot be written: {error.strerror}", field=field, value=path, accepted="a file") from None
 
 
 def open_scores(path: str, field: str, kind: str) -> ScoresFile:
-    """UserError: it is none with a header of this ``kind``, or damaged."""
-    try:
-        with Path(path).open("rb") as file:
-            begins, length = file.read(8), int.from_bytes(file.read(8), "little")
-            text = file.read(length) if begins == MAGIC and length <= MOST_HEADER else b""
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", field=field, value=path, accepted="a file") from None
+    """UserError: it is none with a header of this ``kind``, or damaged. What arrays hold is the caller's to check."""
+    with open_file(path, field) as file:
+        begins, length = file.read(8), int.from_bytes(file.read(8), "little")
+        text = file.read(length) if begins == MAGIC and length <= MOST_HEADER else b""
     header: Any = None
     with suppress(UserError):
         header = parse_json(text, path) if text else None
-    is_scores = isinstance(header, dict) and isinstance(header.get("made_for"), dict) and header.get("kind") == kind
+    good = isinstance(header, dict) and isinstance(header.get("made_for"), dict) and header.get("kind") == kind
     try:
-        arrays = _mapped(path, header["arrays"], _start(length), "r") if is_scores else {}
-    except (OSError, ValueError, TypeError, KeyError):
-        is_scores = False
-    if not is_scores:
+        arrays = _mapped(path, header["arrays"], _start(length), "r") if good else {}
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        good = False
+    if not good:
         raise UserError(f"is no file of {kind}", field=field, value=path, accepted="one, or a new name")
     return ScoresFile(path, header, arrays)
 
@@ -101,13 +107,15 @@ def _start(length: int) -> int:
 
 def _mapped(path: str, places: Mapping[str, Sequence[Any]], start: int, mode: Any) -> dict[str, np.ndarray]:
     """ValueError: the file is too short, or the places are none."""
-    arrays = dict[str, np.ndarray]()
+    if not isinstance(places, dict):
+        raise ValueError(type(places))
+    found = dict[str, np.ndarray]()
     size = os.path.getsize(path)
-    for name, (dtype, shape, offset) in places.items():
-        if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in (*shape, offset)):
+    for name, (dtype, shape, at) in places.items():
+        if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in (*shape, at)):
             raise ValueError(name)
-        if start + offset + math.prod(shape) * np.dtype(dtype).itemsize > size:
+        if start + at + math.prod(shape) * np.dtype(dtype).itemsize > size:
             raise ValueError(name)
-        filled = math.prod(shape) > 0
-        arrays[name] = np.memmap(path, dtype, mode, start + offset, tuple(shape)) if filled else np.zeros(shape, dtype)
-    return arrays
+        there = math.prod(shape) > 0
+        found[name] = np.memmap(path, dtype, mode, start + at, tuple(shape)) if there else np.zeros(shape, dtype)
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from hetero_megatron.utils.files import open_append
 
 if TYPE_CHECKING:
     from hetero_megatron.predictor.cost.cost_options import CostOptions
-    from hetero_megatron.predictor.simulate.step import Prediction
+    from hetero_megatron.predictor.simulate.step import Prediction, StepSimulator
 
 FILE = "events.jsonl"
 
@@ -48,6 +48,8 @@ def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
 
     try:
         options, prepared = _options(config), PreparedPlan(config.compiled)
+        if config.teacher is not None:
+            options = replace(options, teacher_seconds=_teacher(config).reference_seconds)
         prediction = predict(config.plan, config.spec, config.cluster, config.dtype, options=options, prepared=prepared)
     except UserError as error:
         return None, f"no prediction of the step time: {error}"
@@ -68,7 +70,24 @@ def expected_busy(config: RunConfig) -> dict[int, float]:
 
     assert config.cluster is not None
     costs = CostModel(config.spec, config.cluster, config.plan.seq_length, config.dtype, _options(config))
-    return StepSimulator(config.plan, costs, PreparedPlan(config.compiled)).computing
+    own = StepSimulator(config.plan, costs, PreparedPlan(config.compiled)).computing
+    if config.teacher is None:
+        return own
+    before = _teacher(config).computing_forward
+    return {rank: seconds + before[rank] for rank, seconds in own.items()}
+
+
+def _teacher(config: RunConfig) -> StepSimulator:
+    """Of the teacher on the student's ranks, whose forward comes once before each step."""
+    from hetero_megatron.predictor.cost.cost_options import CostOptions
+    from hetero_megatron.predictor.cost.layer_cost import CostModel
+    from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
+    from hetero_megatron.predictor.simulate.step import StepSimulator
+
+    assert config.cluster is not None and config.teacher is not None
+    compiled, options = config.compiled_teacher, CostOptions(reference=1, logits_bytes=config.logits_bytes)
+    costs = CostModel(compiled.spec, config.cluster, config.plan.seq_length, config.dtype, options)
+    return StepSimulator(compiled.plan, costs, PreparedPlan(compiled))
 
 
 def _options(config: RunConfig) -> CostOptions:
@@ -78,7 +97,7 @@ def _options(config: RunConfig) -> CostOptions:
     return CostOptions(
         moments=moments_of(config.optimizer.name), muon=config.optimizer.name == "muon", fp8=config.fp8,
         logits_bytes=config.logits_bytes, gradient_bytes=2.0 if config.reduce_in_bf16 else None,
-        reference=preference is not None and preference.refers and preference.in_step,
+        reference=0 if preference is None else preference.forwards,
     )  # fmt: skip
 
 

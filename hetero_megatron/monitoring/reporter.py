@@ -26,6 +26,7 @@ from hetero_megatron.monitoring.throughput import (
 )
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
+from hetero_megatron.spec.preference import shown_means
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.step_numbers import StepStats
@@ -187,7 +188,7 @@ class Reporter:
                 experts=experts,
                 loss_tokens=None if answers else stats.tokens,
                 pairs=stats.tokens if answers else None,
-                facts=stats.facts,
+                facts=shown_means(stats.facts),
                 predictions=_of_modules(stats),
             )  # fmt: skip
         )
@@ -210,7 +211,7 @@ class Reporter:
             skipped=self._skipped, nan=self._nan, busiest=experts.worst if experts is not None else None,
             balance=(dict(experts.losses) if experts is not None else {}) | further,
             loss_tokens_per_second=counting / seconds if counting != tokens else None,
-            facts=facts,
+            facts=shown_means(facts),
         )  # fmt: skip
         print((format_line if self.config.logging.log_format == "megatron" else format_short)(progress), flush=True)
         self._since.clear()
@@ -218,7 +219,8 @@ class Reporter:
         self._skipped = self._nan = 0
 
     def evaluated(self, step: int, loss: float, split: str, facts: Mapping[str, float]) -> None:
-        """Of ``validation`` or ``test``; ``facts``: of preference pairs, else empty."""
+        """Of ``validation`` or ``test``; ``facts``: as :attr:`StepStats.facts`, over all of it."""
+        facts = shown_means(facts)
         if self.writer is not None:
             self.writer.validation(step, loss, split, self.config.logging.validation_perplexity, facts)
             print(format_validation(step, loss, perplexity_of(loss), f"{split} set", facts), flush=True)

@@ -70,9 +70,10 @@ class TeacherHead:
         self._inputs.clear()
 
     def logits(self, x: torch.Tensor, product: object) -> torch.Tensor:
-        """[n, h] -> [n, V_local]."""
-        logits: torch.Tensor = product(x, self.head.matrix, self.head.bias)[0]  # type: ignore[operator]
-        return logits if self.head.softcap is None else softcap(logits, self.head.softcap)
+        """[n, h] -> [n, V_local], in at least fp32."""
+        found: torch.Tensor = product(x, self.head.matrix, self.head.bias)[0]  # type: ignore[operator]
+        found = found.to(wide(found.dtype))
+        return found if self.head.softcap is None else softcap(found, self.head.softcap)
 
 
 class DistillationLoss:
@@ -124,12 +125,12 @@ class DistillationLoss:
         if batch.loss_mask is not None:
             weights = batch.loss_mask.flatten().to(weights.dtype)
         size = max(len(labels) if self._chunk is None else self._chunk, 1)
-        teacher = [None if tensor is None else tensor.split(size) for tensor in self._said(batch, out)]
+        teacher = [None if part is None else part.split(size) for part in self._said(batch, out)]
         head, total = self._model.lm_head, torch.zeros((), dtype=weights.dtype, device=out.device)
         with_bias = {} if head.bias is None else {"bias": head.bias}
         pieces = zip(out.flatten(0, -2).split(size), labels.split(size), weights.split(size), strict=True)
         for i, (x, targets, counted) in enumerate(pieces):
-            rows = LossRows(targets, counted, Known(*(None if tensor is None else tensor[i] for tensor in teacher)))
+            rows = LossRows(targets, counted, Known(*(None if part is None else part[i] for part in teacher)))
             seeds = counted * seed if torch.is_grad_enabled() else None
             total = total + (self.head(x, head.matrix, rows, seeds, **with_bias) * counted).sum()
         return total
@@ -140,11 +141,11 @@ class DistillationLoss:
             if self._rehearsing:
                 return Known(out.new_zeros(batch.labels.numel(), self.teacher.head.matrix.shape[1]))
             return Known(self.teacher.take(batch.samples).flatten(0, -2))
-        scores = batch.teacher
-        assert scores is not None, "a batch without a teacher"
+        said = batch.teacher
+        assert said is not None, "a batch without a teacher"
         kind = wide(out.dtype)
         return Known(
-            None, scores.ids.flatten(0, 1).long(), scores.logps.flatten(0, 1).to(kind), scores.rest.flatten().to(kind)
+            None, said.ids.flatten(0, 1).long(), said.logps.flatten(0, 1).to(kind), said.rest.flatten().to(kind)
         )
 
     @torch.no_grad()
@@ -188,36 +189,34 @@ class DistillationLoss:
         else:
             divergence, slopes = self._beside_likeliest(share.logps, rows.teacher)
         if not self._rehearsing:
-            terms = torch.stack([share.label_loss, divergence]).detach()
-            self._told.append((terms * rows.weights).sum(1))
+            told = torch.stack([share.label_loss, divergence]).detach()
+            self._told.append((told * rows.weights).sum(1))
         losses = (1 - d.weight) * share.label_loss + d.weight * d.temperature**2 * divergence
         slopes.mul_(d.weight * d.temperature)
         if d.weight < 1:
-            is_local, local = _own(rows.labels, start, logits.shape[1])
+            mine, local = _own(rows.labels, start, logits.shape[1])
             slopes.add_((logits - share.normalizer[:, None]).exp_(), alpha=1 - d.weight)
             if logits.shape[1]:
-                slopes.scatter_add_(1, local[:, None], is_local[:, None].to(slopes.dtype) * (d.weight - 1))
+                slopes.scatter_add_(1, local[:, None], mine[:, None].to(slopes.dtype) * (d.weight - 1))
         return losses, slopes
 
     def _shares(self, logits: torch.Tensor, labels: torch.Tensor) -> _Share:
         """Log-probabilities over the whole vocabulary, of this rank's part of it."""
-        t, (is_local, local) = self.distillation.temperature, _own(labels, self._vocab[0], logits.shape[1])
+        t, (mine, local) = self.distillation.temperature, _own(labels, self._vocab[0], logits.shape[1])
         target = torch.zeros_like(labels, dtype=logits.dtype)
         if logits.shape[1]:
-            target = torch.where(is_local, logits.gather(1, local[:, None]).squeeze(1), 0.0)
-        normalizer, hot, targets = _normalizers(
-            logits, (1.0, t), self._group, torch.stack([target, is_local.to(target.dtype)])
-        )
+            target = torch.where(mine, logits.gather(1, local[:, None]).squeeze(1), 0.0)
+        plain, hot, targets = _normalizers(logits, (1.0, t), self._group, torch.stack([target, mine.to(target.dtype)]))
         target, owners = targets.unbind()
         # A label outside of the vocabulary must not pass unseen.
-        label_loss = (normalizer - target).masked_fill(owners == 0, torch.nan)
-        return _Share(logits / t - hot[:, None], normalizer, label_loss)
+        label_loss = (plain - target).masked_fill(owners == 0, torch.nan)
+        return _Share(logits / t - hot[:, None], plain, label_loss)
 
     def _beside_logits(self, student: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(divergence [n], its gradient with respect to logits / temperature)."""
         assert self.teacher is not None
         t = self.distillation.temperature
-        teacher = self.teacher.logits(hidden, self._product.forward).to(student.dtype)
+        teacher = self.teacher.logits(hidden, self._product.forward)
         (normalizer, _) = _normalizers(teacher, (t,), self._group)
         terms, slopes = divergence_terms(student, teacher.div_(t).sub_(normalizer[:, None]), self.distillation)
         divergence, mean = _sum_over(self._group, torch.stack([terms.sum(1), slopes.sum(1)])).unbind()
@@ -226,24 +225,24 @@ class DistillationLoss:
     def _beside_likeliest(self, student: torch.Tensor, said: Known) -> tuple[torch.Tensor, torch.Tensor]:
         """The same over k + 1 outcomes: the teacher's likeliest tokens, and any other."""
         assert said.ids is not None and said.logps is not None and said.rest is not None
-        is_local, local = _own(said.ids, self._vocab[0], student.shape[1])
-        likeliest, other_share = torch.zeros_like(said.logps), torch.zeros_like(said.rest)
+        mine, local = _own(said.ids, self._vocab[0], student.shape[1])
+        at, other, others = torch.zeros_like(said.logps), torch.full_like(said.rest, -torch.inf), student
         if student.shape[1]:
-            likeliest = torch.where(is_local, student.gather(1, local), 0.0)
+            at = torch.where(mine, student.gather(1, local), 0.0)
             # Tokens of others' shares stand at a local place, too: they must not hide what is there.
-            hidden = torch.zeros_like(student).scatter_add_(1, local, is_local.to(student.dtype))
-            other_share = (student.exp() * (hidden == 0)).sum(1)
-        sums = _sum_over(self._group, torch.cat([likeliest.t(), other_share[None]]))
-        outcomes = torch.cat([sums[:-1], sums[-1:].log()]).t()
+            hidden = torch.zeros_like(student).scatter_add_(1, local, mine.to(student.dtype))
+            others = student.masked_fill(hidden > 0, -torch.inf)
+            other = others.logsumexp(1)  # a tail that fp32 has no probabilities for has logarithms
+        mine_of = torch.cat([at.t(), other[None]])
+        every = self._group.gather_vectors(mine_of.reshape(-1)).view(self._group.size, *mine_of.shape)
+        outcomes = torch.cat([every[:, :-1].sum(0), every[:, -1:].logsumexp(0)]).t()
         teacher = torch.cat([said.logps, said.rest[:, None]], 1)
         terms, slopes = divergence_terms(outcomes, teacher, self.distillation)
-        mean = slopes.sum(1, keepdim=True)
-        p = student.exp()
         # Of each other token, its part of what all of them have in common.
-        per_other = torch.where(sums[-1] > 0, slopes[:, -1] / sums[-1], 0.0)[:, None]
-        gradient = p * (per_other - mean)
+        gradient = (others - outcomes[:, -1:]).exp_().mul_(slopes[:, -1:])
+        gradient.sub_(student.exp().mul_(slopes.sum(1, keepdim=True)))
         if student.shape[1]:
-            gradient.scatter_add_(1, local, torch.where(is_local, slopes[:, :-1] - per_other * likeliest.exp(), 0.0))
+            gradient.scatter_add_(1, local, torch.where(mine, slopes[:, :-1], 0.0))
         return terms.sum(1), gradient
 
 
@@ -266,15 +265,14 @@ def _normalizers(
     top = logits.amax(1) if logits.shape[1] else logits.new_full((rows,), -torch.inf)
     shifted = logits - top[:, None]
     sums = [(shifted / t).exp().sum(1) for t in temperatures]
-    local_rows = torch.stack([top, *sums, *(() if more is None else more)])
-    tops, *gathered = group.gather_vectors(local_rows.reshape(-1)).view(group.size, *local_rows.shape).unbind(1)
+    mine = torch.stack([top, *sums, *(() if more is None else more)])
+    tops, *every = group.gather_vectors(mine.reshape(-1)).view(group.size, *mine.shape).unbind(1)
     peak = tops.amax(0)
-    normalizers = [
-        peak / t + (exp_sums * ((tops - peak) / t).exp()).sum(0).log()
-        for t, exp_sums in zip(temperatures, gathered, strict=False)
+    found = [
+        peak / t + (part * ((tops - peak) / t).exp()).sum(0).log() for t, part in zip(temperatures, every, strict=False)
     ]
-    gathered_more = gathered[len(temperatures) :]
-    return (*normalizers, torch.stack(gathered_more).sum(1) if gathered_more else logits.new_zeros(0, rows))
+    others = every[len(temperatures) :]
+    return (*found, torch.stack(others).sum(1) if others else logits.new_zeros(0, rows))
 
 
 def distillation_loss(

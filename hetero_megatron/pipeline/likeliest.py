@@ -42,9 +42,9 @@ class Likeliest:
 
     def __call__(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
         rows = out.flatten(0, -2)
-        pieces = [self._of(x) for x in rows.split(max(len(rows) if self._chunk is None else self._chunk, 1))]
+        parts = [self._of(x) for x in rows.split(max(len(rows) if self._chunk is None else self._chunk, 1))]
         packed = [torch.cat([ids, torch.cat([logps, rest[:, None]], 1).view(torch.int32)], 1)
-                  for ids, logps, rest in pieces]  # fmt: skip
+                  for ids, logps, rest in parts]  # fmt: skip
         self.found[batch.samples] = torch.cat(packed).view(*out.shape[:2], 2 * self._k + 1)
         return out.new_zeros(())
 
@@ -57,24 +57,22 @@ class Likeliest:
         logits = logits / self._temperature
         few = min(self._k, logits.shape[1])
         values, ids = logits.topk(few, 1)
-        rows = logits.new_full((2, len(x), self._k), -torch.inf)
-        rows[0, :, :few], rows[1, :, :few] = values, (ids + self._start).to(logits.dtype)  # whole numbers, exactly
-        gathered = self._group.gather_vectors(rows.flatten()).view(self._group.size, *rows.shape)
-        values, names = (torch.cat(list(gathered[:, i]), 1) for i in range(2))
-        best, places = values.topk(self._k, 1)
-        tokens = names.gather(1, places).long()
-        local = tokens - self._start
-        is_local = (local >= 0) & (local < logits.shape[1])
-        top = best[:, :1]  # the largest of all, of any rank
-        odds = (logits - top).exp()
+        mine = logits.new_full((2, len(x), self._k), -torch.inf)
+        mine[0, :, :few], mine[1, :, :few] = values, (ids + self._start).to(logits.dtype)  # whole numbers, exactly
+        every = self._group.gather_vectors(mine.flatten()).view(self._group.size, *mine.shape)
+        values, names = (torch.cat(list(every[:, i]), 1) for i in range(2))
+        best, at = values.topk(self._k, 1)
+        chosen = names.gather(1, at).long()
+        local = chosen - self._start
+        own = (local >= 0) & (local < logits.shape[1])
+        best, others = best - best[:, :1], logits - best[:, :1]  # less the largest of all, of any rank
+        other = torch.full_like(best[:, 0], -torch.inf)
         if logits.shape[1]:
-            hidden = torch.zeros_like(odds).scatter_add_(
-                1, local.clamp(0, logits.shape[1] - 1), is_local.to(odds.dtype)
-            )
-            odds = odds * (hidden == 0)
-        rest = self._group.gather_vectors(odds.sum(1)).sum(0)
-        total = (rest + (best - top).exp().sum(1)).log()
-        return tokens.int(), (best - top - total[:, None]).float(), (rest.log() - total).float()
+            hidden = torch.zeros_like(others).scatter_add_(1, local.clamp(0, logits.shape[1] - 1), own.to(others.dtype))
+            other = others.masked_fill_(hidden > 0, -torch.inf).logsumexp(1)
+        rest = self._group.gather_vectors(other).logsumexp(0)  # of a tail that fp32 has no probabilities for, too
+        total = torch.logaddexp(rest, best.logsumexp(1))
+        return chosen.int(), (best - total[:, None]).float(), (rest - total).float()
 
 
 def head_ranks(plan: Plan) -> set[int]:
@@ -102,16 +100,16 @@ def gather_rows(
                     continue
                 if comm.rank == source:
                     assert mine is not None
-                    packed = mine.found.pop(tuple(rows)).contiguous()
+                    found = mine.found.pop(tuple(rows)).contiguous()
                     if source != to:
-                        sends.append(comm.isend(packed, to, tag))
+                        sends.append(comm.isend(found, to, tag))
                         continue
                 else:
                     shape = len(rows), unit.num_tokens, 2 * k + 1
-                    packed = torch.empty(shape, dtype=torch.int32, device=comm.device)
-                    comm.irecv(packed, source, tag).wait()
-                ids, floats = packed.cpu().split([k, k + 1], -1)
-                logps = floats.contiguous().view(torch.float32)
+                    found = torch.empty(shape, dtype=torch.int32, device=comm.device)
+                    comm.irecv(found, source, tag).wait()
+                ids, others = found.cpu().split([k, k + 1], -1)
+                logps = others.contiguous().view(torch.float32)
                 yield rows, [t for i, j in unit.tokens for t in range(i, j)], (ids, logps[..., :k], logps[..., k])
             begin += size
     for send in sends:

@@ -27,8 +27,11 @@ LABELLED = (
 )  # fmt: skip
 
 
-def by_label(means: Mapping[str, float]) -> dict[str, float]:
-    """Means over all answers, ``LABELLED``, as TRL shows them: over those that are desired, or not; 0 of none."""
+def shown_means(means: Mapping[str, float]) -> Mapping[str, float]:
+    """Means over steps or batches as TRL shows them: those of ``LABELLED``, which are over all answers, over those that
+    are desired, or not; 0 of none. Others as they are."""
+    if not set(LABELLED) <= means.keys():
+        return means
     share = {"chosen": means["share/chosen"], "rejected": 1 - means["share/chosen"]}
     split = {}
     for name in LABELLED[:4]:

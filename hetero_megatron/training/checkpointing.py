@@ -41,6 +41,7 @@ class Checkpointing:
 
     Args:
         lock: of --save, by ``claim_directory``; held until everything is written.
+        scored_by: fingerprint of the model whose scores the run learns from; empty: of none.
 
     Attributes:
         active: checkpoints are written.
@@ -57,12 +58,13 @@ class Checkpointing:
         synchronize: Any,
         lock: DirectoryLock | None,
         source_dtypes: dict[str, torch.dtype] | None,
+        scored_by: str = "",
     ) -> None:
         from hetero_megatron.checkpoint.model_files import ModelFiles
 
         self.config, self.runtime, self.data, self.source_dtypes = config, runtime, data, source_dtypes
         options = config.checkpoint
-        self.active, self._lock = writes_checkpoints(config), lock
+        self.active, self._lock, self._scored_by = writes_checkpoints(config), lock, scored_by
         self.last_saved = -1
         self.model_files = ModelFiles()
         group = runtime.comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
@@ -81,8 +83,8 @@ class Checkpointing:
     def failed(self) -> bool:
         """No save can succeed: one has failed, or the directory is gone (perhaps seen by one rank before the others);
         the next one, or ``wait``, raises it."""
-        lock_lost = self._lock is not None and bool(self._lock.lost())
-        return self.saver is not None and (self.saver.failed or lock_lost)
+        lost = self._lock is not None and bool(self._lock.lost())
+        return self.saver is not None and (self.saver.failed or lost)
 
     def _log(self, text: str) -> None:
         if self.runtime.world.index == 0:
@@ -153,13 +155,8 @@ class Checkpointing:
         from hetero_megatron.checkpoint.state import merge_numbers
 
         saved = self.config.checkpoint.save_optim
-        settings, numbers = self.config.optimizer, merge_numbers([r["numbers"] for r in ranks])
-        optimizer = {
-            "name": settings.name,
-            "momentum": settings.momentum,
-            "numbers": numbers,
-            "rates": settings.rates(),
-        }
+        mine, numbers = self.config.optimizer, merge_numbers([r["numbers"] for r in ranks])
+        optimizer = {"name": mine.name, "momentum": mine.momentum, "numbers": numbers, "rates": mine.rates()}
         kernels = dict(sorted({tuple(r["kernels"]) for r in ranks}))
         return {
             "optimizer": optimizer if saved else None,
@@ -185,38 +182,38 @@ class Checkpointing:
 
         config, options = self.config, self.config.checkpoint
         fresh = (config, ConsumedSamples(), config.loss_scale)
-        checkpoint, finetune = self._find(), options.finetune
-        if checkpoint is None and options.pretrained is not None:
+        found, finetune = self._find(), options.finetune
+        if found is None and options.pretrained is not None:
             from hetero_megatron.checkpoint.native import PRETRAINED
 
-            checkpoint, finetune = self._open(options.pretrained, PRETRAINED), True
-            if checkpoint is None:
+            found, finetune = self._open(options.pretrained, PRETRAINED), True
+            if found is None:
                 raise _none_in(PRETRAINED, options.pretrained)
-        together(self.runtime.world, lambda: self._take_along(checkpoint))
-        if checkpoint is None:
+        together(self.runtime.world, lambda: self._take_along(found))
+        if found is None:
             self._begin_outer()
             return fresh
         from hetero_megatron.checkpoint.state import left_out, weight_dtypes
         from hetero_megatron.training.saved_state import check_spec, check_state, same_schedule
 
-        check_state(checkpoint)
-        state = checkpoint.state
-        check_spec(checkpoint, config, finetune)
-        if further := left_out(checkpoint, config.spec):
+        check_state(found)
+        state = found.state
+        check_spec(found, config, finetune)
+        if further := left_out(found, config.spec):
             self._log(notice_line(f"{plural(len(further), 'module')} that predict further tokens are left out"))
         with_optimizer = not (finetune or config.skip_train) and options.load_optim
         if with_optimizer:
-            self._check_optimizer(checkpoint)
+            self._check_optimizer(found)
         if not finetune:
-            self._check_reference(checkpoint)
+            self._check_reference(found)
         self.runtime.comm.activity = "loading a checkpoint"
-        self._load_tensors(checkpoint, with_optimizer)
-        self.source_dtypes = weight_dtypes(checkpoint, config.spec)
+        self._load_tensors(found, with_optimizer)
+        self.source_dtypes = weight_dtypes(found, config.spec)
         if finetune:
-            self._log(f"loaded the weights of {checkpoint.path}; training starts at step 0")
+            self._log(f"loaded the weights of {found.path}; training starts at step 0")
             return fresh
         self.config = config = same_schedule(config, state)
-        self._say_differences(checkpoint)
+        self._say_differences(found)
         together(self.runtime.world, lambda: self.data.load_state_dict(state.get("data") or {}))
         progress = ConsumedSamples(int(state["step"]), int(state["consumed_train_samples"]))
         if options.goes_on:
@@ -224,10 +221,10 @@ class Checkpointing:
             self._say_newer(progress.step)
         schedule = config.schedule.resumed(progress.step, progress.consumed)
         self.config = config = replace(config, schedule=schedule)
-        omission = "" if with_optimizer else ", without its optimizer state"
-        self._log(f"loaded {checkpoint.path}{omission}: step {progress.step}, {plural(progress.consumed, 'sample')}")
-        saved_scale = state["loss_scale"] if state["dtype"] == "fp16" else None  # older ones wrote 1 for other dtypes
-        scale = config.loss_scale if saved_scale is None else config.loss_scale.with_state(saved_scale)
+        what = "" if with_optimizer else ", without its optimizer state"
+        self._log(f"loaded {found.path}{what}: step {progress.step}, {plural(progress.consumed, 'sample')}")
+        known = state["loss_scale"] if state["dtype"] == "fp16" else None  # older ones wrote 1 for other dtypes
+        scale = config.loss_scale if known is None else config.loss_scale.with_state(known)
         return config, progress, scale
 
     def _load_tensors(self, found: Checkpoint, with_optimizer: bool) -> None:
@@ -258,10 +255,10 @@ class Checkpointing:
 
     def _say_other_rates(self, saved: Mapping[str, Any]) -> None:
         """Of the same optimizer: with them its moments mean something else, or weights move otherwise."""
-        own_rates = self.config.optimizer.rates() if saved.get("name") == self.config.optimizer.name else {}
-        for flag, saved_rate in (saved.get("rates") or {}).items():
-            if saved_rate != own_rates.get(flag, saved_rate):
-                self._log(notice_line(f"{flag} is {own_rates[flag]:g}; the checkpoint was made with {saved_rate:g}"))
+        mine = self.config.optimizer.rates() if saved.get("name") == self.config.optimizer.name else {}
+        for flag, was in (saved.get("rates") or {}).items():
+            if was != mine.get(flag, was):
+                self._log(notice_line(f"{flag} is {mine[flag]:g}; the checkpoint was made with {was:g}"))
 
     def _take_along(self, found: Checkpoint | None) -> None:
         if self.runtime.world.index == 0 and (self.saver is not None or self.config.save_hf is not None):
@@ -283,13 +280,13 @@ class Checkpointing:
             return None
         from hetero_megatron.checkpoint.native import LOAD
 
-        checkpoint = self._open(options.load, LOAD, options.step)
-        if checkpoint is None:
+        found = self._open(options.load, LOAD, options.step)
+        if found is None:
             if options.required:
                 raise _none_in(LOAD, options.load)
             if options.pretrained is None:
                 self._log(notice_line(f"--load {options.load} holds no checkpoint: training starts at step 0"))
-        return checkpoint
+        return found
 
     def _open(self, path: str, field: str, step: int | None = None) -> Checkpoint | None:
         from hetero_megatron.checkpoint.native import open_checkpoint
@@ -298,33 +295,35 @@ class Checkpointing:
         return open_checkpoint(path, self.runtime.world, step, previous, self._log, field)
 
     def _check_optimizer(self, found: Checkpoint) -> None:
-        optimizer_name, saved = self.config.optimizer.name, found.state["optimizer"]
+        mine, saved = self.config.optimizer.name, found.state["optimizer"]
         if saved is None and found.step == 0:  # converted: nothing was trained yet
             return
         if saved is None:
             problem, accepted = "the checkpoint holds no optimizer state", "--no-load-optim, or --finetune"
-        elif saved["name"] != optimizer_name:
+        elif saved["name"] != mine:
             problem = f"the checkpoint's optimizer is {saved['name']}"
             accepted = f"--optimizer {saved['name']}, or --no-load-optim"
-        elif optimizer_name == "sgd" and found.step and _had_momentum(found) != bool(self.config.optimizer.momentum):
+        elif mine == "sgd" and found.step and _had_momentum(found) != bool(self.config.optimizer.momentum):
             problem, accepted = "the checkpoint was made with another --sgd-momentum", "--no-load-optim"
         else:
             return
-        raise UserError(problem, field="--optimizer", value=optimizer_name, accepted=accepted)
+        raise UserError(problem, field="--optimizer", value=mine, accepted=accepted)
 
     @cached_property
     def _reference(self) -> str:
         from hetero_megatron.training.reference import reference_fingerprint
 
-        return reference_fingerprint(self.config)
+        return self._scored_by or reference_fingerprint(self.config)
 
     def _check_reference(self, found: Checkpoint) -> None:
         """Of a run that goes on with preference pairs: what they are compared with is what they were."""
-        saved_reference = found.state.get("reference", "")
-        if saved_reference and self._reference and saved_reference != self._reference:
-            if self.config.teacher_hf is not None:
-                problem, place = "the checkpoint was trained beside another teacher", self.config.teacher_hf
-                raise UserError(problem, field="--teacher-hf", value=place, accepted="the teacher of the first run")
+        was = found.state.get("reference", "")
+        if was and self._reference and was != self._reference:
+            if self.config.distillation is not None:
+                flag = "--teacher-hf" if self.config.teacher_scores is None else "--teacher-scores"
+                place = self.config.teacher_scores or self.config.teacher_hf
+                raise UserError("the checkpoint was trained beside another teacher", field=flag, value=place,
+                                accepted="the teacher of the first run, or its scores")  # fmt: skip
             raise UserError(
                 "the checkpoint was trained beside another reference: the weights there are not those that it began "
                 "with", field="--load-hf", value=self.config.load_hf, accepted="the directory of the first run",
@@ -332,30 +331,30 @@ class Checkpointing:
 
     def _say_differences(self, found: Checkpoint) -> None:
         """What may differ, and changes numbers."""
-        for key, flag, own_value in (("seed", "--seed", self.config.seed), ("dtype", "--dtype", self.config.dtype)):
-            if found.state[key] not in (own_value, None):
-                self._log(notice_line(f"{flag} is {own_value}; the checkpoint was made with {found.state[key]}"))
+        for key, flag, mine in (("seed", "--seed", self.config.seed), ("dtype", "--dtype", self.config.dtype)):
+            if found.state[key] not in (mine, None):
+                self._log(notice_line(f"{flag} is {mine}; the checkpoint was made with {found.state[key]}"))
         rates = _dropout_rates(self.config)
-        for flag, saved in (found.state.get("dropout") or rates).items():
-            if saved != rates.get(flag, saved):
-                self._log(notice_line(f"{flag} is {rates[flag]:g}; the checkpoint was made with {saved:g}"))
+        for flag, was in (found.state.get("dropout") or rates).items():
+            if was != rates.get(flag, was):
+                self._log(notice_line(f"{flag} is {rates[flag]:g}; the checkpoint was made with {was:g}"))
         self._say_other_rates(found.state["optimizer"] or {})
         length, data = self.config.plan.seq_length, self.data.fingerprints["train"]
-        saved = (found.state["plan"] or {}).get("seq_length", length)
-        if saved != length:
-            effect = "samples are other windows of the data, so what was read already may come again"
-            self._log(notice_line(f"--seq-length is {length}; the checkpoint was made with {saved}: {effect}"))
+        was = (found.state["plan"] or {}).get("seq_length", length)
+        if was != length:
+            again = "samples are other windows of the data, so what was read already may come again"
+            self._log(notice_line(f"--seq-length is {length}; the checkpoint was made with {was}: {again}"))
         elif data and found.state.get("data_fingerprint", data) not in (data, ""):
-            sample = found.state["consumed_train_samples"]
-            self._log(notice_line(f"the training data are not the checkpoint's: they are read from sample {sample} on"))
+            at = found.state["consumed_train_samples"]
+            self._log(notice_line(f"the training data are not the checkpoint's: they are read from sample {at} on"))
         if found.state["plan_fingerprint"] not in (None, self.config.plan.fingerprint()):
             self._log("the checkpoint was made under another plan; each rank reads what it now owns")
 
 
 def _dropout_rates(config: RunConfig) -> dict[str, float]:
     """By flag."""
-    rates = {"--hidden-dropout": config.dropout.hidden, "--attention-dropout": config.dropout.attention}
-    return rates if config.spec.lora is None else rates | {"--lora-dropout": config.spec.lora.dropout}
+    found = {"--hidden-dropout": config.dropout.hidden, "--attention-dropout": config.dropout.attention}
+    return found if config.spec.lora is None else found | {"--lora-dropout": config.spec.lora.dropout}
 
 
 def _none_in(flag: str, path: str) -> UserError:

@@ -192,9 +192,8 @@ class BatchSize:
         final_steps = max(0, samples - consumed) // self.final
         return steps + final_steps, consumed + final_steps * self.final
 
-    def samples_after(self, steps: int) -> int:
-        """Samples that so many steps consume from the beginning."""
-        consumed = 0
+    def samples_after(self, steps: int, consumed: int = 0) -> int:
+        """Samples that are consumed so many steps after ``consumed`` samples; of none, from the beginning."""
         while self.start and steps and consumed <= self.ramp_samples:
             size = self.at(consumed)
             same_size_steps = min(steps, (self._last_of_size(consumed) - consumed) // size + 1)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hetero_megatron.comm import Group
@@ -66,6 +67,12 @@ def _needed(config: RunConfig, data: NodeData) -> Iterable[tuple[Dataset, int]]:
     for dataset in (sets.valid, sets.test) if evaluated else ():
         if dataset is not None:
             yield dataset, evaluated
+
+
+def covered_samples(config: RunConfig, data: NodeData) -> int | None:
+    """Of how many training samples all answers are known then; None: of all."""
+    packs = getattr(data.datasets.train, "num_packs", None)
+    return None if packs is not None and packs <= config.train_samples else config.train_samples
 
 
 def _compute(
@@ -182,8 +189,14 @@ def _read(path: str, facts: Mapping[str, str]) -> Known:
     scores = open_scores(path, FLAG, KIND)
     scores.require(FLAG, facts)
     numbers, logps = scores.arrays.get("numbers"), scores.arrays.get("logps")
-    if numbers is None or logps is None or logps.shape != (len(numbers), 2):
+    shaped = numbers is not None and numbers.ndim == 1 and numbers.dtype == np.int64
+    if numbers is None or logps is None or not shaped or logps.shape != (len(numbers), 2):
         raise UserError("holds a pair without two numbers", field=FLAG, value=path, accepted="a new name")
+    for start in range(0, len(numbers), BLOCK):  # before all of them are in memory
+        part, values = numbers[start : start + BLOCK + 1], logps[start : start + BLOCK]
+        if part[0] < 0 or not (np.diff(part) > 0).all() or not np.isfinite(values).all():
+            problem = "is damaged: numbers of pairs do not ascend, or a log-probability is not finite"
+            raise UserError(problem, field=FLAG, value=path, accepted="a new name")
     return {number: (first, second) for number, (first, second) in zip(numbers.tolist(), logps.tolist(), strict=True)}
 
 

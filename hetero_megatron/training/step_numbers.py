@@ -12,7 +12,6 @@ import torch
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.pipeline.stage_work import StepResult, TimedAction
 from hetero_megatron.platform.accelerator import Accelerator
-from hetero_megatron.spec.preference import by_label
 
 if TYPE_CHECKING:
     from hetero_megatron.parallel.balance import LoadBalance, StepRouting
@@ -33,7 +32,8 @@ class StepStats:
         skipped: the step was not taken: the gradient was not finite, or there was a veto.
         stop: some rank asked to stop.
         routing: of a mixture of experts.
-        facts: what a loss beside another model's says besides itself: of preference pairs, means by TRL's names.
+        facts: what a loss beside another model's says besides itself: of preference pairs, means by TRL's names; of
+            labelled answers, means over all of them.
         predictions: of each module that predicts further tokens, the sum of its losses over ``tokens``, in nats.
         busy, bubble, communication: seconds per rank of the plan (forward and backward; the update is not in them).
         actions: what this rank did, and when.
@@ -86,25 +86,25 @@ class StepNumbers:
         counts = self._counts
         balance = self._balance.counted() if self._balance is not None else ()
         facts = (self._compared.facts(self.comm.device),) if self._compared is not None else ()
-        norm, *numbers = self.reader.read(norm, *result.losses, *balance, *facts)  # the only wait for a device
+        norm, *others = self.reader.read(norm, *result.losses, *balance, *facts)  # the only wait for a device
         count = sum(losses.numel() for losses in result.losses)
-        losses, numbers = numbers[:count], numbers[count:]
-        width = len(numbers) - len(self._facts) * len(facts)
-        routed, means = numbers[:width], [x * counts for x in numbers[width:]]
+        losses, others = others[:count], others[count:]
+        width = len(others) - len(self._facts) * len(facts)
+        routed, means = others[:width], [x * counts for x in others[width:]]
         means += [0.0] * (len(self._facts) - len(means))
         sums = [0.0] * (1 + self._predictions)
-        losses_per_batch = count // max(len(result.losses), 1)  # an evaluation has the main loss alone
-        for i in range(losses_per_batch):
-            sums[i] = sum(losses[i::losses_per_batch]) * counts
+        each = count // max(len(result.losses), 1)  # an evaluation has the main loss alone
+        for i in range(each):
+            sums[i] = sum(losses[i::each]) * counts
         means += sums[1:]
         result.read(self.comm.clock)
         row = [sums[0], result.tokens * counts, norm**2, float(stop)]
         if self._balance is not None:
             routed += [0.0] * (self._balance.width - len(routed))
-        results = [result] if result.before is None else [result, result.before]
+        parts = [result] if result.before is None else [result, result.before]
         seconds = [
-            sum(run.busy_seconds for run in results), sum(run.bubble_seconds for run in results),
-            sum(run.communication_seconds for run in results),
+            sum(part.busy_seconds for part in parts), sum(part.bubble_seconds for part in parts),
+            sum(part.communication_seconds for part in parts),
         ]  # fmt: skip
         return self.world.gather_vectors(torch.tensor(row + seconds + routed + means, dtype=torch.float64))
 
@@ -112,16 +112,16 @@ class StepNumbers:
         """Of what :meth:`gather` gives, the part of the experts; None: there are none."""
         if self._balance is None:
             return None
-        trailing = len(self._facts) + self._predictions
-        return self._balance.routing(every[:, 7 : every.shape[1] - trailing], tokens)
+        more = len(self._facts) + self._predictions
+        return self._balance.routing(every[:, 7 : every.shape[1] - more], tokens)
 
     def facts(self, every: torch.Tensor, count: float) -> dict[str, float]:
-        """Of what :meth:`gather` gives, what the loss says besides itself, as means over its pairs or tokens."""
+        """Of what :meth:`gather` gives, what the loss says besides itself, as means over its pairs, answers or tokens:
+        such means can be averaged, and are shown as ``spec.preference.shown_means`` has them."""
         if not self._facts:
             return {}
         means = (every[:, -len(self._facts) :].sum(0) / max(count, 1)).tolist()
-        mean_of = dict(zip(self._facts, means, strict=True))
-        return by_label(mean_of) if "share/chosen" in mean_of else mean_of
+        return dict(zip(self._facts, means, strict=True))
 
     def predictions(self, every: torch.Tensor, tokens: float) -> tuple[float, ...]:
         """Of what :meth:`gather` gives, the losses of modules that predict further tokens."""
@@ -149,11 +149,11 @@ class ScalarReader:
                 by_dtype.setdefault(x.dtype, []).append(x.detach().flatten())
         joined = {dtype: torch.cat(tensors) for dtype, tensors in by_dtype.items()}
         host = joined if self._accelerator is None else self._copied(joined, self._accelerator)
-        remaining = {dtype: iter(x.tolist()) for dtype, x in host.items()}
-        numbers: list[float] = []
+        left = {dtype: iter(x.tolist()) for dtype, x in host.items()}
+        found: list[float] = []
         for x in values:
-            numbers += islice(remaining[x.dtype], x.numel()) if isinstance(x, torch.Tensor) else [float(x)]
-        return numbers
+            found += islice(left[x.dtype], x.numel()) if isinstance(x, torch.Tensor) else [float(x)]
+        return found
 
     def _copied(
         self, tensors: dict[torch.dtype, torch.Tensor], accelerator: Accelerator
@@ -162,11 +162,11 @@ class ScalarReader:
         size = sum(_WIDEST * x.numel() for x in tensors.values())
         if self._memory is None or self._memory.numel() < size:
             self._memory = accelerator.host_memory(max(size, 4 * _WIDEST))
-        host, offset = dict[torch.dtype, torch.Tensor](), 0
+        host, at = dict[torch.dtype, torch.Tensor](), 0
         for dtype, x in tensors.items():
-            host[dtype] = self._memory[offset : offset + x.nbytes].view(dtype)
+            host[dtype] = self._memory[at : at + x.nbytes].view(dtype)
             host[dtype].copy_(x, non_blocking=True)
-            offset += _WIDEST * x.numel()
+            at += _WIDEST * x.numel()
         event = accelerator.event()
         event.record(accelerator.current_stream())
         event.synchronize()

@@ -132,10 +132,11 @@ def set_up(
     check_agreement(
         world, {f"data ({name})": f"{mark} {data.corpora[name]}" for name, mark in data.fingerprints.items()}
     )
+    scored_by, known_samples = "", None
     if config.teacher_scores is not None:
         from hetero_megatron.training.score import use_scores
 
-        use_scores(config, comm, node_data)
+        scored_by, known_samples = use_scores(config, comm, node_data)
     check_offload(config.plan, config.optimizer.name, config.dtype)
     alignment = Alignment(config.alignment)
     initialize = weights.values if resume is None else weights.blank
@@ -152,24 +153,16 @@ def set_up(
     alignment.follow(runtime)
     agree_on_kernels(runtime, config.logging.kernel_plan)
     source_dtypes = weights.dtypes if weights.adapters is None else None
-    if config.preference is not None and config.preference.stored and reference is None:
-        from hetero_megatron.training.reference import reference_logps
-
-        reference = reference_logps(config, runtime, node_data)
-    if config.preference is not None and config.preference.unpaired:
-        from hetero_megatron.training.labelled import LabelledSteps
-
-        steps = LabelledSteps(runtime)
-        steps.use(reference or {})
-        runtime.hooks.before_forward = steps.before_forward
-    elif runtime.pairs is not None:
-        runtime.pairs.reference.known = dict(reference or {})
-    checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes)
-    config, progress, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
+    if config.preference is not None:
+        known_samples = _use_reference(config, runtime, node_data, reference)
+    checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes, scored_by)
+    config, done, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
+    if known_samples is not None and not config.skip_train:
+        _refuse_unknown(config, done, known_samples)
     exit = resume.exit if resume is not None else None
     exit = exit or _exit_conditions(config, comm, checkpoints.active)
     peak = resume.peak if resume is not None else None
-    reporter = Reporter(config, runtime, platform, progress.step + 1, emulation, peak)
+    reporter = Reporter(config, runtime, platform, done.step + 1, emulation, peak)
     check_grad = config.check_nan and config.dtype != "fp16"  # there it is the loss scale's affair
     failure = config.failure
     training = Training(
@@ -180,11 +173,47 @@ def set_up(
         stragglers=StragglerReport(config, reporter, exit),
         profiler=profiler_of(config, runtime, platform),
         alignment=alignment, emulation=emulation,
-        step=progress.step, consumed=progress.consumed, loss_scale=loss_scale,
+        step=done.step, consumed=done.consumed, loss_scale=loss_scale,
     )  # fmt: skip
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     return training
+
+
+def _use_reference(config: RunConfig, runtime: Runtime, data: NodeData, known: Known | None) -> int | None:
+    """Have the loss of preferences know what the reference says; ``known``: None: the runtime's weights are its.
+
+    Returns:
+        of how many training samples that is known; None: of all.
+    """
+    assert config.preference is not None
+    covered = None
+    if config.preference.stored:
+        from hetero_megatron.training.reference import covered_samples, reference_logps
+
+        covered = covered_samples(config, data)
+        known = reference_logps(config, runtime, data) if known is None else known
+    if config.preference.unpaired:
+        from hetero_megatron.training.labelled import LabelledSteps
+
+        steps = LabelledSteps(runtime)
+        steps.use(known or {})
+        runtime.hooks.before_forward = steps.before_forward
+    elif runtime.pairs is not None:
+        runtime.pairs.reference.known = dict(known or {})
+    return covered
+
+
+def _refuse_unknown(config: RunConfig, done: ConsumedSamples, known: int) -> None:
+    """UserError where a run that goes on, perhaps with batches of another size, comes to training samples after those
+    of which is known what another model says."""
+    last = config.batch_size.samples_after(max(config.steps - done.step, 0), done.consumed)
+    if last > known and config.steps > done.step:
+        raise UserError(
+            f"the run goes on to training sample {last:,}, and what its teacher or reference says is known of the "
+            f"first {known:,}", field="--train-iters", value=config.steps,
+            accepted="as many as are left, --train-samples, or a file of more samples (hetero-megatron score)",
+        )  # fmt: skip
 
 
 def _of_another_model(
@@ -193,9 +222,9 @@ def _of_another_model(
     """What the model in --reference-hf says of the run's pairs, built and given up again before the run's own."""
     from hetero_megatron.training.reference import reference_logps
 
-    reference_config = replace(config, load_hf=config.reference_hf)
-    weights = InitialWeights(reference_config, comm.group(config.plan.ranks))
-    runtime = build_runtime(reference_config, comm, platform, plugins, weights.values, Alignment(AlignmentConfig()))
+    other = replace(config, load_hf=config.reference_hf)
+    weights = InitialWeights(other, comm.group(config.plan.ranks))
+    runtime = build_runtime(other, comm, platform, plugins, weights.values, Alignment(AlignmentConfig()))
     return reference_logps(config, runtime, data)
 
 
@@ -205,12 +234,12 @@ def build_runtime(
     """The model's stage, its kernels and its optimizer; ``alignment`` sees what the kernels are given."""
     plan, dtype = config.plan, DTYPES[config.dtype]
     options = RuntimeOptions.of(config)
-    plain_kernels = rank_kernels(
+    chosen = rank_kernels(
         plan, config.spec, comm.rank, plugins.registry, platform, dtype, options, config.deterministic
     )
     if config.failure.check_kernels:
-        check_kernels(plain_kernels, comm.group(plan.ranks), platform)
-    kernels = alignment.wrap(plain_kernels, comm.rank)
+        check_kernels(chosen, comm.group(plan.ranks), platform)
+    kernels = alignment.wrap(chosen, comm.rank)
     offload = stage_at(plan, locate(plan, comm.rank)).optimizer.offload
     optimizer = optimizer_factory(config.optimizer, offload, kernels.adamw)
     return Runtime(config.compiled, comm, dtype, initialize, optimizer, kernels, options)
@@ -218,10 +247,10 @@ def build_runtime(
 
 def _exit_conditions(config: RunConfig, comm: Comm, saves: bool) -> ExitConditions:
     """Where there is something to save, being told to stop means saving first."""
-    stop_signal = config.exit.signal or ("SIGTERM" if saves or config.elastic is not None else "SIGINT")
-    signals = {stop_signal, "SIGINT", *(("SIGHUP",) if stop_signal == "SIGTERM" else ())}
-    is_first_rank = comm.launcher.rank == 0
-    return ExitConditions(config.exit.minutes, config.exit.interval, signals, is_first_rank, config.exit.file)
+    asked = config.exit.signal or ("SIGTERM" if saves or config.elastic is not None else "SIGINT")
+    signals = {asked, "SIGINT", *(("SIGHUP",) if asked == "SIGTERM" else ())}
+    first = comm.launcher.rank == 0
+    return ExitConditions(config.exit.minutes, config.exit.interval, signals, first, config.exit.file)
 
 
 def train(
@@ -248,10 +277,10 @@ def train(
     check_world(config, launcher.world_size)
     plugins = load_plugins()
     place = position(config.cluster, launcher)
-    separate_documents = config.data is not None and (config.data.reset_attention_mask or config.data.sft)
-    eager = sizes_follow_data(config.plan, config.spec, separate_documents)
-    platform_options = config.platform, config.distributed.backend, config.deterministic, eager
-    platform = platform_at(place, config.cluster, launcher, plugins, *platform_options)
+    apart = config.data is not None and (config.data.reset_attention_mask or config.data.sft)
+    eager = sizes_follow_data(config.plan, config.spec, apart)
+    asked = config.platform, config.distributed.backend, config.deterministic, eager
+    platform = platform_at(place, config.cluster, launcher, plugins, *asked)
     check_device(platform, launcher)
     check_graphs(config, platform)
     timeout = 60 * config.distributed.timeout_minutes
@@ -297,11 +326,11 @@ def agree(
     Raises:
         UserError: on all ranks: they were told unlike things, or their chips or libraries do not fit the plan.
     """
-    all_ranks = tuple(range(comm.launcher.world_size))
-    comm.create_groups([all_ranks])
+    everyone = tuple(range(comm.launcher.world_size))
+    comm.create_groups([everyone])
     if not known:
-        check_program(comm.group(all_ranks), platform, plugins)  # first: others may not even name the rest alike
-    check_agreement(comm.group(all_ranks), run_facts(config))  # before anything that depends on options
+        check_program(comm.group(everyone), platform, plugins)  # first: others may not even name the rest alike
+    check_agreement(comm.group(everyone), run_facts(config))  # before anything that depends on options
     if comm.rank == 0:
         announce(config, comm, platform, plugins, emulation)
     check_chips(config.plan, config.cluster, comm.islands)

@@ -81,6 +81,14 @@ def build_scores(args: Arguments, spec: ModelSpec) -> ScoreConfig | None:
     for key in ("save", "save_hf", "save_adapter", "teacher_hf", "teacher_scores", "lora_rank", "elastic"):
         if args[key]:
             raise flag_error(key, args[key], "hetero-megatron score trains nothing", "leave the flag out")
+    for key in ("load", "pretrained_checkpoint", "load_adapter", "reference_hf", "reference_logps"):
+        if args[key]:
+            problem = "hetero-megatron score writes what the model in --load-hf says, and nothing else is read"
+            raise flag_error(key, args[key], problem, "a directory for --load-hf (hetero-megatron convert)")
+    for key in ("fp8_format", "compile"):
+        if args[key]:
+            problem = "hetero-megatron score computes in the run's dtype, layers as they are"
+            raise flag_error(key, args[key], problem, "leave the flag out")
     if args["load_hf"] is None:
         raise flag_error("load_hf", None, "missing: the model whose scores are wanted", "--load-hf DIR")
     if args["preference"] in WITHOUT_REFERENCE:

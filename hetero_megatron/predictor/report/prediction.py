@@ -24,7 +24,7 @@ from hetero_megatron.utils.text import format_seconds as brief_seconds
 from hetero_megatron.utils.text import plural, rank_ranges, word
 
 PARTS = {
-    "reference": "the reference's forward",
+    "reference": "forward of reference or teacher",
     "pipelines": "pipelines, until the last backward",
     "jitter": "waiting for unsteady chips",
     "gradients": "gradients, what backward does not hide",

@@ -183,21 +183,22 @@ class StepSimulator:
     @cached_property
     def timelines(self) -> tuple[Timeline, ...]:
         """Of each pipeline; equal ones are the same object."""
-        timeline_of: dict[tuple[object, ...], Timeline] = {}
+        known: dict[tuple[object, ...], Timeline] = {}
         out = []
         for costs, pipeline in zip(self.pipelines, self.plan.pipelines, strict=True):
             key = (id(costs), pipeline.num_micro_batches, pipeline.orders, pipeline.in_flight)
-            if key not in timeline_of:
-                timeline_of[key] = simulate(self.prepared.schedule(pipeline), costs.costs)
-            out.append(timeline_of[key])
+            if key not in known:
+                known[key] = simulate(self.prepared.schedule(pipeline), costs.costs)
+            out.append(known[key])
         return tuple(out)
 
     @cached_property
     def reference_seconds(self) -> float:
         """Of the forwards over the batch that come before all else."""
-        if not self.costs.options.reference:
-            return 0.0
-        return self.costs.options.reference * max(
+        options = self.costs.options
+        if not options.reference:
+            return options.teacher_seconds
+        return options.teacher_seconds + options.reference * max(
             simulate(self.prepared.schedule(pipeline).forward_only(), costs.costs).step_seconds
             for costs, pipeline in zip(self.pipelines, self.plan.pipelines, strict=True)
         )
@@ -211,9 +212,18 @@ class StepSimulator:
     def computing(self) -> dict[int, float]:
         """By rank, seconds per step of its own forwards and backwards without TP exchanges: what the runtime measures
         as busy. (:attr:`Prediction.busy` is the stage's, with them.)"""
-        reference_forwards = self.costs.options.reference
+        return self._computing(self.costs.options.reference)
+
+    @property
+    def computing_forward(self) -> dict[int, float]:
+        """The same of one forward over the batch."""
+        both, once = self._computing(1), self._computing(0)
+        return {rank: both[rank] - once[rank] for rank in both}
+
+    def _computing(self, again: int) -> dict[int, float]:
+        """``again``: forwards besides."""
         return {
-            rank: pipeline.num_micro_batches * self.stages.computing(stage, unit, t, reference_forwards)
+            rank: pipeline.num_micro_batches * self.stages.computing(stage, unit, t, again)
             for pipeline in self.plan.pipelines
             for stage in pipeline.stages
             for unit in stage.units
@@ -224,9 +234,9 @@ class StepSimulator:
     def times(self) -> StepTimes:
         costs, sync = self.costs, self.sync
         late = late_seconds(self.plan, self.stages, self.timelines)
-        computed, begin, unit_seconds, chunks = self._last_backwards(late)
+        computed, begin, parts, chunks = self._last_backwards(late)
 
-        ready = sync.last_backwards(begin, unit_seconds, chunks) if costs.options.overlap else self._all_at(computed)
+        ready = sync.last_backwards(begin, parts, chunks) if costs.options.overlap else self._all_at(computed)
         summed, reduces = sync.run(ready, computed, costs.options.gradient_bytes or costs.wide, False)
         barrier = max(summed.values()) + self._barrier_seconds()
         updated = {r: barrier + self._update_seconds(r) for r in self.plan.ranks}
@@ -263,8 +273,8 @@ class StepSimulator:
 
     def _all_at(self, seconds: Mapping[int, float]) -> Callable[[Bucket], NDArray[np.float64]]:
         structure = self.sync.structure
-        seconds_of_ranks = np.array([seconds[r] for r in structure.places.ranks.tolist()])
-        return lambda bucket: np.asarray(seconds_of_ranks[structure.at(bucket)])
+        every = np.array([seconds[r] for r in structure.places.ranks.tolist()])
+        return lambda bucket: np.asarray(every[structure.at(bucket)])
 
     def prediction(self) -> Prediction:
         costs, times, timelines = self.costs, self.times, self.timelines
@@ -318,30 +328,30 @@ class StepSimulator:
         """(end of the last action, start of the last backward, its parts, its chunk), by rank; ``late``: added to all
         times. The first backward of a step writes gradients instead of adding to them; where the pipeline waits for its
         busiest stage, everything ends earlier by what that stage saves."""
-        ended, begin, unit_seconds, chunks = {}, {}, {}, {}
+        ended, begin, parts, chunks = {}, {}, {}, {}
         for pipeline, costs, timeline in zip(self.plan.pipelines, self.pipelines, self.timelines, strict=True):
             busiest = max(range(len(pipeline.stages)), key=timeline.busy.__getitem__)
             saved = min(self._saved_seconds(r) for r in pipeline.stages[busiest].ranks)
             for s, stage in enumerate(pipeline.stages):
                 row = timeline.schedule.stages[s]
-                last_backward = next(i for i in range(len(row) - 1, -1, -1) if row[i].kind in ("B", "W"))
-                start, seconds = timeline.starts[s][last_backward], costs.parts[s]
-                if row[last_backward].kind == "W":
-                    seconds = seconds.only_weights
+                at = next(i for i in range(len(row) - 1, -1, -1) if row[i].kind in ("B", "W"))
+                start, part = timeline.starts[s][at], costs.parts[s]
+                if row[at].kind == "W":
+                    part = part.only_weights
                 for rank in stage.ranks:
                     ended[rank] = timeline.ends[s][-1] - saved + late
                     begin[rank] = start - saved + late
-                    unit_seconds[rank], chunks[rank] = seconds, row[last_backward].chunk
-        return ended, begin, unit_seconds, chunks
+                    parts[rank], chunks[rank] = part, row[at].chunk
+        return ended, begin, parts, chunks
 
     def _saved_seconds(self, rank: int) -> float:
         return self.costs.first_backward_saved(self.chips[rank], self.sync.held.get(rank, 0))
 
     def _barrier_seconds(self) -> float:
         """The all-reduce of loss and norm; the first rank's links count."""
-        ranks, cluster_ranks = self.plan.ranks, self.costs.cluster.ranks
-        first_rank, other_ranks = cluster_ranks[ranks[0]], [cluster_ranks[r] for r in ranks[1:]]
-        kinds = {(first_rank.group, other.group, first_rank.node == other.node) for other in other_ranks}
+        ranks, where = self.plan.ranks, self.costs.cluster.ranks
+        first, others = where[ranks[0]], [where[r] for r in ranks[1:]]
+        kinds = {(first.group, other.group, first.node == other.node) for other in others}
         return self.costs.links.barrier_seconds(kinds, len(ranks))
 
     def _update_seconds(self, rank: int) -> float:
@@ -363,16 +373,16 @@ class StepSimulator:
     def memory(self) -> dict[int, MemoryBytes]:
         """Of every rank, including the framework's overhead and communicators."""
         costs = self.costs
-        estimated = estimate_memory(
+        found = estimate_memory(
             self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets,
             logits_bytes=costs.options.logits_bytes, routing=costs.options.routing, fp8=costs.options.fp8,
         )  # fmt: skip
         memory = {}
-        for rank, needs in estimated.items():
+        for rank, needs in found.items():
             optimizer = needs.optimizer
             if not costs.options.sharded and rank not in self.plan.offloading:
-                elements = self.sync.held[rank]
-                optimizer = state_bytes(elements, elements, costs.item, costs.options.moments)[2]
+                held = self.sync.held[rank]
+                optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
             overhead = int(costs.chip_rates(self.chips[rank]).overhead_bytes)
             memory[rank] = replace(needs, optimizer=optimizer, overhead=overhead)
         return with_communicators(memory, self.plan, costs.model, self.sync.all_buckets, costs.cluster)

@@ -32,6 +32,7 @@ from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.hf_reference import hf_to_logical, make_hf
+from tests.support.moe_models import MOE_FAMILIES
 from tests.support.peft_reference import adapter_values, keep_apart, peft_model, peft_values
 from tests.support.pool import shared_pool
 from tests.support.random_plans import random_model, random_plan
@@ -237,6 +238,13 @@ def test_a_larger_teacher_on_the_same_ranks(loss: str) -> None:
     d = Distillation(loss, 0.7, 2.0, 0.3)
     check(LLAMA, LARGER, UNEVEN, None, d, 3, LOGITS_BYTES)
     check(LLAMA, LARGER, UNEVEN, Lora(2, 4.0), replace(d, weight=1.0, temperature=1.0), 4, 20_000)
+
+
+@pytest.mark.slow
+def test_a_teacher_of_experts() -> None:
+    """Whose student is dense: every rank of a TP group has its columns of all experts."""
+    experts = MOE_FAMILIES["mixtral"] | {"num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 3}
+    check(LLAMA, experts, UNEVEN, None, Distillation("forward_kl", 0.7, 2.0), 8, LOGITS_BYTES)
 
 
 OWN = plan([

@@ -22,7 +22,7 @@ from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted
 from hetero_megatron.spec.flops import LOGITS_BYTES
-from hetero_megatron.spec.preference import Preference
+from hetero_megatron.spec.preference import Preference, shown_means
 from hetero_megatron.training.labelled import LabelledSteps
 from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.reference import _compute
@@ -100,7 +100,7 @@ def run_rank(
         found = runtime.train_step(data.fetch, step * size, size, LR, clip_grad=1.0, loss_scale=4.0, step=step + 1)
         assert found.tokens == count and abs(loss / count - found.loss) <= 1e-12 * abs(found.loss)
         np.testing.assert_allclose(list(facts.values()), list(found.facts.values()), rtol=1e-9, atol=1e-12)
-        stats.append([found.loss, found.grad_norm, found.tokens, *(found.facts[name] for name in FACTS)])
+        stats.append([found.loss, found.grad_norm, found.tokens, *(shown_means(found.facts)[name] for name in FACTS)])
     return stats, [(n, runtime.stage_model.boxes[n], q.detach().numpy().copy()) for n, q in runtime.sync.params.items()]
 
 

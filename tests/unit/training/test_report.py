@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from hetero_megatron.html.pictures import nice_ticks
 from hetero_megatron.monitoring import metrics, record
 from hetero_megatron.monitoring.run_page import measured_chart, read_run, run_page, summary
 from hetero_megatron.monitoring.run_pictures import plan_picture
-from hetero_megatron.training.config import RunConfig
+from hetero_megatron.spec.preference import Preference
+from hetero_megatron.training.config import RunConfig, TeacherConfig
 
 WORDS = "--plan examples/plans/demo.yaml --cluster examples/clusters/testbed.yaml --model tiny --mock-data --lr 1e-3"
 STEPS = 12
@@ -203,3 +205,20 @@ def test_a_measured_step_is_whole(run_dir: Path) -> None:
     assert all(sum(s[2] for s in row) == pytest.approx(0.95) for row in chart["rows"])  # 0.05 s between F and B
     picture = plan_picture(run.last("start"))  # type: ignore[arg-type]
     assert picture.count("class='stage'") == 3
+
+
+def test_forwards_before_a_step_are_in_its_prediction(tmp_path: Path) -> None:
+    """A teacher like the student takes as long as a reference; KTO with adapters runs three forwards."""
+    run = config(tmp_path)
+    found: dict[str, tuple[float, dict[int, float]]] = {}
+    for name, more in (
+        ("alone", {}), ("teacher", {"teacher": TeacherConfig("", run.spec)}),
+        ("dpo", {"preference": Preference(in_step=True)}), ("kto", {"preference": Preference("kto", in_step=True)}),
+    ):  # fmt: skip
+        made = replace(run, **more)  # type: ignore[arg-type]
+        prediction, _ = record.expectation(made)
+        assert prediction is not None
+        found[name] = prediction.step_seconds, record.expected_busy(made)
+    (alone, busy), (beside, busy_beside), (dpo, busy_dpo), (kto, _) = found.values()
+    assert beside > alone and beside == pytest.approx(dpo) and busy_beside == pytest.approx(busy_dpo)
+    assert kto - alone == pytest.approx(3 * (dpo - alone)) and all(busy_beside[r] > busy[r] for r in busy)
