@@ -41,6 +41,8 @@ class ChunkWork(Protocol):
     def untrained(self) -> int: ...
     @property
     def offloaded(self) -> int: ...
+    @property
+    def own(self) -> ModelSpec | None: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def chunk_layers(
 def layer_bytes(spec: ModelSpec, held: ChunkWork) -> tuple[LayerBytes, ...]:
     """Those of a stage without context groups."""
     sizes = (held.item, held.tp, held.shards, held.load)
-    spec = getattr(held, "own", None) or spec
+    spec = held.own or spec
     given = 0 if input_goes(spec, held) else round(held.tokens * spec.hidden_size * held.item / held.shards)
     lse = 4 * held.tokens * spec.num_heads / held.tp
     few = lse if lse < FEW_BYTES * held.tokens / held.shards else 0.0
