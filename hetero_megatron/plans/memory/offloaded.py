@@ -72,12 +72,13 @@ def chunk_layers(
         lse: bytes of the log-sum-exp of attention where they are too few to go.
     """
     rest = held.recompute if held.recompute in ("selective", "elementwise") else "none"
+    bytes_of = {kind: kept(kind) for kind in {"none", rest, *(("full",) if held.full else ())}}
     found = []
     for i in range(held.layers):
         whole = i < held.full
-        each = 0.0 if held.untrained > i and not whole else kept("full" if whole else rest)
+        each = 0.0 if held.untrained > i and not whole else bytes_of["full" if whole else rest]
         goes = each - (0.0 if whole or rest == "selective" else lse) - (given if i == 0 else 0.0)
-        again = kept("none") - each if whole or rest == "elementwise" else 0.0
+        again = bytes_of["none"] - each if whole or rest == "elementwise" else 0.0
         if not whole and product is not None:
             again = min(again, product)
         found.append(LayerBytes(each, max(goes, 0.0) if i < held.offloaded else 0.0, again))
