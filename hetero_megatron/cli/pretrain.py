@@ -45,6 +45,10 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, comma
             config = configure(argv, environment, early=launcher.rank == 0 and "--dry-run" not in argv)
             if config.dry_run:
                 return dry_run(config, launcher)
+            if config.exit.file is not None:
+                from hetero_megatron.cli.flags.training import exit_file_is_awaited
+
+                exit_file_is_awaited(config.exit.file)
             # Only now: importing torch takes seconds, and a refusal should not.
             over_memory(config, launcher.rank == 0)
             if config.elastic is not None:

@@ -1,13 +1,15 @@
-"""Products without values: what they allocate is what a chip's kernels do, not what those of a CPU do."""
+"""Products and attention without values: they allocate what a chip's kernels do, not what those of a CPU do."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from hetero_megatron.ops import KernelPlan
+from hetero_megatron.ops.attention_options import AttentionOptions
 from hetero_megatron.ops.gemm import bind_gemm, bind_joint_gemm
 from hetero_megatron.ops.gemm_fp8 import (
     BLOCK,
@@ -54,6 +56,20 @@ def weight_gradient(
     operands, before it is added."""
     gradient = dy.new_empty(dy.shape[-1], x.shape[-1])
     return gradient if into is None else into
+
+
+def with_chip_attention(kernels: KernelPlan) -> KernelPlan:
+    """The same kernels, but attention never has scores or masks in memory: where they are capped, dropped or of a
+    window, those of a CPU do."""
+    attend = kernels.attention
+
+    def attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        plain = AttentionOptions(*options)._replace(window=None, softcap=None, dropout=None)
+        return attend(q, k, v, sinks, *plain)  # type: ignore[no-any-return]
+
+    return kernels.with_calls({"attention": attention})
 
 
 def with_chip_chunks(kernels: KernelPlan) -> KernelPlan:

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def has_linear(spec: ModelSpec, stage: Stage) -> bool:
-    """Whether some layer of the stage has linear attention."""
-    return spec.delta is not None and any(spec.layer(i).linear for i in stage.layer_indices())
+    """Whether some layer of the stage, modules that predict further tokens among them, has linear attention."""
+    numbers = (*stage.layer_indices(), *(spec.predictions if stage.head else ()))
+    return spec.delta is not None and any(spec.layer(i).linear for i in numbers)
 
 
 def states_are_whole(plan: Plan, spec: ModelSpec, source: Source) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from hetero_megatron.errors import UserError
@@ -314,7 +314,7 @@ class ModelSpec:
         """The stage with the head has the embedding's matrix, too: as its own, or for what its modules predict from."""
         return self.tied or self.mtp_layers > 0
 
-    @property
+    @cached_property
     def layers(self) -> tuple[LayerKind, ...]:
         """The kind of every layer."""
         return tuple(map(self.layer, range(self.num_layers)))

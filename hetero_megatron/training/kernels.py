@@ -111,7 +111,7 @@ def _signature(platform: Platform, dtype: torch.dtype) -> Signature:
 def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPlan:
     """Kernels for a dry run with fake tensors: torch's own, whatever the plan asks for; shapes and sizes are alike."""
     from hetero_megatron.dry_run.expert_layers import with_expected_rows
-    from hetero_megatron.dry_run.products import with_chip_chunks, with_chip_products
+    from hetero_megatron.dry_run.products import with_chip_attention, with_chip_chunks, with_chip_products
 
     rank_stage = RankStage(config.plan, config.spec, rank)
     kernels = default_kernels(
@@ -119,7 +119,7 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
         chunked=rank_stage.loss_chunk(dtype, config.logits_bytes) is not None, tiled=rank_stage.tiled,
         fp8=rank_stage.fp8(config.fp8),
     )  # fmt: skip
-    kernels = with_chip_chunks(with_chip_products(kernels))
+    kernels = with_chip_attention(with_chip_chunks(with_chip_products(kernels)))
     if "dropout" in kernels.choices:  # making masks of nothing would take most of the time
         kernels.dropout = lambda x, *_: x.clone()  # type: ignore[attr-defined]
     return kernels if config.spec.moe is None else with_expected_rows(kernels)

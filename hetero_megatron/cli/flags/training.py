@@ -192,11 +192,14 @@ def build_evaluation(args: Arguments) -> EvaluationConfig:
 
 def build_exit(args: Arguments) -> ExitConfig:
     signal = args["exit_signal"] if args["exit_signal_handler"] else None
-    file = args["exit_file"]
+    return ExitConfig(args["exit_duration_in_mins"], args["exit_interval"], signal, args["exit_file"])
+
+
+def exit_file_is_awaited(file: str | None) -> None:
+    """Asked when a process starts, and not when a run goes on under another plan: then notice may have come."""
     if file is not None and os.path.lexists(file):
         raise flag_error("exit_file", file, "it exists: the run would stop after its first step",
                          "a path where nothing is before somebody tells the run to stop")  # fmt: skip
-    return ExitConfig(args["exit_duration_in_mins"], args["exit_interval"], signal, file)
 
 
 def build_logging(args: Arguments) -> LoggingConfig:

@@ -1,66 +1,91 @@
 """Proposer for models whose layers cost unlike much (attention beside linear attention): templates count layers, so
 here single ones go from stage to stage of the best plan, while its simulated step, in which each stage has the costs of
-its own layers, becomes faster."""
+its own layers, becomes faster.
+
+Whole steps take most of the time of a simulation to divide gradients anew, so moves are chosen by what they do to the
+pipelines, and only what makes these faster is simulated as a whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulated_plan, simulation_work
 from hetero_megatron.plans import Plan, Stage
-from hetero_megatron.predictor.simulate.step import predict
+from hetero_megatron.predictor.simulate.stage_cost import StageCosts
+from hetero_megatron.predictor.simulate.step import StepSimulator, predict
 
-MOST = 200  # plans that are simulated
+MOST = 200  # plans of which the pipelines are simulated
+WHOLE = 3  # of one move, of which the whole step is
+PIPELINES = 1 / 8  # of the work of a whole step
 
 
 class UnlikeLayers:
     """Moves layers of the incumbent's best plan."""
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        """Moves one layer after the other, each time the first that makes the step faster."""
-        best, tried = incumbent.plans[0], 0
-        while True:
-            faster = None
-            for plan in _moved(best.plan):
-                if tried >= MOST or incumbent.should_stop():
-                    break
-                tried += 1
-                faster = _faster(plan, best, problem, incumbent)
-                if faster is not None:
-                    break
-            if faster is None:
+        """Moves one layer after the other, each time the one after which pipelines are fastest."""
+        best, left = incumbent.plans[0], MOST
+        while left > 0 and not incumbent.should_stop():
+            plans = list(itertools.islice(_moved(best.plan, incumbent), left))
+            left -= len(plans)
+            found = _fastest(plans, best, problem, incumbent)
+            if found is None:
                 break
-            best = faster
+            best = found
         if best is not incumbent.plans[0]:
             incumbent.take_plan(best)
-        return tried < MOST
+        return left > 0
 
 
-def _faster(
-    plan: Plan, best: SimulatedPlan, problem: PlanningProblem, incumbent: Incumbent
+def _fastest(
+    plans: Sequence[Plan], best: SimulatedPlan, problem: PlanningProblem, incumbent: Incumbent
 ) -> SimulatedPlan | None:
-    incumbent.scorer.work.add(simulation_work(plan))
-    prediction = predict(plan, problem.model, problem.cluster, problem.dtype, incumbent.scorer.costs)
-    if prediction.over or prediction.step_seconds >= best.step_seconds:
-        return None
-    counts = "; ".join(", ".join(str(s.num_layers) for s in p.stages) for p in plan.pipelines)
-    text = f"stages of {counts} layers, which cost unlike much, under {plan.schedule}"
-    return simulated_plan(problem, incumbent.scorer, plan, prediction, text)
+    """The first of ``plans``, fastest pipelines first, that fits and is faster than ``best``; None: of a few none."""
+    seconds = [_pipeline_seconds(plan, incumbent) for plan in plans]
+    order = sorted(range(len(plans)), key=seconds.__getitem__)
+    least = sorted(best.prediction.pipeline_seconds, reverse=True)
+    for i in order[:WHOLE]:
+        if seconds[i] >= least or incumbent.should_stop():
+            return None
+        incumbent.scorer.work.add(simulation_work(plans[i]))
+        prediction = predict(plans[i], problem.model, problem.cluster, problem.dtype, incumbent.scorer.costs)
+        if not prediction.over and prediction.step_seconds < best.step_seconds:
+            counts = "; ".join(", ".join(str(s.num_layers) for s in p.stages) for p in plans[i].pipelines)
+            text = f"stages of {counts} layers, which cost unlike much, under {plans[i].schedule}"
+            return simulated_plan(problem, incumbent.scorer, plans[i], prediction, text)
+    return None
 
 
-def _moved(plan: Plan) -> Iterator[Plan]:
-    """``plan`` with one layer more or less on one side of a border between stages."""
+def _pipeline_seconds(plan: Plan, incumbent: Incumbent) -> list[float]:
+    """Of each pipeline, the slowest first: what all wait for, and then what is left to gain."""
+    incumbent.scorer.work.add(PIPELINES * simulation_work(plan))
+    timelines = StepSimulator(plan, incumbent.scorer.costs).timelines
+    return sorted((timeline.step_seconds for timeline in timelines), reverse=True)
+
+
+def _moved(plan: Plan, incumbent: Incumbent) -> Iterator[Plan]:
+    """``plan`` with one border between stages a layer earlier or later, in all pipelines that have the same layers, and
+    in those of them that cost the same."""
+    costs, groups = StageCosts(plan, incumbent.scorer.costs), defaultdict[object, list[int]](list)
     for p, pipeline in enumerate(plan.pipelines):
-        for s in range(len(pipeline.stages) - 1):
-            for step in (1, -1):
-                pair = _border(pipeline.stages[s], pipeline.stages[s + 1], step)
+        groups[tuple(stage.layers for stage in pipeline.stages)].append(p)
+        groups[costs.signature(pipeline)].append(p)
+    for alike in dict.fromkeys(map(tuple, groups.values())):
+        for s, step in itertools.product(range(len(plan.pipelines[alike[0]].stages) - 1), (1, -1)):
+            pipelines = list(plan.pipelines)
+            for p in alike:
+                stages = pipelines[p].stages
+                pair = _border(stages[s], stages[s + 1], step)
                 if pair is None:
-                    continue
-                stages = (*pipeline.stages[:s], *pair, *pipeline.stages[s + 2 :])
-                changed = replace(pipeline, stages=stages)
-                yield replace(plan, pipelines=(*plan.pipelines[:p], changed, *plan.pipelines[p + 1 :]))
+                    break
+                pipelines[p] = replace(pipelines[p], stages=(*stages[:s], *pair, *stages[s + 2 :]))
+            else:
+                yield replace(plan, pipelines=tuple(pipelines))
 
 
 def _border(up: Stage, down: Stage, step: int) -> tuple[Stage, Stage] | None:

@@ -41,6 +41,8 @@ class ChunkWork(Protocol):
     def untrained(self) -> int: ...
     @property
     def offloaded(self) -> int: ...
+    @property
+    def own(self) -> ModelSpec | None: ...
 
 
 @dataclass(frozen=True)
@@ -69,31 +71,30 @@ def chunk_layers(
         product: :func:`product_bytes`, of the same tokens.
         lse: bytes of the log-sum-exp of attention where they are too few to go.
     """
-    partial = held.recompute if held.recompute in ("selective", "elementwise") else "none"
-    layers = []
+    rest = held.recompute if held.recompute in ("selective", "elementwise") else "none"
+    bytes_of = {kind: kept(kind) for kind in {"none", rest, *(("full",) if held.full else ())}}
+    found = []
     for i in range(held.layers):
-        is_full = i < held.full
-        kept_bytes = 0.0 if held.untrained > i and not is_full else kept("full" if is_full else partial)
-        host_bytes = kept_bytes - (0.0 if is_full or partial == "selective" else lse) - (given if i == 0 else 0.0)
-        recomputed_bytes = kept("none") - kept_bytes if is_full or partial == "elementwise" else 0.0
-        if not is_full and product is not None:
-            recomputed_bytes = min(recomputed_bytes, product)
-        layers.append(LayerBytes(kept_bytes, max(host_bytes, 0.0) if i < held.offloaded else 0.0, recomputed_bytes))
-    return tuple(layers)
+        whole = i < held.full
+        each = 0.0 if held.untrained > i and not whole else bytes_of["full" if whole else rest]
+        goes = each - (0.0 if whole or rest == "selective" else lse) - (given if i == 0 else 0.0)
+        again = bytes_of["none"] - each if whole or rest == "elementwise" else 0.0
+        if not whole and product is not None:
+            again = min(again, product)
+        found.append(LayerBytes(each, max(goes, 0.0) if i < held.offloaded else 0.0, again))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
 def layer_bytes(spec: ModelSpec, held: ChunkWork) -> tuple[LayerBytes, ...]:
     """Those of a stage without context groups."""
     sizes = (held.item, held.tp, held.shards, held.load)
-    spec = getattr(held, "own", None) or spec
-    input_bytes = 0 if input_goes(spec, held) else round(held.tokens * spec.hidden_size * held.item / held.shards)
+    spec = held.own or spec
+    given = 0 if input_goes(spec, held) else round(held.tokens * spec.hidden_size * held.item / held.shards)
     lse = 4 * held.tokens * spec.num_heads / held.tp
-    small_lse = lse if lse < FEW_BYTES * held.tokens / held.shards else 0.0
+    few = lse if lse < FEW_BYTES * held.tokens / held.shards else 0.0
     product = product_bytes(spec, held, held.tokens)
-    return chunk_layers(
-        held, lambda kind: layer_activation_bytes(spec, held.tokens, kind, *sizes), input_bytes, product, small_lse
-    )
+    return chunk_layers(held, lambda kind: layer_activation_bytes(spec, held.tokens, kind, *sizes), given, product, few)
 
 
 def product_bytes(spec: ModelSpec, held: ChunkWork, tokens: int) -> float | None:
@@ -123,12 +124,12 @@ def worst_layer(
         backward: of any layer; passed: the gradient that the last one got, which is there for the others, too;
             operands: of a layer, where backward is split.
     """
-    worst, freed, last = 0.0, 0.0, len(layers) - 1
+    most, gone, last = 0.0, 0.0, len(layers) - 1
     for i in reversed(range(len(layers))):
-        fetched = sum(layer.host for layer in layers[max(i - ahead, 0) : i + 1])
-        worst = max(worst, backward + layers[i].again + fetched - freed + (passed if i < last else 0.0))
-        freed += layers[i].kept - layers[i].host - operands
-    return worst
+        there = sum(layer.host for layer in layers[max(i - ahead, 0) : i + 1])
+        most = max(most, backward + layers[i].again + there - gone + (passed if i < last else 0.0))
+        gone += layers[i].kept - layers[i].host - operands
+    return most
 
 
 def coming(layers: Sequence[LayerBytes], ahead: int) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from hetero_megatron.checkpoint.lock import DirectoryLock
+from hetero_megatron.cli.configure import configure
 from hetero_megatron.training.exit import ExitConditions, LastingStream, handled, note_hang_up
 from hetero_megatron.utils.exit_codes import INTERRUPTED
 from tests.support.faults import children
@@ -72,6 +73,8 @@ def test_a_file_that_appears_ends_a_run(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "latest").exists()
     _, err = inside(words, code=2)
     assert f"--exit-file = {notice}: it exists" in err and len(err.splitlines()) == 1
+    # Only where a process starts: an elastic run that goes on under another plan reads its flags again.
+    assert configure(words, {}).exit.file == str(notice)
 
 
 def test_a_wish_of_this_host_alone_is_told_from_one_of_the_job(tmp_path: Path, own_handler: None) -> None:

@@ -92,3 +92,19 @@ def test_memory_is_that_of_a_dry_run(case: str, tmp_path: Path) -> None:
     for rank in ranks:
         peak = run_rank(run, rank).peak
         assert 0.98 * peak <= estimates[rank].total <= 1.05 * peak, (rank, estimates[rank].total / peak)
+
+
+@pytest.mark.slow
+def test_attention_of_a_dry_run_has_no_scores(tmp_path: Path) -> None:
+    """Of a chip none are in memory, also where they are capped or of a window."""
+    peaks, length = set(), 256
+    for cap, window in ((None, length), (50.0, length // 2)):
+        small = BASE | {"model_type": "gemma2", "head_dim": 32, "num_hidden_layers": 2}
+        plain = small | {"attn_logit_softcapping": cap, "sliding_window": window, "max_position_embeddings": length}
+        (tmp_path / "config.json").write_text(json.dumps(plain))
+        made = plan_from_dict(plan([pipe(1, 1, stage([0], [0, 2]))], length), load_model(str(tmp_path / "config.json")))
+        (tmp_path / "plan.yaml").write_text(dump_yaml(made))
+        words = ["--plan", str(tmp_path / "plan.yaml"), "--model", str(tmp_path / "config.json"), "--dry-run"]
+        run = configure([*words, "--dtype", "bf16"], {})
+        peaks.add(run_rank(run, 0).peak)
+    assert len(peaks) == 1

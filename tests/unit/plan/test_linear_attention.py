@@ -31,6 +31,12 @@ def test_context_groups_are_for_stages_with_attention_alone() -> None:
     with pytest.raises(UserError, match="states of linear attention") as caught:
         plan_from_dict(in_context(2), SPEC)
     assert "context" in str(caught.value)
+    kinds = SPEC.layer(0), SPEC.layer(1), SPEC.layer(3), SPEC.layer(0)
+    module = replace(SPEC, mtp_layers=1, layer_kinds=kinds)  # of linear attention, on a stage without layers
+    in_last = in_context(4)
+    in_last["pipelines"][0]["stages"][1]["layers"] = [4, 4]
+    with pytest.raises(UserError, match="states of linear attention"):
+        plan_from_dict(in_last, module)
 
 
 def test_fp8_adapters_and_checkpoints_of_megatron_are_refused() -> None:
