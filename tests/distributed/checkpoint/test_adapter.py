@@ -60,6 +60,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.abs(a - b).max() <= 1e-5 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_exports_load_in_peft_and_merge_as_there(base: Path, tmp_path: Path) -> None:
     lora = "--lora-rank 3 --lora-alpha 6 --lora-targets q_proj v_proj down_proj"
     words = f"--load-hf {base} {SIZES} {lora} --train-iters 4 --save {tmp_path}/run"

@@ -59,6 +59,7 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_stops_while_an_exchange_is_under_way_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     asked = words(tmp_path, PLAN)

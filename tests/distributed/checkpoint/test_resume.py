@@ -78,6 +78,7 @@ def test_dropout_is_for_training_only(tmp_path: Path) -> None:
     assert "notice: --attention-dropout is" not in out
 
 
+@pytest.mark.slow
 def test_flags_decide_what_is_read(tmp_path: Path) -> None:
     run(tmp_path, SINGLE, 1, "--exit-interval", "2")
     _, err = run(tmp_path, SINGLE, 1, "--lr", "5e-4", code=2)
@@ -194,6 +195,7 @@ def test_sixteen_bits_resume_bit_for_bit(dtype: str, tmp_path: Path) -> None:
             assert a[key] == b[key]
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_older_checkpoints_stay(tmp_path: Path) -> None:
     """Files of more than 40 KB cannot be written (those of metrics and events are smaller)."""
     out, _ = run(tmp_path, SINGLE, 1, "--exit-interval", "1")

@@ -17,7 +17,7 @@ from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 SEED = int(os.environ.get("SEED", "2026"))
 COUNT = int(os.environ.get("N", "16"))
-QUICK = range(COUNT if "N" in os.environ else 5)  # in `make test`
+QUICK = range(COUNT if "N" in os.environ else 2)  # in `make test`
 WAYS: list[dict[str, Any]] = [
     {"gather": "layer"}, {"gather": "layer", "reshard_after_forward": False},
     {"gather": "micro-batch"}, {"gather": "micro-batch", "reshard_after_forward": False}, {"gather": "step"},

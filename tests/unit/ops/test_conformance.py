@@ -146,6 +146,7 @@ def test_the_example_is_what_the_scaffold_writes_and_passes(vendors: None, capsy
     assert "all passed" in shown and "swap: reference backward" in shown and "of the floor" in shown
 
 
+@pytest.mark.slow
 def test_every_defect_of_the_bad_plugin_is_found(vendors: None, capsys: pytest.CaptureFixture[str]) -> None:
     import hetero_bad.plugin as bad
 

@@ -116,6 +116,7 @@ def test_plans_for_the_loss_of_any_node(cluster: Cluster, found: SearchResult) -
         validate(loss.plan, MODEL, cluster_from_dict(without_nodes(DATA, {gone})), dtype="bf16")
 
 
+@pytest.mark.slow
 def test_where_no_known_pipeline_fits_what_is_left_it_is_searched(cluster: Cluster, found: SearchResult) -> None:
     planner = WarmPlanner(PROBLEM.on(cluster), found)
     planner.outlines = []

@@ -458,6 +458,7 @@ def test_many_unlike_groups_are_cut_along_slow_links() -> None:
         assert max(nodes) < 4 or min(nodes) >= 4
 
 
+@pytest.mark.slow
 def test_more_nodes_are_never_slower() -> None:
     """Where gradients cross slow links, many pipelines reduce longer than they compute; the programs that propose
     pipelines know it."""
