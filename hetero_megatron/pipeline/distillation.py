@@ -3,8 +3,6 @@ rank's share of the vocabulary; no rank has the logits of the whole vocabulary, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +16,7 @@ from hetero_megatron.ops import KernelPlan, softcap
 from hetero_megatron.ops.divergence import divergence_terms
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss, with_known_gradient
 from hetero_megatron.ops.spec import wide
+from hetero_megatron.pipeline.compared_loss import ComparedLoss
 from hetero_megatron.pipeline.stage_model import RankStage
 from hetero_megatron.spec.distillation import FACTS, Distillation
 
@@ -76,7 +75,7 @@ class TeacherHead:
         return found if self.head.softcap is None else softcap(found, self.head.softcap)
 
 
-class DistillationLoss:
+class DistillationLoss(ComparedLoss):
     """The loss of a stage with a head; called as :class:`~hetero_megatron.pipeline.stage_model.StageLoss`.
 
     Args:
@@ -90,30 +89,16 @@ class DistillationLoss:
     def __init__(
         self, d: Distillation, here: RankStage, model: GPTStage, kernels: KernelPlan, group: Group, chunk: int | None
     ) -> None:
+        super().__init__()
         self.distillation, self._model, self._group, self._chunk = d, model, group, chunk
         self._vocab, self._product = here.share.vocab, kernels.choices["gemm"].kernel
         self.head: KnownLoss = with_known_gradient(self._losses, self._together, kernels.weight_gradients)
         model.lm_head.in_loss = True
         self.teacher: TeacherHead | None = None
-        self._rehearsing = False
-        self._told: list[torch.Tensor] = []
-
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Inside, no teacher has spoken, and nothing that is computed counts."""
-        self._rehearsing = True
-        try:
-            yield
-        finally:
-            self._rehearsing = False
-
-    def begin(self) -> None:
-        """A step or an evaluation begins."""
-        self._told.clear()
 
     def facts(self, device: torch.device) -> torch.Tensor:
         """Sums of ``FACTS`` over this rank's tokens since :meth:`begin`."""
-        return torch.stack(self._told).sum(0) if self._told else torch.zeros(len(FACTS), device=device)
+        return self._summed(len(FACTS), device)
 
     def count(self, batch: Batch) -> int:
         return batch.num_loss_tokens()
@@ -188,9 +173,8 @@ class DistillationLoss:
             divergence, slopes = self._beside_logits(share.logps, rows.teacher.hidden)
         else:
             divergence, slopes = self._beside_likeliest(share.logps, rows.teacher)
-        if not self._rehearsing:
-            told = torch.stack([share.label_loss, divergence]).detach()
-            self._told.append((told * rows.weights).sum(1))
+        token_facts = torch.stack([share.label_loss, divergence]).detach()
+        self._tell((token_facts * rows.weights).sum(1))
         losses = (1 - d.weight) * share.label_loss + d.weight * d.temperature**2 * divergence
         slopes.mul_(d.weight * d.temperature)
         if d.weight < 1:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.data.batch import Batch, Pairs
+from hetero_megatron.pipeline.compared_loss import ComparedLoss
 from hetero_megatron.pipeline.stage_model import RankStage, StageLoss
 from hetero_megatron.plans.experts import sequence_group
 from hetero_megatron.spec.preference import Preference
@@ -132,7 +133,7 @@ class _Spoken(Reference):
         self.said.append((numbers, values))
 
 
-class PairLoss:
+class PairLoss(ComparedLoss):
     """The loss of a stage for preference pairs; called as :class:`StageLoss`.
 
     Args:
@@ -145,12 +146,11 @@ class PairLoss:
     def __init__(
         self, preference: Preference, tokens: StageLoss, group: Group, parts: Sequence[bool], counts: bool
     ) -> None:
+        super().__init__()
         self.preference, self._tokens, self._group, self._counts = preference, tokens, group, counts
         self._parts = [i for i, has_part in enumerate(parts) if has_part]
         self.reference = Reference()
         self._into: Reference | None = None
-        self._rehearsing = False
-        self._rewards: list[torch.Tensor] = []
 
     @property
     def head(self) -> object:
@@ -166,24 +166,10 @@ class PairLoss:
         finally:
             self._into = None
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Inside, there is no reference yet, and nothing that is computed counts."""
-        self._rehearsing = True
-        try:
-            yield
-        finally:
-            self._rehearsing = False
-
-    def begin(self) -> None:
-        """A step or an evaluation begins."""
-        self._rewards.clear()
-
     def facts(self, device: torch.device) -> torch.Tensor:
         """Sums of the preference's facts over what this rank counts, since :meth:`begin`."""
-        if not self._rewards or not self._counts:
-            return torch.zeros(len(self.preference.facts), device=device)
-        return torch.stack(self._rewards).sum(0)
+        number = len(self.preference.facts)
+        return self._summed(number, device) if self._counts else torch.zeros(number, device=device)
 
     def count(self, batch: Batch) -> int:
         """Pairs of a batch, on the ranks that count them."""
@@ -203,8 +189,7 @@ class PairLoss:
         leaf = policy.requires_grad_(torch.is_grad_enabled())
         example_losses, rewards = self._judge(leaf, pairs)
         value = example_losses.sum()
-        if not self._rehearsing:
-            self._rewards.append(rewards)
+        self._tell(rewards)
         total = value.detach() if self._counts else torch.zeros_like(value)
         if not torch.is_grad_enabled():
             return total
