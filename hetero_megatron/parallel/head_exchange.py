@@ -1,4 +1,4 @@
-"""Ragged exchange of tensors [b, tokens, heads, d] between two layouts over (token, head), differentiable; d is of each.
+"""Ragged exchange of tensors [b, tokens, heads, d], of any d, between two layouts over (token, head), differentiable.
 
 All tensors of one call travel in one all-to-all; what a rank keeps is copied without passing through it.
 """

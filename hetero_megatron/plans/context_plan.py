@@ -18,7 +18,6 @@ from hetero_megatron.plans.canonical import Interval, Stage, Unit
 from hetero_megatron.plans.shares import merged, tokens_at
 from hetero_megatron.spec import ModelSpec, Share, shares
 
-
 ALL_GROUPS = -1  # instead of a group's index
 
 

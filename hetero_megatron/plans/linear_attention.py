@@ -1,8 +1,8 @@
 """How linear attention goes on from one member of a context group to the next: who hands what to whom. No torch.
 
-A member's tokens are *runs*, intervals of the sequence. In the order of their tokens, those of all groups are a chain: a
-run begins with the state that the run before it leaves, and its convolutions look back at the last tokens before it.
-Neither depends on how long runs are. Key heads, each with its value heads, are cut among the ranks of a member.
+A member's tokens are *runs*, intervals of the sequence. In the order of their tokens, those of all groups are a chain:
+a run begins with the state that the run before it leaves, and its convolutions look back at the last tokens before it.
+Neither grows with the length of runs. Key heads, each with its value heads, are cut among the ranks of a member.
 """
 
 from __future__ import annotations
