@@ -46,13 +46,11 @@ def test_each_stage_holds_what_its_own_layers_keep(recompute: str, tmp_path: Pat
         assert 0.88 * dry.peak <= estimates[rank].total <= 1.15 * dry.peak, estimates[rank].total / dry.peak
 
 
-@pytest.mark.parametrize("recompute", quick(["none", "selective", "full"], []))
-def test_members_of_context_groups_hold_what_their_own_tokens_keep(recompute: str, tmp_path: Path) -> None:
-    model = MODEL | {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR]}
+@pytest.mark.slow
+def test_members_of_context_groups_hold_what_their_own_tokens_keep(tmp_path: Path) -> None:
+    model = MODEL | {"num_hidden_layers": 2, "layer_types": [FULL, LINEAR]}
     run = _configured(tmp_path, model, [stage(
-        [0, 1, 2], [0, 3], tp_split=[[1, 1], [1]], recompute=recompute, kv={"block": 32}, context=[
+        [0, 1, 2], [0, 2], tp_split=[[1, 1], [1]], kv={"block": 64}, context=[
             {"ranks": [[0, 1]], "tokens": [128], "heads": [4]}, {"ranks": [2], "tokens": [64], "heads": [4]}])])  # fmt: skip
-    estimates = estimate_memory(run.plan, run.spec, run.dtype)
-    for rank in (1, 2):
-        dry = run_rank(run, rank)
-        assert 0.88 * dry.peak <= estimates[rank].total <= 1.15 * dry.peak, estimates[rank].total / dry.peak
+    estimate, dry = estimate_memory(run.plan, run.spec, run.dtype)[1], run_rank(run, 1)
+    assert 0.88 * dry.peak <= estimate.total <= 1.15 * dry.peak, estimate.total / dry.peak
