@@ -134,10 +134,9 @@ class ContextDelta(nn.Module):
             start, end = run.tokens
             looked = starts_within(documents, start - run.past, end)
             convolve = self.inner.kernels.causal_conv
-            convolved = [convolve(x[:, run.seen], w, looked)[:, run.past :] for x, w in zip(seen, filters, strict=True)]
-            numbers = decay[:, run.own], write[:, run.own]
-            rows = starts_within(documents, start, end)
-            out, *rest = self._run(*convolved, *numbers, rows, shared.goes_on(run.number, documents))
+            q, k, v = (convolve(x[:, run.seen], w, looked)[:, run.past :] for x, w in zip(seen, filters, strict=True))
+            rows, goes_on = starts_within(documents, start, end), shared.goes_on(run.number, documents)
+            out, *rest = self._run(q, k, v, decay[:, run.own], write[:, run.own], rows, goes_on)
             outs.append(out)
             carried += rest
         outs = outs or [seen[2].unflatten(-1, (-1, shared.value_dim))]  # without tokens
@@ -170,7 +169,7 @@ class _Carry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shared: StageStates, documents: Documents, count: int, *tensors: Any) -> tuple[Tensor, ...]:
-        """tensors: ``count`` outputs; then of each run read, through and last, as :meth:`ContextDelta._run` has them."""
+        """tensors: ``count`` outputs; then of each run read, through and last (:meth:`ContextDelta._run`)."""
         outs, rest = list(tensors[:count]), tensors[count:]
         sent, saved = list[Any](), list[Tensor]()
         for i, run in enumerate(shared.runs):

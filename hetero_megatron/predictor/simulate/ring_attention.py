@@ -14,11 +14,11 @@ from functools import partial
 
 from hetero_megatron.plans import Stage, Unit
 from hetero_megatron.plans.context_plan import StageContext, stage_contexts
-from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES, CostModel, UnitSeconds, exchanges_of_head
+from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds, exchanges_of_head
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Port
-from hetero_megatron.predictor.cost.operator_cost import Operators
+from hetero_megatron.predictor.simulate.member_cost import MemberCost, heads_and_columns
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic, Passage, Volumes
-from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import mean_attention_pairs
 from hetero_megatron.spec.model_spec import layers_alone
@@ -32,7 +32,7 @@ class ContextSeconds:
     """Prices of context stages; ``traffic``: cache by stage, added to."""
 
     def __init__(self, model: CostModel, traffic: dict[Stage, list[LayerTraffic]] | None = None) -> None:
-        self.model, self.network = model, model.links
+        self.model, self.network, self.members = model, model.links, MemberCost(model)
         self._traffic = {} if traffic is None else traffic
 
     def traffic(self, stage: Stage) -> list[LayerTraffic]:
@@ -50,9 +50,9 @@ class ContextSeconds:
         values. ``load``, ``routed``: of its routed experts, as for :meth:`CostModel.unit_seconds`."""
         model, rows = self.model, unit.sequences[1] - unit.sequences[0]
         spec = layers_alone(model.model, tuple(stage.layer_indices()))
-        operators = model.operators(self._chip(unit.ranks[t]), model.computes_in_fp8(stage), spec)
+        operators = model.operators(self.network.ranks[unit.ranks[t]].chip, model.computes_in_fp8(stage), spec)
         columns = heads_and_columns(model.model, unit.tp_split, t)[1]
-        collective = operators.exchange(columns, rows, unit.num_tokens, self._tp_collective(unit, rows)[0])
+        collective = operators.exchange(columns, rows, unit.num_tokens, self.members.tp_collective(unit)[0])
         embed, head = (
             f(columns, rows, unit.num_tokens) if unit.num_tokens else (0.0, 0.0)
             for f in (operators.embed, partial(operators.head, chunked=model.head_in_chunks(stage)))
@@ -92,45 +92,10 @@ class ContextSeconds:
             if linear:
                 from hetero_megatron.predictor.simulate.state_chain import linear_layer_seconds
 
-                layer_seconds.append(linear_layer_seconds(self, stage, traffic.context, units, spec))
+                layer_seconds.append(linear_layer_seconds(self.members, stage, traffic.context, units, spec))
             else:
                 layer_seconds.append(_Layer(self, traffic, units, stage, spec).seconds(stage.recompute.kind))
         return max(f for f, _ in layer_seconds), max(b for _, b in layer_seconds)
-
-    def outside_core(
-        self, stage: Stage, unit: Unit, t: int, spec: ModelSpec
-    ) -> tuple[Operators, Pair, Pair]:
-        """Of one rank: (operators, seconds of a layer without its attention core, TP collectives included, factor that
-        corrects the core's)."""
-        rows, tokens = unit.sequences[1] - unit.sequences[0], unit.num_tokens
-        operators = self.model.operators(self._chip(unit.ranks[t]), self.model.computes_in_fp8(stage), spec)
-        columns = heads_and_columns(self.model.model, unit.tp_split, t)[1]
-        outside, ratio = operators.split(columns, rows, tokens)
-        onward, back = operators.exchange(columns, rows, tokens, self._tp_collective(unit, rows)[0])
-        backward = outside[1] + TP_COLLECTIVES * back
-        if stage.recompute.kind == "elementwise":
-            backward += operators.elementwise(columns, rows, tokens) + TP_COLLECTIVES / 2 * onward
-        return operators, (outside[0] + TP_COLLECTIVES * onward, backward), ratio
-
-    def floor(self, operators: Operators, unit: Unit) -> Pair:
-        """Least seconds of a layer, in which the host starts it."""
-        host = TP_COLLECTIVES * self._tp_collective(unit, unit.sequences[1] - unit.sequences[0])[1]
-        return operators.rates.layer_seconds + host, operators.rates.layer_backward_seconds + host
-
-    def _chip(self, rank: int) -> str:
-        return self.network.ranks[rank].chip
-
-    def _tp_collective(self, unit: Unit, rows: int) -> tuple[float, float]:
-        """(seconds of one gather or scatter-sum of a TP member, seconds of it on the host)."""
-        size = rows * unit.num_tokens * self.model.model.hidden_size * self.model.item
-        return self.network.tp_exchange(unit.ranks, size)
-
-
-def heads_and_columns(spec: ModelSpec, tp_split: tuple[int, ...], t: int) -> tuple[float, float]:
-    """(share of heads, share of columns) that TP rank ``t`` computes; exactly 1/tp where the axes divide evenly."""
-    share = shares(spec, tp_split)[t]
-    heads = (share.q_heads[1] - share.q_heads[0]) / spec.num_heads
-    return heads, (share.ffn[1] - share.ffn[0]) / spec.ffn_hidden_size
 
 
 class _Layer:
@@ -146,8 +111,8 @@ class _Layer:
         mean_pairs = mean_attention_pairs(spec, self.context.seq_length)
         for unit in units:
             for t, rank in enumerate(unit.ranks):
-                operators, self.linear[rank], ratio = prices.outside_core(stage, unit, t, spec)
-                floor = prices.floor(operators, unit)
+                operators, self.linear[rank], ratio = prices.members.outside_core(stage, unit, t, spec)
+                floor = prices.members.floor(operators, unit)
                 self.floor = (max(self.floor[0], floor[0]), max(self.floor[1], floor[1]))
                 heads = self.context.member(rank).computed.q_heads
                 share = (heads[1] - heads[0]) / spec.num_heads

@@ -4,22 +4,19 @@ then states go along the chain of runs, message after message."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from hetero_megatron.plans import Stage, Unit
 from hetero_megatron.plans.context_plan import StageContext
 from hetero_megatron.plans.linear_attention import passed_bytes
 from hetero_megatron.predictor.cost.modelled_operators import LINEAR_BACKWARD
+from hetero_megatron.predictor.simulate.member_cost import MemberCost
 from hetero_megatron.spec import ModelSpec, shares
-
-if TYPE_CHECKING:
-    from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
 
 Pair = tuple[float, float]  # forward, backward
 
 
 def linear_layer_seconds(
-    prices: ContextSeconds, stage: Stage, context: StageContext, units: Sequence[Unit], spec: ModelSpec
+    prices: MemberCost, stage: Stage, context: StageContext, units: Sequence[Unit], spec: ModelSpec
 ) -> Pair:
     """Of one inner replica; ``spec``: of such layers alone. Backward includes recompute of a part of it."""
     rows = units[0].sequences[1] - units[0].sequences[0]
@@ -47,7 +44,7 @@ def _heads(spec: ModelSpec, unit: Unit, t: int) -> float:
     return (b - a) / spec.delta.key_heads if spec.delta is not None else 0.0
 
 
-def _passing(prices: ContextSeconds, context: StageContext, rows: int) -> Pair:
+def _passing(prices: MemberCost, context: StageContext, rows: int) -> Pair:
     """(forward, backward) seconds in which what convolutions look back at, and then states, pass."""
     looked_at, *states = passed_bytes(context, prices.model.item, prices.model.wide)
     forward = _exchange(prices, looked_at, rows, "all_to_all", False) + sum(
@@ -60,7 +57,7 @@ def _passing(prices: ContextSeconds, context: StageContext, rows: int) -> Pair:
 
 
 def _exchange(
-    prices: ContextSeconds, volumes: Mapping[tuple[int, int], int], rows: int, collective: str | None, back: bool
+    prices: MemberCost, volumes: Mapping[tuple[int, int], int], rows: int, collective: str | None, back: bool
 ) -> float:
     flows = [(b, a, float(size * rows)) if back else (a, b, float(size * rows)) for (a, b), size in volumes.items()]
     price = prices.network.exchange(flows, collective=collective)

@@ -51,6 +51,7 @@ def test_members_of_context_groups_hold_what_their_own_tokens_keep(tmp_path: Pat
     model = MODEL | {"num_hidden_layers": 2, "layer_types": [FULL, LINEAR]}
     run = _configured(tmp_path, model, [stage(
         [0, 1, 2], [0, 2], tp_split=[[1, 1], [1]], kv={"block": 64}, context=[
-            {"ranks": [[0, 1]], "tokens": [128], "heads": [4]}, {"ranks": [2], "tokens": [64], "heads": [4]}])])  # fmt: skip
+            {"ranks": [[0, 1]], "tokens": [128], "heads": [4]}, {"ranks": [2], "tokens": [64], "heads": [4]}],
+    )])  # fmt: skip
     estimate, dry = estimate_memory(run.plan, run.spec, run.dtype)[1], run_rank(run, 1)
     assert 0.88 * dry.peak <= estimate.total <= 1.15 * dry.peak, estimate.total / dry.peak
