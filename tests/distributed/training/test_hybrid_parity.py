@@ -34,7 +34,7 @@ CONTEXT = {
     # Members of unlike TP degrees hand heads on; another pipeline has no context groups.
     "members_of_ranks": plan([
         pipe(2, 2, stage([0, 1, 2], [0, 2], tp_split=[[2, 1], [1]], recompute="full", order="contiguous", context=[
-                 {"ranks": [[0, 1], [2]], "tokens": [3, 7], "heads": [1, 3]}]),
+                 {"ranks": [[0, 1], [2]], "tokens": [3, 7], "heads": [1, 2]}]),
              stage([3, 4], [2, 3], dp_split=[1, 1])),
         pipe(1, 1, stage([5], [0, 3])),
     ], schedule="zero-bubble"),
@@ -60,11 +60,13 @@ def test_hybrids_under_plans(case: tuple[str, str]) -> None:
 FULL, LINEAR = "full_attention", "linear_attention"
 ORDER = {"qwen3_next": [LINEAR, LINEAR, FULL], "qwen3_next_odd": [LINEAR, FULL, LINEAR]}
 
+CONTEXT_CASES = [  # (model, plan, whether documents are packed)
+    ("qwen3_next", "runs_in_zigzag", True), ("qwen3_next_odd", "members_of_ranks", True),
+    ("qwen3_next", "any_intervals", False),
+]  # fmt: skip
 
-CONTEXT_CASES = [(model, name, packed) for model in HYBRIDS for name in CONTEXT for packed in (True, False)]
 
-
-@pytest.mark.parametrize("case", CONTEXT_CASES, ids=str)
+@pytest.mark.parametrize("case", quick(CONTEXT_CASES, CONTEXT_CASES[:1]), ids=lambda case: "-".join(case[:2]))
 def test_states_pass_through_context_groups(case: tuple[str, str, bool]) -> None:
     model, name, packed = case
     config = HYBRIDS[model] | {"num_hidden_layers": 3, "layer_types": ORDER[model]}
