@@ -223,6 +223,7 @@ def peak_of(ranks: int, own: int, block: int, transport: str = "ring") -> int:
     return memory.peak
 
 
+@pytest.mark.slow
 def test_memory_of_the_ring_is_the_own_shard_and_two_blocks() -> None:
     """With 2 and 3 times the sequence over as many times the ranks, the peak stays; gathering grows."""
     peaks = [peak_of(ranks, 1024, 256) for ranks in (3, 6, 9)]

@@ -389,6 +389,7 @@ def _observe_groups(comm, speeds):  # type: ignore[no-untyped-def]
         comm.clock = comm.hooks.clock
 
 
+@pytest.mark.slow
 def test_ranks_of_a_tp_group_over_nodes_wait_for_each_other() -> None:
     """Unlike chips in a group: the faster one computes for half as long, and is done at the same time. What they wait
     is measured, so a busy host may hide it in one run, but not in every one."""

@@ -23,7 +23,7 @@ from tests.distributed.checkpoint.test_save_directory import RUN
 from tests.support.programs import inside
 from tests.support.tiny_checkpoint import load, save
 
-SEED, COUNT = int(os.environ.get("SEED", "2026")), int(os.environ.get("N", "100"))
+SEED, COUNT = int(os.environ.get("SEED", "2026")), int(os.environ.get("N", "30"))
 Document = dict[str, Any]
 
 
@@ -302,6 +302,7 @@ STATES: dict[str, Callable[[Document], object]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_refuses_any_state_that_no_run_wrote(tmp_path: Path) -> None:
     """The program itself, in one process: exit code 2 and the place, before anything is trained or written."""
     words = [*RUN, "--train-iters", "3", "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]

@@ -128,6 +128,7 @@ def vendors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[module]
 
 
+@pytest.mark.slow
 def test_the_example_is_what_the_scaffold_writes_and_passes(vendors: None, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ROOT / "plugins" / "example_vendor"
     written = {
@@ -220,6 +221,7 @@ def register(api): api.platform(Chip())
 """
 
 
+@pytest.mark.slow
 def test_without_a_platform_the_accelerator_that_is_here_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def test_no_fractions_of_experts_are_faster_than_the_bound(seed: int) -> None:
     assert least_seconds(costs, kinds) <= slowest * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_the_planner_replicates_a_hot_expert_and_says_what_that_gains() -> None:
     """One expert takes nearly half of all tokens: more than any chip can do in the time of the others."""
     routing = Routing.of({0: (30, 5, 5, 5, 5, 5, 5, 5)})

@@ -125,6 +125,7 @@ def test_the_planner_divides_experts_by_speed_and_says_what_that_gains(divided: 
     assert summary_json(summary)["experts"]["over_equal"] == pytest.approx(equal / result.best.step_seconds)
 
 
+@pytest.mark.slow
 def test_divided_experts_fit_where_no_chip_holds_them_all() -> None:
     """Memory of about half of a layer's experts per chip: pipelines and replicas of whole layers do not fit."""
     tight = replace(LARGE, num_layers=1, moe=MoE(8, 2, 8192))

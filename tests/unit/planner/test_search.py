@@ -166,6 +166,7 @@ def _mixed() -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_programs_search_a_larger_cluster_deterministically() -> None:
     cluster, model = cluster_from_dict(_mixed()), dataclasses.replace(load_model("llama2-7b"), num_layers=10)
     options = SearchOptions(space=SearchSpace(more_schedules="never"))
@@ -194,6 +195,7 @@ def test_no_slower_than_the_best_type_alone() -> None:
     assert whole <= part * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_equal_nodes_are_interchangeable() -> None:
     """Names and the order of equal nodes change nothing."""
     model = dataclasses.replace(load_model("llama2-7b"), num_layers=6)
@@ -224,7 +226,7 @@ def test_equal_nodes_are_interchangeable() -> None:
             "1.129 TiB of states, and all chips together have",
         ),
         ({"model": "gpt3-175b"}, "(the optimizer in host memory): 975.7 GiB of states, and all chips"),
-        ({"model": "gpt3-175b"}, "more node"),
+        pytest.param({"model": "gpt3-175b"}, "more node", marks=pytest.mark.slow),
         ({"dtype": "fp64", "chips": {"A100-80-SXM": {"dtypes": ["bf16"]}}}, "no chip of the cluster computes in fp64"),
     ],
 )
@@ -435,6 +437,7 @@ def test_auto_plan(tmp_path: object) -> None:
     assert len(shares) < 2 or max(shares) > min(shares), "the fast chip gets more"
 
 
+@pytest.mark.slow
 def test_many_unlike_groups_are_cut_along_slow_links() -> None:
     """Eight kinds of nodes in two sites: pipelines stay inside a site."""
     chips = ["A100-80-SXM", "H100-SXM", "L40S", "MI300X", "A100-40-SXM", "H200-SXM", "Gaudi2", "A800-80-SXM"]
