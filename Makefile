@@ -28,6 +28,9 @@ WORKERS ?= 2
 SLOW_WORKERS ?= 3
 SLOW := tests/slow tests/testbed tests/unit tests/distributed
 
+# Where it is set, as in many containers, every process compiles all that it imports: half a minute of `make test`.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help env demo test test-torch211 test-slow test-exhaustive test-parity test-faults test-fuzz test-scale bench lint types check clean
 .DEFAULT_GOAL := help
 
