@@ -102,7 +102,7 @@ def _search(case: Case, **options: object) -> tuple[float, float]:
     return best, work_bound(scorer, case.model, case.batch)
 
 
-@pytest.mark.parametrize("seed", quick([i for i in range(30) if i not in SLOW], (1, 3, 8, 13, 18, 22, 24, 29)))
+@pytest.mark.parametrize("seed", quick([i for i in range(30) if i not in SLOW], (1, 3, 8, 18, 22, 29), (13, 24)))
 def test_as_good_as_exhaustive_search(seed: int) -> None:
     """A sample; benchmarks/bench_planner_optimal.py runs hundreds."""
     case = random_case(100 + seed, "open")
@@ -114,7 +114,7 @@ def test_as_good_as_exhaustive_search(seed: int) -> None:
         assert bound <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", quick([6, 7, 10, 25, 28, 37, 38], (6, 10, 28)))
+@pytest.mark.parametrize("seed", quick([6, 7, 10, 25, 28, 37, 38], (6,), (10, 28)))
 def test_links_of_unequal_directions(seed: int) -> None:
     """As good as exhaustive search, and the bound holds by prediction, which knows nothing of the search's prices."""
     case = unequal_directions(random_case(100 + seed, "open"), seed)
