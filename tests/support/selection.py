@@ -3,8 +3,10 @@ alone."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -23,3 +25,27 @@ def quick(cases: Iterable[Any], chosen: Collection[Any], slow: Collection[Any] |
         return pytest.param(case, marks=mark)
 
     return [case if case in chosen else marked(case) for case in cases]
+
+
+def each(name: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The test is run with every case as its argument ``name``, all of them as one test; a failure names the case."""
+    cases = list(cases)
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(test)
+
+        @functools.wraps(test)
+        def run(**others: Any) -> None:
+            for case in cases:
+                try:
+                    test(**others, **{name: case})
+                except BaseException as error:
+                    error.add_note(f"{name} = {case!r}")
+                    raise
+
+        rest = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+        assert len(rest) + 1 == len(signature.parameters), f"{test.__name__} has no argument {name}"
+        run.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+        return run
+
+    return decorate

@@ -26,7 +26,7 @@ from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.planner.shares import min_max_shares, min_max_tokens
 from hetero_megatron.spec import ModelSpec, load_model
 from tests.support.context_exact import compositions, exact_context
-from tests.support.selection import quick
+from tests.support.selection import each, quick
 
 BIG = 1e15
 
@@ -98,7 +98,7 @@ def test_topology_clusters_alone_come_near_the_exact_optimum(seed: int) -> None:
     assert choice.seconds <= exact_seconds(problem, choice.layout.block) * 1.05
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each("seed", range(40))
 def test_min_max_shares_are_exact(seed: int) -> None:
     rng = random.Random(seed)
     parts, total = rng.randint(1, 4), rng.randint(0, 9)
@@ -115,7 +115,7 @@ def test_min_max_shares_are_exact(seed: int) -> None:
     assert max(found * np.array(cost)) == pytest.approx(best)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_min_max_shares_of_at_least_one_and_with_fixed_seconds_are_exact(seed: int) -> None:
     rng = random.Random(seed)
     parts = rng.randint(1, 4)
@@ -281,7 +281,7 @@ def test_all_to_all_bytes_are_those_of_the_layouts(seed: int) -> None:
     assert seconds == pytest.approx(max(*sent, *received) * costs.byte)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@each("seed", range(30))
 def test_kv_heads_by_counting(seed: int) -> None:
     rng = random.Random(seed)
     per_kv, kv = rng.choice([1, 2, 4]), rng.choice([1, 2, 3])
