@@ -163,10 +163,8 @@ def test_costs_are_recovered(seed: int) -> None:
 
     def observed(noise: float) -> list[StageTimes]:
         pairs = [(size, place) for size in truth for place in PLACES * 2]
-        return [
-            seen_at(place, truth[size], rng.uniform(1 - noise, 1 + noise), micro_batch_size=size)
-            for size, place in pairs
-        ]
+        near = [rng.uniform(1 - noise, 1 + noise) for _ in pairs]
+        return [seen_at(place, truth[n], by, micro_batch_size=n) for (n, place), by in zip(pairs, near, strict=True)]
 
     action, exact, spread = fit_stages(observed(0.0))
     assert action == pytest.approx(fixed[0], rel=1e-6) and spread < 1e-6
