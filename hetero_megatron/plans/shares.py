@@ -16,6 +16,7 @@ from hetero_megatron.plans.fields import Source, nested_ranks, parse_ranks, stag
 from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
+    from hetero_megatron.cluster import Cluster
     from hetero_megatron.spec import ModelSpec
     from hetero_megatron.utils.yaml_document import Entry
 
@@ -39,6 +40,16 @@ def pipeline_shares(plan: Plan, batch_size: int) -> tuple[int, ...]:
     Equals ``micro_batch_size * num_micro_batches`` when ``batch_size`` is the plan's global batch size.
     """
     return largest_remainder(batch_size, [p.batch_size for p in plan.pipelines])
+
+
+def all_ranks(plan: Plan) -> tuple[int, ...]:
+    """Those of the model that is trained and of all roles, ascending."""
+    return tuple(sorted({*plan.ranks, *(rank for _, other in plan.roles for rank in other.ranks)}))
+
+
+def idle_ranks(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+    """Ranks of the cluster that the plan leaves without work, to be reported."""
+    return tuple(sorted(set(range(cluster.world_size)) - set(all_ranks(plan))))
 
 
 def pipeline_samples(plan: Plan, batch_size: int) -> tuple[Interval, ...]:

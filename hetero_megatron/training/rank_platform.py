@@ -15,7 +15,7 @@ from hetero_megatron.comm.islands import BRIDGE, Islands
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import SECRET, LauncherEnvironment
 from hetero_megatron.errors import UserError, printable
-from hetero_megatron.plans import Plan, format_plan, idle_ranks
+from hetero_megatron.plans import Plan, all_ranks, format_plan, idle_ranks
 from hetero_megatron.plans.islands import format_islands, over_libraries
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins
@@ -176,7 +176,7 @@ def sizes_follow_data(plan: Plan, spec: ModelSpec, documents_apart: bool) -> boo
 
 def check_world(config: RunConfig, world: int) -> None:
     """UserError where the plan needs more ranks than the ``world`` that this job has."""
-    needed = max(config.plan.ranks) + 1
+    needed = all_ranks(config.plan)[-1] + 1
     if needed > world:
         raise UserError(
             f"the plan uses ranks 0 to {needed - 1}, but this job has {world}",
@@ -238,7 +238,7 @@ def _choices(
         yield testbed
     for plugin in plugins.broken():
         yield notice_line(f"plugin {plugin.source.name} ({plugin.source.module}) is broken: {plugin.error}")
-    idle = set(range(comm.launcher.world_size)) - set(plan.ranks)
+    idle = set(range(comm.launcher.world_size)) - set(all_ranks(plan))
     if cluster is not None:
         idle.update(idle_ranks(plan, cluster))
     if idle:
