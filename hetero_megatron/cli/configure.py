@@ -141,7 +141,7 @@ def configure_arguments(
     failure = collect(lambda launcher: build_failure(args, launcher.supervised), launcher)
     elastic = collect(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
     preference = collect(_preference, args, spec, balancing)
-    teacher_fields = collect(_beside, args, spec, plan, cluster)
+    teacher_fields = collect(_beside, args, spec, plan, cluster, data)
     collect(_outer_fits, plan, elastic, preference)
     collect(_predictions_fit, args, spec, preference, fp8)
     alignment, compiled = collect(training.build_alignment, args), collect(_compile, args, plan)
@@ -269,13 +269,15 @@ def _preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Prefe
     return build_preference(args, spec, balancing)
 
 
-def _beside(args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
+def _beside(
+    args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None, data: DataConfig | None
+) -> dict[str, Any]:
     """Of a run with a teacher, or that scores data, those fields of its configuration."""
     if not args.has("teacher_hf", "teacher_scores", "save_scores"):
         return {}
     from hetero_megatron.cli.flags.distillation import build_scores, build_teacher
 
-    distillation, teacher = build_teacher(args, spec, plan, cluster)
+    distillation, teacher = build_teacher(args, spec, plan, cluster, data)
     return {
         "distillation": distillation, "teacher": teacher, "teacher_hf": args["teacher_hf"],
         "teacher_scores": args["teacher_scores"], "scores": build_scores(args, spec),

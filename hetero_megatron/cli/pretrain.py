@@ -182,13 +182,23 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
         config.plan, config.spec, config.dtype, moments, buckets, config.logits_bytes, fp8=config.fp8,
         graphs=config.graphs_after is not None,
     )  # fmt: skip
-    if config.teacher is not None:
+    teacher, cluster = config.teacher, config.cluster
+    if teacher is not None and not teacher.top_k:
         from hetero_megatron.plans.memory.forward_only import with_teacher
 
         memory = with_teacher(memory, config.compiled_teacher, config.dtype)
-    if config.cluster is None:
+    if cluster is not None:
+        memory = with_communicators(memory, config.plan, config.spec, buckets, cluster)
+    if teacher is None or not teacher.top_k:
         return memory
-    return with_communicators(memory, config.plan, config.spec, buckets, config.cluster)
+    from hetero_megatron.plans.memory.forward_only import with_teacher_apart
+
+    compiled = config.compiled_teacher
+    memory = with_teacher_apart(memory, config.plan, compiled, teacher.top_k, config.dtype, config.logits_bytes)
+    if cluster is None:
+        return memory
+    apart = {rank: memory[rank] for rank in compiled.plan.ranks}
+    return {**memory, **with_communicators(apart, compiled.plan, compiled.spec, (), cluster)}
 
 
 def over_memory(config: RunConfig, notify: bool) -> None:

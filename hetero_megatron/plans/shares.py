@@ -6,7 +6,7 @@ For the runtime and for predictions alike; all shares are cut from the canonical
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
@@ -90,6 +90,16 @@ def token_intervals(unit: Unit, tp_rank: int) -> tuple[Interval, ...]:
             intervals.append((a + lo - offset, a + hi - offset))
         offset += b - a
     return tuple(intervals)
+
+
+def head_micro_batches(plan: Plan, batch_size: int) -> Iterator[tuple[int, Unit, Interval]]:
+    """(number in its pipeline, unit with a head, its samples of the batch, perhaps none) of all micro-batches."""
+    for pipeline, (start, stop) in zip(plan.pipelines, pipeline_samples(plan, batch_size), strict=True):
+        stage = next(stage for stage in pipeline.stages if stage.head)
+        for number, size in enumerate(micro_batch_sizes(pipeline, stop - start)):
+            for unit, (a, b) in zip(stage.units, unit_sequences(stage, size), strict=True):
+                yield number, unit, (start + a, start + b)
+            start += size
 
 
 def activation_layout(plan: Plan, pipeline: int, stage: int, size: int, hidden: int) -> Layout:

@@ -66,7 +66,8 @@ def check_chips(plan: Plan, cluster: Cluster | None, islands: Islands | None) ->
     """
     expected = {} if cluster is None else {r.rank: r.chip for r in cluster.ranks if cluster.chips[r.chip].speed is None}
     if cluster is None:  # an emulated chip has a name of the plan as well
-        expected = {r: s.chip for p in plan.pipelines for s in p.stages if s.chip is not None for r in s.ranks}
+        plans = (plan, *(other for _, other in plan.roles))
+        expected = {r: s.chip for p in plans for s in p.stages if s.chip is not None for r in s.ranks}
     for rank, chip in expected.items() if islands is not None else ():
         assert islands is not None
         driver_chip = islands.endpoints[rank].chip if rank < len(islands.endpoints) else ""
