@@ -125,7 +125,8 @@ class SaidTransfer:
     def _boxes(self, batch_size: int, sends: bool) -> dict[int, list[Box]]:
         """By peer, what goes to it, or comes from it."""
         if batch_size not in self._known:
-            self._known[batch_size] = transfer(*(head_layout(plan, batch_size) for plan in self._plans))
+            source, target = (head_layout(plan, batch_size) for plan in self._plans)
+            self._known[batch_size] = transfer(source, target)
         moves, rank = self._known[batch_size], self._comm.rank
         by_peer: dict[int, list[Box]] = {}
         for piece in moves.sends(rank) if sends else moves.receives(rank):

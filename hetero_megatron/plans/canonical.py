@@ -378,7 +378,7 @@ class Plan:
             "schedule": self.schedule,
             "pipelines": [_pipeline_json(pipeline) for pipeline in self.pipelines],
             **({"outer": _outer_json(self.outer)} if self.outer is not None else {}),
-            **({"roles": {name: plan.canonical_json()["pipelines"] for name, plan in self.roles}} if self.roles else {}),
+            **({"roles": {n: p.canonical_json()["pipelines"] for n, p in self.roles}} if self.roles else {}),
         }
 
 

@@ -3,7 +3,7 @@ printed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -238,6 +238,12 @@ def format_plan(plan: Plan, spec: ModelSpec, chips: Sequence[str] | None = None)
         hidden = sum(len(members) for members in groups[MOST_GROUPS:])
         lines += ["", f"… and {hidden} more pipelines"]
     return "\n".join(lines)
+
+
+def format_roles(plan: Plan, specs: Mapping[str, ModelSpec], chips: Sequence[str] | None = None) -> Iterator[str]:
+    """Each role as :func:`format_plan` has a plan; ``specs``: its model."""
+    for name, other in plan.roles:
+        yield f"\nrole {name}: {format_plan(other, specs[name], chips)}"
 
 
 def _alike(plan: Plan) -> list[list[int]]:

@@ -24,4 +24,4 @@ def roles_are_apart(plan: Plan, source: Source) -> None:
                     problem = f"rank {rank} has a role already, in {known[rank]}"
                     accepted = "ranks that train nothing, and have no other role"
                     raise source.error(problem, f"roles.{name}.{path}.ranks", rank, accepted)
-        known |= {rank: f"roles.{name}" for rank in other.ranks}
+        known |= dict.fromkeys(other.ranks, f"roles.{name}")

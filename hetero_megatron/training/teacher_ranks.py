@@ -51,7 +51,7 @@ def run_teacher(
         UserError: what ended the student's run, or kept this one from its part of it.
         CommError: a peer is gone.
     """
-    world, speaker = comm.group(config.compiled_teacher.plan.ranks), None
+    speaker = None
     with ExitStack() as open_loaders:
         try:
             speaker = Speaker(config, comm, platform, plugins, open_loaders)
@@ -119,7 +119,7 @@ class Speaker:
         world = comm.group(plan.ranks)
         self._comm, self._world, self._hf = comm, world, teacher.hf
         own = replace(config, plan=plan, spec=spec, load_hf=teacher.hf, adapter=AdapterConfig())
-        weights, node_data = InitialWeights(own, world), NodeData(own, comm, world)
+        weights, node_data = InitialWeights(own, world), NodeData(own, comm, world, says=False)
         data = node_data.datasets
         check_tokenizer(teacher.hf, data.tokenizer, "--teacher-hf")
         self.corpora = corpora(data)

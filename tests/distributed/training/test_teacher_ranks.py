@@ -1,5 +1,5 @@
-"""A teacher on ranks of its own: what it says reaches the student's ranks whole, under any two plans; and a run beside it
-is the run that learns from its scores in a file, also after a rank of it was killed."""
+"""A teacher on ranks of its own: what it says reaches the student's ranks whole, under any two plans; and a run beside
+it is the run that learns from its scores in a file, also after a rank of it was killed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ pipelines:
   - {micro_batch_size: 1, num_micro_batches: 2, stages: [{ranks: 2, layers: [0, 2]}]}
 """
 TEACHER = """
-  - {{micro_batch_size: 3, num_micro_batches: 1, stages: [{{ranks: {0}, layers: [0, 1]}}, {{ranks: {1}, layers: [1, 3]}}]}}
+  - micro_batch_size: 3
+    num_micro_batches: 1
+    stages: [{{ranks: {0}, layers: [0, 1]}}, {{ranks: {1}, layers: [1, 3]}}]
   - {{micro_batch_size: 1, num_micro_batches: 1, stages: [{{ranks: {2}, layers: [0, 3]}}]}}
 """
 TOP = "version: 1\nseq_length: 32\nglobal_batch_size: 4\n"
