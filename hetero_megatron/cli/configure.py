@@ -41,7 +41,7 @@ from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.spec.moe import Balancing
 from hetero_megatron.spec.preference import Preference
 from hetero_megatron.training.config import ElasticConfig, OptimizerConfig, RunConfig
-from hetero_megatron.utils.text import plural
+from hetero_megatron.utils.text import plural, rank_ranges
 
 
 def take_epochs(
@@ -314,7 +314,8 @@ def _cluster(args: Arguments) -> Cluster | None:
 def _as_rank(args: Arguments, plan: Plan) -> int | None:
     rank: int | None = args["as_rank"]
     if rank is not None and rank not in plan.ranks:
-        raise flag_error("as_rank", rank, "the plan has no such rank", f"0 to {plan.ranks[-1]}")
+        problem = "no rank of the plan trains there"
+        raise flag_error("as_rank", rank, problem, rank_ranges(plan.ranks))
     return rank
 
 
