@@ -100,16 +100,57 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
-def test_a_teacher_that_is_killed_beside_its_student_changes_nothing(tmp_path: Path) -> None:
+def make_models(folder: Path, spoiled: bool = False) -> None:
+    """A student of two layers and a teacher of three, and chats; ``spoiled``: the teacher says what is no number."""
     for name, layers in (("base", 2), ("larger", 3)):
         config = LlamaConfig(vocab_size=330, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
                              num_attention_heads=4, max_position_embeddings=64)  # fmt: skip
         torch.manual_seed(layers)
-        LlamaForCausalLM(config).save_pretrained(tmp_path / name)
-        chat_tokenizer(tmp_path / name, TEMPLATES["chatml"])
+        made = LlamaForCausalLM(config)
+        if spoiled and name == "larger":
+            torch.nn.init.constant_(made.model.layers[0].mlp.down_proj.weight[3:4, 5:6], torch.nan)
+        made.save_pretrained(folder / name)
+        chat_tokenizer(folder / name, TEMPLATES["chatml"])
     chats = [json.dumps({"messages": turns(f"how is fox {i}", "quick and brown")}) for i in range(24)]
-    (tmp_path / "chats.jsonl").write_text("\n".join(chats))
+    (folder / "chats.jsonl").write_text("\n".join(chats))
+
+
+TWO = TOP + """
+roles: {teacher: {pipelines: [{micro_batch_size: 4, num_micro_batches: 1, stages: [{ranks: 0, layers: [0, 3]}]}]}}
+pipelines: [{micro_batch_size: 4, num_micro_batches: 1, stages: [{ranks: 1, layers: [0, 2]}]}]
+"""
+
+
+def two_ranks(folder: Path) -> list[str]:
+    """A teacher on rank 0 and a student on rank 1."""
+    (folder / "plan.yaml").write_text(TWO)
+    return (
+        f"--plan {folder}/plan.yaml --load-hf {folder}/base --teacher-hf {folder}/larger --sft --split 1 --lr 1e-3 "
+        f"--data-path {folder}/chats.jsonl --no-kernel-check --log-interval 1 --save {folder}/run --train-iters 5000"
+    ).split()
+
+
+def test_a_teacher_that_says_no_numbers_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    make_models(tmp_path, spoiled=True)
+    _, err = run_ranks(2, two_ranks(tmp_path), code=2)
+    lines = err.splitlines()
+    assert len(lines) == 2 and all("--teacher-hf" in line and "is not a number" in line for line in lines), err
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_teacher_ends_the_run_after_a_step(tmp_path: Path) -> None:
+    make_models(tmp_path)
+    teacher, student = programs = start_ranks(2, two_ranks(tmp_path))
+    student.until(" iteration ")
+    teacher.send_signal(signal.SIGTERM)
+    printed = [program.communicate(240) for program in programs]
+    assert [program.returncode for program in programs] == [0, 0], printed
+    assert "received SIGTERM" in printed[1][0] and (tmp_path / "run" / "latest").exists(), printed
+
+
+@pytest.mark.slow
+def test_a_teacher_that_is_killed_beside_its_student_changes_nothing(tmp_path: Path) -> None:
+    make_models(tmp_path)
     (tmp_path / "student.yaml").write_text(TOP + STUDENT)
     (tmp_path / "teacher.yaml").write_text(TOP + "pipelines:" + TEACHER.format(0, 1, 2))
     roles = "roles:\n teacher:\n  pipelines:" + TEACHER.format(3, 4, 5).replace("\n", "\n  ")
