@@ -148,7 +148,7 @@ def set_up(
     runtime = build_runtime(config, comm, platform, plugins, initialize, alignment)
     if resume is None:
         weights.complete(runtime)
-    if config.teacher is not None and line is None:
+    if config.distillation is not None and line is None:
         from hetero_megatron.training.teacher import add_teacher
 
         add_teacher(config, runtime, platform, plugins, data.tokenizer)

@@ -241,6 +241,13 @@ def test_a_larger_teacher_on_the_same_ranks(loss: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_student_that_divides_its_weights() -> None:
+    """Unequally, beside a teacher that is whole on the same ranks."""
+    divided = stage([0, 1], [0, 3], dp_split=[2, 1], weights={"shard": [3, 1]})
+    check(LLAMA, LARGER, plan([pipe(3, 2, divided)]), None, Distillation("js", 0.7, 2.0, 0.3), 9, LOGITS_BYTES)
+
+
+@pytest.mark.slow
 def test_a_teacher_of_experts() -> None:
     """Whose student is dense: every rank of a TP group has its columns of all experts."""
     experts = MOE_FAMILIES["mixtral"] | {"num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 3}
