@@ -30,13 +30,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return run_alone(tmp_path_factory.mktemp("undisturbed"), [*TRAIN, "--train-iters", str(STEPS)])
 
 
+MORE = pytest.mark.exhaustive
 CASES = [
     # links that are cut, how they are made, what the launcher does, the node that goes, the plan that goes on
-    pytest.param("slow-1 fast, slow-1 slow-0", LINKS, "replan", "slow-1", "two", id="a node is cut off"),
+    pytest.param("slow-1 fast, slow-1 slow-0", LINKS, "replan", "slow-1", "two", id="a node is cut off", marks=MORE),
     pytest.param("fast slow-0, fast slow-1", LINKS, "replan", "fast", "small", id="the store's node"),
-    pytest.param("slow-0 slow-1", LINKS, "replan", "slow-1", "two", id="one link"),
+    pytest.param("slow-0 slow-1", LINKS, "replan", "slow-1", "two", id="one link", marks=MORE),
     pytest.param("slow-0 slow-1", LINKS, "restart", "", "three", id="restart"),
-    pytest.param("slow-1 fast, slow-1 slow-0", "paced", "replan", "slow-1", "two", id="paced"),
+    pytest.param("slow-1 fast, slow-1 slow-0", "paced", "replan", "slow-1", "two", id="paced", marks=MORE),
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.faults import STEPS, ForkedJob, kill_run, losses
 
 SEED = int(os.environ.get("SEED", "1"))
-COUNT = int(os.environ.get("N", "2"))
+COUNT = int(os.environ.get("N", "1"))
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.selection import quick
 from tests.support.vendors import PLUGINS, build_emulated
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("platform", ["cpu", "emulated_vendor"])
+@pytest.mark.parametrize("platform", quick(["cpu", "emulated_vendor"], ["emulated_vendor"], []))
 def test_every_part_runs_and_is_on_the_page(platform: str, tmp_path: Path) -> None:
     environment = dict(os.environ)
     if platform == "emulated_vendor":

@@ -151,6 +151,7 @@ def test_two_hosts_that_are_cut_off_from_each_other(
     assert hosts.no_orphans() == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(0)
 def test_many_losses(tmp_path: Path) -> None:
     """``LOSSES=50 SEED=1 pytest -m slow tests/slow/test_lost_hosts.py -k many``: one host after another is lost."""

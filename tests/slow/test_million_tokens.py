@@ -10,10 +10,11 @@ import sys
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.selection import quick
 from tests.support.vendors import PLUGINS, build_emulated
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_65536_tokens_on_four_ranks_agree_with_one() -> None:
     command = [sys.executable, "benchmarks/million_tokens.py", "--tokens", "65536"]
@@ -27,7 +28,7 @@ def test_65536_tokens_on_four_ranks_agree_with_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("platform", ["cpu", "emulated_vendor"])
+@pytest.mark.parametrize("platform", quick(["cpu", "emulated_vendor"], ["cpu"], []))
 def test_it_runs_through_plugins_and_refuses_quadratic_attention(platform: str) -> None:
     environment = dict(os.environ)
     if platform == "emulated_vendor":

@@ -22,6 +22,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return run_alone(tmp_path_factory.mktemp("undisturbed"), [*TRAIN, "--train-iters", str(STEPS)])
 
 
+@pytest.mark.exhaustive
 def test_a_lost_node_of_the_testbed_comes_back(undisturbed: dict[int, float], tmp_path: Path) -> None:
     options = ["--chips", "none", "--links", LINKS, "--on-failure", "restart", "--grace", "40"]
     options += ["--fallback-plan", str(tmp_path / "two.yaml")]

@@ -77,6 +77,7 @@ def test_exports_load_in_peft_and_merge_as_there(base: Path, tmp_path: Path) -> 
     assert close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), with_adapter)
 
 
+@pytest.mark.slow
 def test_dora_loads_in_peft_and_merges_as_there(base: Path, tmp_path: Path) -> None:
     """From a plan of unequal ranks; and peft's own is where training begins. Lengths of rows begin as the base's."""
     (tmp_path / "plan.yaml").write_text(TWO)
@@ -106,6 +107,7 @@ def test_dora_loads_in_peft_and_merges_as_there(base: Path, tmp_path: Path) -> N
             torch.testing.assert_close(made[name], values)
 
 
+@pytest.mark.slow
 def test_a_plan_of_unequal_ranks_writes_the_same_and_runs_go_on_under_it(base: Path, tmp_path: Path) -> None:
     """Uneven TP beside a pipeline; stopped after 2 of 5 steps under one plan, resumed under another."""
     (tmp_path / "plan.yaml").write_text(TWO)
@@ -154,6 +156,7 @@ def test_what_peft_wrote_is_where_training_begins(base: Path, tmp_path: Path) ->
     assert close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected)
 
 
+@pytest.mark.slow
 def test_adapters_of_some_layers_go_to_peft_and_come_from_it(base: Path, tmp_path: Path) -> None:
     """peft's, of layers, patterns and ranks that differ, is where training begins; what a plan of unequal ranks writes,
     stopped and gone on, loads in peft and merges as there."""

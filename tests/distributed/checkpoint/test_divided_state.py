@@ -29,7 +29,11 @@ BY_MICRO_BATCH = HEAD + """
 """
 
 
-@pytest.mark.parametrize("lora", [[], pytest.param(["--lora-rank", "2"], marks=pytest.mark.slow)])
+LORA = pytest.param(["--lora-rank", "2"], marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [[], LORA])
 def test_stop_under_one_division_and_go_on_under_another(lora: list[str], tmp_path: Path) -> None:
     """Ramp-up, so that in some steps a replica has no rows; evaluation in the middle; packed documents; fp64. Copies of
     weights are compared, and values that are not finite looked for. Of adapters the frozen base is divided, which

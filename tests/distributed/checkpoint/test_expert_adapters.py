@@ -82,7 +82,7 @@ def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
         np.testing.assert_array_equal(values, wanted[name], err_msg=name)
 
 
-@pytest.mark.parametrize("family", quick(FAMILIES, ["gpt_oss", "deepseek_v3"]))
+@pytest.mark.parametrize("family", quick(FAMILIES, ["deepseek_v3"], ["gpt_oss"]))
 def test_peft_loads_and_merges_what_an_uneven_plan_writes(family: str, tmp_path: Path) -> None:
     config = MOE_FAMILIES[family]
     model, base = make_hf(config, 3)

@@ -72,7 +72,7 @@ def evaluate(comm: Comm, chosen: Plan, spec: ModelSpec, directory: str, case: An
     return runtime.evaluate(RandomSamples(case, spec.vocab_size).fetch, 0, chosen.global_batch_size)
 
 
-@pytest.mark.parametrize("name", quick(MODELS, ["llama tied", "gpt2", "qwen3"]))
+@pytest.mark.parametrize("name", quick(MODELS, ["llama tied", "gpt2"], ["qwen3"]))
 def test_any_plan_computes_what_transformers_computes(name: str, tmp_path: Path) -> None:
     model = save(tmp_path, name, shards=True)
     assert (tmp_path / "model.safetensors.index.json").exists()

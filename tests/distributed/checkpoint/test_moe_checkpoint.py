@@ -16,6 +16,7 @@ from tests.distributed.checkpoint.test_checkpoint import build, check_pair, save
 from tests.distributed.training.test_moe_balance import ALL, GROUPS, OLMOE
 from tests.support.parity import Case, fixed_case
 from tests.support.pool import shared_pool
+from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -34,7 +35,7 @@ def case_of(spelled: dict[str, Any], dtype: str = "fp64", **changes: Any) -> Cas
     return fixed_case(OLMOE, spelled, dtype=dtype, balancing=ALL, router=GROUPS, masked=True, **changes)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", quick(PLANS, ["replicated_over_a_pipeline"]))
 def test_experts_and_bias_go_on_under_another_division(name: str, tmp_path: Path) -> None:
     uneven = plan([pipe(2, 2, stage([0, 1], [0, 2], tp=1, dp_split=[1, 1], experts=[
         {"ranks": [0, 1], "experts": [[0, 5], [5, 6]]}]))])  # fmt: skip

@@ -43,7 +43,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, ["packed"]))
+@pytest.mark.parametrize("kind", quick(KINDS, ["packed"], ["streaming"]))
 def test_four_ranks_stop_and_one_goes_on(kind: str, tmp_path: Path) -> None:
     """Ramp-up, cosine decay and evaluation in the middle; --exit-interval saves."""
     more = KINDS[kind]
@@ -62,6 +62,7 @@ def test_four_ranks_stop_and_one_goes_on(kind: str, tmp_path: Path) -> None:
     assert saved == ["events.jsonl", "iter_0000003", "iter_0000004", "latest", "metrics.jsonl"]
 
 
+@pytest.mark.slow
 def test_dropout_is_for_training_only(tmp_path: Path) -> None:
     """Validation of the same weights, with the flags and without."""
     found = []
@@ -180,7 +181,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
     assert f": step {found[1]}, " in out
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", quick(["fp16", "bf16"], ["bf16"]))
 def test_sixteen_bits_resume_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     """fp32 masters, and for fp16 the dynamic loss scale, in the middle of its search."""
     words = ["--model", "tiny", "--mock-data", "--seq-length", "32", "--micro-batch-size", "2", f"--{dtype}"]

@@ -84,6 +84,7 @@ def test_every_rank_says_which_rank_it_was(tmp_path: Path) -> None:
     assert not any(shared_pool().run(saved_by, str(tmp_path / "b"), None))
 
 
+@pytest.mark.slow
 def test_a_run_whose_update_is_not_finite_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run"
     words = [*RUN, *HALF, "--save", str(path), "--save-interval", "1", "--keep-checkpoints", "1"]

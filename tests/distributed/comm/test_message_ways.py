@@ -34,7 +34,7 @@ class UntaggedPool:
         return self.pool.run(untagged, *arguments)
 
 
-@pytest.mark.parametrize("seed", quick(range(6), range(3)))
+@pytest.mark.parametrize("seed", quick(range(6), [1], [4]))
 def test_messages_need_no_tags_where_each_way_keeps_their_order(seed: int) -> None:
     check_case(random_case(1000 + seed), UntaggedPool(shared_pool(("walled",) * RANKS)))
 

@@ -110,6 +110,7 @@ def case(sizes: list[int], *words: str, code: int = 0) -> list[dict[str, Any]]:
     return sorted(found, key=lambda value: int(value["rank"]))
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_every_operation_equals_gloos() -> None:
     """Ragged sizes with zeros, several dtypes, tags out of order, and refusals of what cannot be served."""

@@ -109,6 +109,7 @@ def _one_fails(comm: Comm) -> Any:
     return together(comm.group(tuple(range(8))), action, int)
 
 
+@pytest.mark.slow
 def test_one_rank_that_is_wrong_is_named_on_all() -> None:
     with pytest.raises(UserError, match='^rank 3 sent "three" for int'):
         shared_pool().run(_one_differs)
@@ -138,6 +139,7 @@ class _Bomb:
         return (Path.touch, (Path(self.mark),))
 
 
+@pytest.mark.slow
 def test_a_pickle_from_a_peer_is_refused_and_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "run"
     pickle.loads(pickle.dumps(_Bomb(str(mark))))

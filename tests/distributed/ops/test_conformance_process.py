@@ -150,6 +150,7 @@ def register(api):
 """
 
 
+@pytest.mark.slow
 def test_a_triton_kernel_that_stores_without_a_mask_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def test_an_accelerator_is_not_served_by_the_interpreter() -> None:
 DROPPED = ["drop_key", "drop_sample", "drop_head", "drop_q", "drop_k"]  # where dropout is drawn
 
 
+@pytest.mark.slow
 def test_arguments_that_vary_within_a_run_are_not_compiled_in() -> None:
     program = """
 import json

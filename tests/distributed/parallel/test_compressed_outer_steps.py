@@ -17,6 +17,7 @@ from tests.distributed.parallel import test_outer_steps as module
 from tests.distributed.parallel.test_outer_steps import check, check_bits, drive
 from tests.support.hf_reference import make_hf
 from tests.support.pool import RANKS, shared_pool
+from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 LAYERS = 4
@@ -90,7 +91,7 @@ def check_bytes(plan: Plan, spec: ModelSpec, sent: list[dict[int, int]], steps: 
                 assert sent[src].get(dst, 0) == want.get((src, dst), 0), (src, dst)
 
 
-@pytest.mark.parametrize("compress", ["none", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("compress", quick(["none", "bf16", "int8", "int4"], ["int8"]))
 def test_random_plans_are_the_reference_with_error_feedback(compress: str) -> None:
     """Weights of every step to 1e-12, global weights bit for bit, bytes to the byte; in fp32 bits and bytes."""
     for seed in (4, 6):

@@ -141,7 +141,7 @@ def random_documents(rng: random.Random, length: int, batch: int) -> list[list[i
     return [sorted({0, *(t for t in range(1, length) if rng.random() < 0.08)}) for _ in range(batch)]
 
 
-@pytest.mark.parametrize("seed", quick(range(16), range(4)))
+@pytest.mark.parametrize("seed", quick(range(16), range(3), range(3, 7)))
 def test_random_ragged_groups_equal_whole_attention(seed: int) -> None:
     rng = random.Random(seed)
     heads, kv_heads = rng.choice([(4, 4), (4, 2), (8, 1), (8, 2), (6, 3), (6, 2), (7, 7), (5, 1), (8, 8)])
@@ -192,7 +192,7 @@ BY_FLAGS = {
 }
 
 
-@pytest.mark.parametrize("name", quick(BY_FLAGS, ["both", "with_tp_and_pp"]))
+@pytest.mark.parametrize("name", quick(BY_FLAGS, ["both"], ["with_tp_and_pp"]))
 def test_megatron_flags_equal_one_process(name: str) -> None:
     ranks, flags = BY_FLAGS[name]
     size = MegatronParallel(ranks, 11, micro_batch_size=2, global_batch_size=8, **flags)  # type: ignore[arg-type]

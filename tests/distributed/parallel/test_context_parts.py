@@ -32,6 +32,7 @@ from hetero_megatron.plans.shares import merged, nested_zigzag
 from tests.distributed.parallel.test_context import make_plan, make_spec, visible_pairs
 from tests.support.pool import shared_pool
 from tests.support.random_plans import composition
+from tests.support.selection import each
 
 # Tiles
 
@@ -41,7 +42,7 @@ def random_intervals(rng: random.Random, length: int) -> tuple[tuple[int, int], 
     return merged(list(zip(cuts[::2], cuts[1::2], strict=True)))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@each("seed", range(200))
 def test_tiles_cover_what_is_visible_once(seed: int) -> None:
     rng = random.Random(seed)
     length = rng.choice([6, 40, 900])
@@ -163,7 +164,7 @@ def groups_of(counts: list[int]) -> list[ContextGroup]:
     return [ContextGroup(i, (), rows[0]) for i, rows in enumerate(owned)]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each("seed", range(60))
 def test_ring_schedule_brings_every_needed_block_once_without_waiting(seed: int) -> None:
     rng = random.Random(seed)
     counts = composition(rng, rng.randint(8, 400), rng.randint(1, 9))
@@ -223,6 +224,7 @@ def peak_of(ranks: int, own: int, block: int, transport: str = "ring") -> int:
     return memory.peak
 
 
+@pytest.mark.slow
 def test_memory_of_the_ring_is_the_own_shard_and_two_blocks() -> None:
     """With 2 and 3 times the sequence over as many times the ranks, the peak stays; gathering grows."""
     peaks = [peak_of(ranks, 1024, 256) for ranks in (3, 6, 9)]

@@ -39,6 +39,7 @@ from hetero_megatron.schedule import (
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.parity import check_case, fixed_case, random_case
 from tests.support.pool import shared_pool
+from tests.support.selection import each
 
 MODEL = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4,
@@ -69,7 +70,7 @@ def random_layouts(draw: random.Random) -> tuple[Layout, list[list[int]]]:
     return Layout(shape, boxes), islands
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each("seed", range(60))
 def test_two_hops_give_the_same_sum_and_fewest_crossings(seed: int) -> None:
     """Against NumPy: every island sums what it holds in one place, and one copy per island crosses."""
     holders, islands = random_layouts(random.Random(seed))
@@ -315,7 +316,7 @@ def test_a_plan_is_compiled_once() -> None:
     assert other.fingerprint() == compiled.plan.fingerprint() and CompiledPlan(other, SPEC).buckets != compiled.buckets
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each("seed", range(40))
 def test_every_random_plan_has_a_valid_step(seed: int) -> None:
     case = random_case(9000 + seed)
     spec = from_hf_config(case.model)

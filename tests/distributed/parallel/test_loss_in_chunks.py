@@ -188,6 +188,7 @@ def test_all_ranks_of_a_stage_go_through_chunks_if_one_must() -> None:
         assert all((chunk is None) == whole for chunk in found)
 
 
+@pytest.mark.slow
 def test_the_run_prints_what_runs_and_names_what_it_cannot_watch() -> None:
     flags = [
         "--model", "tiny", "--mock-data", "--seq-length", "1100", "--lr", "1e-3",

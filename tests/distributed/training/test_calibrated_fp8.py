@@ -55,6 +55,7 @@ def measured(comm: Comm, speeds: list[float], broken: str = "") -> Fp8Tables:
         comm.clock = comm.hooks.clock
 
 
+@pytest.mark.slow
 def test_products_in_fp8_are_measured_and_priced_as_they_were() -> None:
     fast, slow, *_ = shared_pool().run(measured, [2.0] + [1.0] * 7)
     assert set(fast) == {"fp8_tensorwise", "fp8_blockwise"}

@@ -37,6 +37,7 @@ from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.train import optimizer_factory
 from tests.support.pool import shared_pool
+from tests.support.selection import each
 
 CLUSTER = {
     "nodes": [
@@ -213,7 +214,7 @@ def test_the_runs_tell_every_cost_apart(counts: tuple[int, ...], tp: int, many: 
             assert seconds == pytest.approx(TRUTH[part], rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_outliers_move_little_and_nothing_is_negative(seed: int) -> None:
     """Rows as of stages with next to nothing besides their layers; every sixth measurement was disturbed."""
     rng = np.random.default_rng(seed)
@@ -389,6 +390,7 @@ def _observe_groups(comm, speeds):  # type: ignore[no-untyped-def]
         comm.clock = comm.hooks.clock
 
 
+@pytest.mark.slow
 def test_ranks_of_a_tp_group_over_nodes_wait_for_each_other() -> None:
     """Unlike chips in a group: the faster one computes for half as long, and is done at the same time. What they wait
     is measured, so a busy host may hide it in one run, but not in every one."""

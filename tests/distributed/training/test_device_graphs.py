@@ -24,6 +24,7 @@ from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.parity import Case, RandomSamples
 from tests.support.pool import Pool, shared_pool
+from tests.support.selection import quick
 from tests.support.vendors import with_attention
 
 LLAMA = {
@@ -127,11 +128,18 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+COSTLY = {
+    "all of it", "tensorwise", "blockwise", "dropout", "dropout, recompute", "adapters, dropout, recompute", "chunks",
+    "all in flight", "recompute attention", "biases and layer norms", "adapters",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick(CASES, set(CASES) - COSTLY))
 def test_graphs_change_no_bit(name: str, pool: Pool) -> None:
     compare(name, pool)
 
 
+@pytest.mark.slow
 def test_graphs_on_streams_that_run_late() -> None:
     """While one graph is queued or runs, others are captured in its memory."""
     for name in ("chunks", "dropout, chunks", "pipeline") * 2:

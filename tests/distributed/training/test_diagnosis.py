@@ -79,6 +79,7 @@ def test_what_is_not_finite_is_named(where: str, what: str) -> None:
         assert "not the hardware" in seen["error"] and seen["same"]
 
 
+@pytest.mark.slow
 def test_with_a_loss_scale_a_loss_that_is_not_finite_still_ends_the_run_and_a_gradient_does_not() -> None:
     for seen in run("forward", 99, StepGuard(check_grad=False)):
         assert "at step 3; first not finite: output of layer 2" in seen["error"] and seen["same"]
@@ -90,6 +91,7 @@ def test_with_a_loss_scale_a_loss_that_is_not_finite_still_ends_the_run_and_a_gr
         assert seen["loss"] == one["loss"] and "suspect its hardware" in seen["said"][0]
 
 
+@pytest.mark.slow
 def test_a_transient_fault_is_named_and_ends_the_run_unless_steps_may_run_again() -> None:
     undisturbed = run("forward", 0, StepGuard())
     for seen in run("forward", 1, StepGuard()):
@@ -99,6 +101,7 @@ def test_a_transient_fault_is_named_and_ends_the_run_unless_steps_may_run_again(
         assert "suspect its hardware" in seen["said"][0] and "step 3" in seen["said"][0]
 
 
+@pytest.mark.slow
 def test_a_loss_spike_is_run_again_before_it_counts() -> None:
     from collections import deque
 

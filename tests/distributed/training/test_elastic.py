@@ -93,6 +93,7 @@ def check(directory: Path, ranks: int, found: ElasticRun, *more: str) -> list[in
     return switched
 
 
+@pytest.mark.slow
 def test_lost_and_leaving_ranks_change_nothing(tmp_path: Path) -> None:
     """One is killed after a step, one leaves: three plans, and the last step of the lost one is in its neighbour."""
     found = run(tmp_path, 4, [Happening(2, "step", 3), Happening(0, "step", 6, "leave")])
@@ -110,6 +111,7 @@ def test_lost_and_leaving_ranks_change_nothing(tmp_path: Path) -> None:
 LATE = Host("late", 1, 2, (Happening(0, "step", 6, "leave"),))
 
 
+@pytest.mark.slow
 def test_a_host_joins_and_leaves(tmp_path: Path) -> None:
     """Two ranks, four after the third step or so, and two again after the sixth."""
     found = run(tmp_path, 2, [Happening(0, "step", 3, "wait")], hosts=[LATE])

@@ -48,7 +48,10 @@ def start(
     return start_ranks(ranks, words, own)
 
 
-@pytest.mark.parametrize(("how", "victim"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 1)])
+FROZEN = pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("how", "victim"), [(signal.SIGKILL, 2), FROZEN])
 def test_survivors_end_and_say_why(how: signal.Signals, victim: int, tmp_path: Path) -> None:
     ranks = start(tmp_path, PLAN, 4, "--mock-data")
     try:
@@ -80,6 +83,7 @@ def test_survivors_end_and_say_why(how: signal.Signals, victim: int, tmp_path: P
             process.wait()
 
 
+@pytest.mark.slow
 def test_bad_data_that_one_rank_meets_ends_the_others_too(tmp_path: Path) -> None:
     """A sample is a line and one token of the next. In step 21 rank 0 reads lines 81 to 83, rank 1 lines 83 to 85."""
     lines = [json.dumps({"text": f"{i:031d}"}) for i in range(128)]

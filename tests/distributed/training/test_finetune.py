@@ -99,7 +99,7 @@ def reference(model: torch.nn.Module, path: str, tokenizer: str, samples: int) -
     return total / count, count
 
 
-@pytest.mark.parametrize("seed", quick(range(12), range(5)))
+@pytest.mark.parametrize("seed", quick(range(12), range(3), range(3, 6)))
 def test_loss_and_update_are_those_of_transformers(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed + 400)
     config = random_model(rng) | {"vocab_size": VOCAB}

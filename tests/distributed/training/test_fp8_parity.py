@@ -33,7 +33,9 @@ MIXED = plan([pipe(1, 2, stage([0], [0, 2], dtype="fp8"))])
         pytest.param(WIDE, SPLIT, Fp8("hybrid", "tensorwise"), id="tensorwise-weight-gradients-put-off"),
         pytest.param(WIDE, SPLIT, Fp8("e4m3", "blockwise"), id="blockwise-weight-gradients-put-off"),
         pytest.param(WIDE, CONTEXT, Fp8("hybrid", "blockwise"), id="blockwise-context"),
-        pytest.param(LLAMA, UNEVEN, Fp8("hybrid", "tensorwise"), id="tensorwise-uneven-tp"),
+        pytest.param(
+            LLAMA, UNEVEN, Fp8("hybrid", "tensorwise"), id="tensorwise-uneven-tp", marks=pytest.mark.slow
+        ),
         pytest.param(WIDE, MIXED, Fp8("hybrid", "blockwise"), id="one-process"),
     ],
 )

@@ -144,10 +144,10 @@ def expected(path: Path, prompts: tuple[str, ...], model: Any = None) -> list[li
 
 # How ranks share the work is not a family's: all plans with one of them.
 GREEDY = [("llama", "one"), ("llama", "interleaved"), *((name, "uneven") for name in FAMILIES)]
-IN_MAKE_TEST = [("llama", "one"), ("llama", "interleaved"), ("mistral", "uneven")]
+IN_MAKE_TEST = [("llama", "one")]
 
 
-@pytest.mark.parametrize("case", quick(GREEDY, IN_MAKE_TEST), ids=lambda case: "-".join(case))
+@pytest.mark.parametrize("case", quick(GREEDY, IN_MAKE_TEST, GREEDY[1::3]), ids=lambda case: "-".join(case))
 def test_greedy_is_transformers(case: tuple[str, str], models: Callable[[str], Path], tmp_path: Path) -> None:
     name, plan = case
     assert answers(["--load-hf", str(models(name))], PROMPTS, plan, tmp_path) == expected(models(name), PROMPTS)

@@ -125,6 +125,7 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(words: list[str], seconds
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_saves(tmp_path: Path) -> None:
     """SIGHUP, and every write to the terminal fails from then on."""
     ours, theirs = pty.openpty()

@@ -113,24 +113,24 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
             assert error <= 1e-9, (name, error, made)
 
 
-@pytest.mark.parametrize("seed", quick(range(12), range(3)))
+@pytest.mark.parametrize("seed", quick(range(12), [0, 1], range(2, 6)))
 def test_random_plans(seed: int) -> None:
     check_random(seed, None)
 
 
-@pytest.mark.parametrize("seed", quick(range(200, 206), range(200, 202)))
+@pytest.mark.parametrize("seed", quick(range(200, 206), [200], [201, 203]))
 def test_random_plans_of_dora(seed: int) -> None:
     """Rows of which several ranks have columns, too; the base as it is, or in 8 bits."""
     check_random(seed, "int8" if seed % 3 == 0 else None, dora=True)
 
 
-@pytest.mark.parametrize("seed", quick(range(100, 106), range(100, 102)))
+@pytest.mark.parametrize("seed", quick(range(100, 106), [100], [101, 102]))
 def test_random_plans_of_a_base_in_8_bits(seed: int) -> None:
     """The base is rounded as NumPy rounds it, wherever a plan cuts its channels."""
     check_random(seed, "int8")
 
 
-@pytest.mark.parametrize("seed", quick(range(400, 406), range(400, 402)))
+@pytest.mark.parametrize("seed", quick(range(400, 406), [401], [400]))
 def test_random_plans_of_a_base_in_4_bits(seed: int) -> None:
     """Of whole rows of blocks, wherever a plan cuts them: heads of 16, columns anywhere."""
     rng = random.Random(seed)
@@ -143,7 +143,7 @@ def test_random_plans_of_a_base_in_4_bits(seed: int) -> None:
     check(config, made, lora, Case(seed, 4, config, made, optimizer="sgd", packed=rng.random() < 0.5))
 
 
-@pytest.mark.parametrize("seed", quick(range(300, 308), range(300, 302)))
+@pytest.mark.parametrize("seed", quick(range(300, 308), [300], [301, 303]))
 def test_random_plans_that_divide_the_base(seed: int) -> None:
     """It is gathered and never reduced; every third one in 8 bits."""
     check_random(seed, "int8" if seed % 3 == 0 else None, divided=True)
@@ -178,12 +178,12 @@ def test_latent_attention(dora: bool) -> None:
     check(config, made, lora, Case(2, 4, config, made, packed=True))
 
 
-@pytest.mark.parametrize("case", quick([0, 1, 3], [1]))
+@pytest.mark.parametrize("case", quick([0, 1, 3], [1], []))
 def test_experts_in_8_bits(case: int) -> None:
     check_experts(case, "int8")
 
 
-@pytest.mark.parametrize("case", quick(range(5), [0, 1, 2]))
+@pytest.mark.parametrize("case", quick(range(5), [1], [0, 2, 3]))
 def test_experts(case: int) -> None:
     check_experts(case, None)
 
@@ -208,7 +208,7 @@ def check_experts(case: int, base_dtype: str | None) -> None:
     check(config, made, lora, Case(case, 4, config, made, optimizer="sgd" if case == 2 else "adamw", packed=case == 1))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", quick(["none", "full"], ["full"]))
 def test_dropout_belongs_to_the_tokens(recompute: str) -> None:
     """Of context groups with unequal tokens, of replicas, of columns that ranks share, and where layers run again."""
     groups = [{"ranks": [0, 1], "tokens": [7, 3], "heads": [2, 4]}]

@@ -47,7 +47,7 @@ def total(sent: dict[str, Any]) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("case", quick(["fp32 5", "bf16 5", "fp32 2"], ["bf16 5", "fp32 2"]))
+@pytest.mark.parametrize("case", quick(["fp32 5", "bf16 5", "fp32 2"], [], ["bf16 5"]))
 def test_a_dry_rank_sends_and_holds_what_a_real_one_does(case: str, tmp_path: Path) -> None:
     """Where every token goes to all experts nothing depends on values; else the bytes are those expected."""
     dtype, top_k = case.split()[0], int(case.split()[1])

@@ -17,7 +17,7 @@ from tests.support.small_plans import pipe, plan, stage
 
 SEED = int(os.environ.get("SEED", "2026"))
 COUNT = int(os.environ.get("N", "14"))
-QUICK = range(COUNT if "N" in os.environ else 4)  # in `make test`
+QUICK, SLOW = range(3), range(3, 7)
 MODELS = {
     "qwen2_moe": MOE_FAMILIES["qwen2_moe"] | {"num_hidden_layers": 3},
     # Sinks and query heads are cut, biases of experts are added once by ranks that share columns.
@@ -67,7 +67,7 @@ def moe_case(seed: int, family: str | None = None) -> Case:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("index", quick(range(COUNT), QUICK))
+@pytest.mark.parametrize("index", quick(range(COUNT), QUICK, SLOW))
 def test_random_experts_equal_one_process(index: int) -> None:
     check_case(moe_case(SEED + index), shared_pool())
 
@@ -110,7 +110,7 @@ IN_MAKE_TEST = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick(CASES, IN_MAKE_TEST), ids=lambda case: "-".join(case))
+@pytest.mark.parametrize("case", quick(CASES, IN_MAKE_TEST[::3], IN_MAKE_TEST), ids=lambda case: "-".join(case))
 def test_hand_written(case: tuple[str, str]) -> None:
     model, name = case
     check_case(fixed_case(MODELS[model], HAND_WRITTEN[name], packed=True, masked=True), shared_pool())
@@ -119,6 +119,7 @@ def test_hand_written(case: tuple[str, str]) -> None:
 VENDORS = ("cpu", "cpu", "walled", "walled", "walled", "cpu", "walled", "cpu")  # nothing but the bridge joins the two
 
 
+@pytest.mark.slow
 def test_tokens_cross_vendors_in_two_hops() -> None:
     """Islands that a run adds by itself, where no communication library joins all ranks."""
     case = HAND_WRITTEN["tokens_in_two_hops"] | {"islands": []}

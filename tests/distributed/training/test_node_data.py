@@ -106,6 +106,7 @@ def check_curves(whole: Path, parts: Path) -> None:
         assert wanted and curve(parts, key) == pytest.approx(wanted, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_rank_asks_the_one_that_reads(tmp_path: Path) -> None:
     words = text(tmp_path)
     run(tmp_path, "alone", SINGLE, f"{words} --save {tmp_path}/alone")

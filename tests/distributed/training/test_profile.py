@@ -27,6 +27,7 @@ pipelines:
 WORDS = ["--model", "tiny", "--mock-data", "--lr", "1e-3", "--save-interval", "0"]
 
 
+@pytest.mark.slow
 def test_sends_end_after_they_begin_on_the_other_side(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN)
     words = [*WORDS, "--plan", str(tmp_path / "plan.yaml"), "--train-iters", "6", "--save", str(tmp_path / "run")]

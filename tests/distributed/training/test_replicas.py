@@ -42,6 +42,7 @@ def test_the_rank_whose_copy_differs_is_named() -> None:
         assert "model.layers.3.mlp.up_proj.weight" in err and err.count("error: ") == 1
 
 
+@pytest.mark.slow
 def test_equal_copies_are_no_trouble_under_unlike_cuts() -> None:
     for cut in (["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]):
         ranks = start_ranks(2, [*RUN, *cut, FLAG, "1", "--bf16"])

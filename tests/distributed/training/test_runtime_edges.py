@@ -112,11 +112,11 @@ def reference(case: Case, sizes: tuple[int, ...]) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "evaluations": evaluations, "weights": weights}
 
 
-@pytest.mark.parametrize("optimizer", quick(["adamw", "sgd"], ["adamw"]))
-@pytest.mark.parametrize(("tied", "schedule"), CASES)
-def test_small_batches_equal_one_process(tied: bool, schedule: str, optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", quick(["adamw", "sgd"], ["adamw"], []))
+@pytest.mark.parametrize("named", quick(CASES, [(True, "1f1b")]), ids=str)
+def test_small_batches_equal_one_process(named: tuple[bool, str], optimizer: str) -> None:
     """Ramp-up down to one sequence leaves units, micro-batches and whole pipelines without rows; fp64."""
-    case = replace(CASES[tied, schedule], optimizer=optimizer, packed=True, masked=True)
+    case = replace(CASES[named], optimizer=optimizer, packed=True, masked=True)
     want = reference(case, SIZES)
     for rank, got in enumerate(run(case, SIZES)):
         np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-12, atol=0, err_msg=f"loss, rank {rank}")
@@ -126,7 +126,7 @@ def test_small_batches_equal_one_process(tied: bool, schedule: str, optimizer: s
             np.testing.assert_allclose(array, want["weights"][name][box.slices()], rtol=0, atol=1e-9, err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", quick(["fp32", "bf16", "fp16"], ["fp16"]))
+@pytest.mark.parametrize("dtype", quick(["fp32", "bf16", "fp16"], [], ["fp16"]))
 def test_the_same_run_twice_is_bitwise_equal(dtype: str) -> None:
     case = replace(CASES[True, "1f1b"], dtype=dtype)
     scale = LossScale(1024.0) if dtype == "fp16" else None
@@ -136,6 +136,7 @@ def test_the_same_run_twice_is_bitwise_equal(dtype: str) -> None:
             assert np.array_equal(x, y), name
 
 
+@pytest.mark.slow
 def test_fp16_overflow_is_skipped_everywhere_and_recovers() -> None:
     case = replace(CASES[True, "1f1b"], dtype="fp16", lr=1e-3)
     ranks = run(case, (11,) * 20, LossScale(2.0**32, dynamic=True, hysteresis=1))
@@ -148,7 +149,7 @@ def test_fp16_overflow_is_skipped_everywhere_and_recovers() -> None:
         assert np.isfinite(taken).all() and np.isfinite(got["losses"]).all()
 
 
-@pytest.mark.parametrize("dtype", quick(["bf16", "fp16"], ["bf16"]))
+@pytest.mark.parametrize("dtype", quick(["bf16", "fp16"], ["bf16"], []))
 def test_16_bit_weights_follow_fp32_masters(dtype: str) -> None:
     """Updates too small for 16 bits add up in the masters, also where one rank owns a tensor alone."""
     alone = fixed_case(LLAMA, plan([pipe(1, 2, stage([0], [0, 3]))]))

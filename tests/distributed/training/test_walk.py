@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
 from tests.support.programs import ENVIRONMENT
@@ -33,6 +35,7 @@ def counts(out: Path) -> tuple[int, int]:
     return len(seen["entered"]), len(seen["imported"])
 
 
+@pytest.mark.slow
 def test_a_rank_to_its_first_send(tmp_path: Path) -> None:
     """The aim is 110 files entered, and 300 loaded."""
     (tmp_path / "plan.yaml").write_text(PLAN)
@@ -50,6 +53,7 @@ def test_a_rank_to_its_first_send(tmp_path: Path) -> None:
     assert 100 < entered <= ENTERED_BY_A_RANK and imported <= IMPORTED_BY_A_RANK
 
 
+@pytest.mark.slow
 def test_a_search_of_six_chips(tmp_path: Path) -> None:
     """The aim is 90 files entered."""
     cluster = ROOT / "examples" / "clusters" / "mixed_small.yaml"

@@ -45,6 +45,7 @@ def command(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_it_says_what_the_commands_say(
     found: hm.Found, cluster: hm.Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +84,7 @@ def test_gradients_in_bf16_take_half_the_bytes(tmp_path: Path) -> None:
     assert wide - narrow == pytest.approx(wide / 4, rel=0.02), "gradients take as long as parameters, computing nothing"
 
 
+@pytest.mark.slow
 def test_plans_and_clusters_are_written_and_read_as_they_are(
     found: hm.Found, cluster: hm.Cluster, tmp_path: Path
 ) -> None:

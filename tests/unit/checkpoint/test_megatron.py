@@ -100,7 +100,7 @@ def test_the_stored_arguments_say_what_the_model_is(
 
 
 PAIRS = [  # every form and every family once; the rest is slow
-    pytest.param(name, form, marks=[] if (i - j) % 4 == 0 else pytest.mark.slow)
+    pytest.param(name, form, marks=[] if (i - j) % 4 == 0 else pytest.mark.exhaustive)
     for i, name in enumerate(WITH_EXPERTS) for j, form in enumerate(FORMS_OF_EXPERTS)
 ]  # fmt: skip
 

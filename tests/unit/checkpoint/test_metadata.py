@@ -21,9 +21,10 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, tiles
 from tests.distributed.checkpoint.test_save_directory import RUN
 from tests.support.programs import inside
+from tests.support.selection import each
 from tests.support.tiny_checkpoint import load, save
 
-SEED, COUNT = int(os.environ.get("SEED", "2026")), int(os.environ.get("N", "100"))
+SEED, COUNT = int(os.environ.get("SEED", "2026")), int(os.environ.get("N", "30"))
 Document = dict[str, Any]
 
 
@@ -202,7 +203,7 @@ def test_a_file_that_is_no_safetensors(how: str, run: Path) -> None:
         load(run)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@each("seed", range(200))
 def test_tiles_is_what_counting_says(seed: int) -> None:
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(0, 3)))
@@ -302,6 +303,7 @@ STATES: dict[str, Callable[[Document], object]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_refuses_any_state_that_no_run_wrote(tmp_path: Path) -> None:
     """The program itself, in one process: exit code 2 and the place, before anything is trained or written."""
     words = [*RUN, "--train-iters", "3", "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]

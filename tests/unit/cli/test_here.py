@@ -34,6 +34,7 @@ def test_a_refusal_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: p
     assert "RANK" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_ranks_refuse_is_one_line_too() -> None:
     """Known only to ranks: no such platform."""
     command = [sys.executable, "-m", "hetero_megatron", "pretrain", "--nproc-per-node", "2", *WORDS,

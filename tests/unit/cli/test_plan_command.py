@@ -106,6 +106,7 @@ def test_ctrl_c_at_the_first_sign_of_a_plan_leaves_that_plan() -> None:
     assert 0 < found.best.step_seconds <= 1.1 * float(said[0].split()[0])
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_report_leaves_the_plan(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "page")  # nobody reads it, so the report does not end by itself however fast the machine is
     small = there(("H100-SXM", 1, 2), ("A100-80-SXM", 1, 2))
@@ -148,9 +149,13 @@ def test_a_time_limit_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
     [
         ([("A100-80-SXM", 1, 1), ("L40S", 1, 1)], SearchSpace(), 1024),  # enumeration, and more schedules
         ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], PLAIN, 1024),  # programs
-        ([(chip, 1, 2) for chip in [*CHIPS, "Gaudi2"]], PLAIN, 1024),  # islands
-        ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], replace(PLAIN, context="always"), 4096),
-        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], replace(PLAIN, offload="always"), 1024),
+        pytest.param([(chip, 1, 2) for chip in [*CHIPS, "Gaudi2"]], PLAIN, 1024, id="islands", marks=pytest.mark.slow),
+        pytest.param(
+            [("A100-80-SXM", 2, 1), ("L40S", 2, 1)], replace(PLAIN, context="always"), 4096, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            [("A100-80-SXM", 2, 4), ("L40S", 2, 4)], replace(PLAIN, offload="always"), 1024, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: SearchSpace, length: int) -> None:

@@ -134,6 +134,7 @@ def _tokenize(path: str, cache: str) -> list[list[int]]:
     return tokens(opened(path, NullTokenizer(1000), Path(cache)))
 
 
+@pytest.mark.slow
 def test_several_processes_may_fill_the_cache_at_once(tmp_path: Path) -> None:
     expected = [[*range(i % 50 + 1)] for i in range(2000)]
     path = write_jsonl(tmp_path / "d.jsonl", [" ".join(map(str, ids)) for ids in expected])

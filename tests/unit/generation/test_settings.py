@@ -97,16 +97,16 @@ def test_each_setting_and_combinations_give_transformers_tokens(model: Any) -> N
     }  # fmt: skip
     cases = [{key: value} for key, several in values.items() for value in several]
     rng = random.Random(5)
-    for _ in range(40):
+    for _ in range(10):
         keys = rng.sample(sorted(values), rng.randint(2, 6))
         said = {key: rng.choice(values[key]) for key in keys}
         if 8 not in said.get("suppress_tokens", ()) or "forced_eos_token_id" not in said:
             cases.append(said)
     changed, plain = set[str](), {}
-    for said in cases:
+    for number, said in enumerate(cases):
         if "exponential_decay_length_penalty" in said and not said.get("eos_token_id"):
             said["eos_token_id"] = tokens[7]  # transformers fails without an end
-        for prompt in PROMPTS:
+        for prompt in PROMPTS if len(said) == 1 else PROMPTS[number % 3 :][:1]:
             wanted = theirs(model, prompt, said)
             assert ours(model, prompt, said) == wanted, (said, prompt)
             if len(said) == 1:

@@ -27,6 +27,7 @@ def check(*words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_some_kernels_are_no_worse_than_recorded() -> None:
     check("--only", "adamw, bf16 copies", "gelu_fwd 14336, tanh", "rms_norm_fwd 4096", "cross_entropy_bwd 131072")
 

@@ -31,7 +31,7 @@ def fenced(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
-@pytest.mark.parametrize("dtype", quick(DTYPES, [FP64, BF16]))
+@pytest.mark.parametrize("dtype", quick(DTYPES, [FP64, BF16], []))
 @pytest.mark.parametrize(("shape", "limits"), SHAPES)
 def test_rms_norm(shape: tuple[int, ...], limits: hk.Limits | None, dtype: torch.dtype, fenced: None) -> None:
     x, dy = inputs_fenced(randn(*shape, dtype=dtype)), inputs_fenced(randn(*shape, dtype=dtype, seed=1))
@@ -69,7 +69,7 @@ def test_add_rms_norm(limits: hk.Limits | None, dtype: torch.dtype, fenced: None
         check(gw, dw, "norm weight", dtype)
 
 
-@pytest.mark.parametrize("dtype", quick(DTYPES, [FP64, BF16]))
+@pytest.mark.parametrize("dtype", quick(DTYPES, [FP64, BF16], []))
 @pytest.mark.parametrize(("shape", "limits"), SHAPES[2:])
 def test_layer_norm(shape: tuple[int, ...], limits: hk.Limits | None, dtype: torch.dtype, fenced: None) -> None:
     x, dy = inputs_fenced(randn(*shape, dtype=dtype) + 3), inputs_fenced(randn(*shape, dtype=dtype, seed=1))
@@ -172,7 +172,7 @@ def test_activations_far_from_zero() -> None:
     assert bool(torch.stack(hk.swiglu_bwd(torch.ones_like(x), x, x)).isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", quick(DTYPES, [FP64, BF16]))
+@pytest.mark.parametrize("dtype", quick(DTYPES, [FP64, BF16], []))
 @pytest.mark.parametrize("limits", [None, NARROW])
 def test_softmax(dtype: torch.dtype, limits: hk.Limits | None, fenced: None) -> None:
     x, dy = inputs_fenced(randn(1, 3, 7, 75, dtype=dtype, scale=4)), randn(1, 3, 7, 75, dtype=dtype, seed=1)
@@ -188,7 +188,7 @@ def test_softmax(dtype: torch.dtype, limits: hk.Limits | None, fenced: None) -> 
         hk.softmax_fwd(x, mask=mask[:, :4])
 
 
-@pytest.mark.parametrize("dtype", quick(DTYPES, [FP64, BF16]))
+@pytest.mark.parametrize("dtype", quick(DTYPES, [FP64, BF16], []))
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [24, 16])
 def test_rope(dtype: torch.dtype, interleaved: bool, rotated: int, fenced: None) -> None:

@@ -20,6 +20,7 @@ from hetero_megatron.layout import (
     refine,
     transfer,
 )
+from tests.support.selection import each
 
 CASES = 400  # per law; four laws
 
@@ -64,7 +65,7 @@ def mask(layout: Layout, rank: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@each("seed", range(CASES))
 def test_transfer_moves_every_needed_element_once_from_a_holder(seed: int) -> None:
     rng = random.Random(seed)
     shape = random_shape(rng)
@@ -78,7 +79,7 @@ def test_transfer_moves_every_needed_element_once_from_a_holder(seed: int) -> No
         np.testing.assert_array_equal(got[rank], mask(dst, rank))
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@each("seed", range(CASES))
 def test_transfer_prefers_itself_then_the_cheapest_replica(seed: int) -> None:
     rng = random.Random(seed)
     shape = random_shape(rng)
@@ -94,7 +95,7 @@ def test_transfer_prefers_itself_then_the_cheapest_replica(seed: int) -> None:
             assert price[piece.src, piece.dst] == min(price[h, piece.dst] for h in holders)
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@each("seed", range(CASES))
 def test_refine_gives_disjoint_cells_with_exact_holders(seed: int) -> None:
     rng = random.Random(seed)
     shape = random_shape(rng)
@@ -108,7 +109,7 @@ def test_refine_gives_disjoint_cells_with_exact_holders(seed: int) -> None:
     np.testing.assert_array_equal(seen, sum(mask(layout, r) for r in layout.ranks) > 0)
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@each("seed", range(CASES))
 def test_owners_sum_every_holders_part_exactly_once(seed: int) -> None:
     rng = random.Random(seed)
     shape = random_shape(rng)
@@ -144,7 +145,7 @@ def test_missing_source_is_an_error() -> None:
         transfer(half, Layout((4,), {1: (Box((0,), (4,)),)}))
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@each("seed", range(CASES))
 def test_cut_and_remainder(seed: int) -> None:
     rng = random.Random(seed)
     units, weights = rng.randint(0, 50), [rng.randint(0, 9) for _ in range(rng.randint(1, 6))] + [1]

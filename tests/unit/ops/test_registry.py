@@ -277,6 +277,7 @@ def test_torch_operators_pass_opcheck(op: str, provider: str, transposed: bool) 
         assert (promised.stride(), promised.shape) == (got.stride(), got.shape)
 
 
+@pytest.mark.slow
 def test_compiled_operators_give_equal_gradients_in_one_graph() -> None:
     signature = replace(SIGNATURE, compiled=True)
     opaque = replace(kernel("acme"), traceable=False)

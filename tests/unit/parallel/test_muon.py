@@ -97,6 +97,7 @@ def test_matrices_go_whole_to_owners_by_their_speed() -> None:
         assert max(ends) - min(ends) <= 2 * max(costs.values()) / slowest
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_dry_run_to_the_byte(tmp_path: Path) -> None:
     """With TP, owners of unlike shares and replicas of unlike degrees; less than Adam's, half of it of matrices."""
     path = tmp_path / "plan.yaml"

@@ -114,6 +114,7 @@ def test_written_inputs_and_other_tensors_are_noticed() -> None:
         out.sum().backward()
 
 
+@pytest.mark.slow
 def test_it_needs_no_compiler() -> None:
     code = (
         "import sys, torch; from hetero_megatron.parallel.recompute import run_again_in_backward as run;"

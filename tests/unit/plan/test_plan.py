@@ -40,6 +40,7 @@ from hetero_megatron.plans.shares import nested_zigzag
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.yaml_document import from_data, parse_document
 from tests.support.paths import ROOT
+from tests.support.selection import each
 from tests.unit.plan.test_bad_input import small_spec
 
 
@@ -81,7 +82,7 @@ def random_plan(seed: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each("seed", range(60))
 def test_random_plans(seed: int, tmp_path: Path) -> None:
     spec = small_spec()
     plan = plan_from_dict(random_plan(seed), spec)

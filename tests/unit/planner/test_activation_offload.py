@@ -59,7 +59,7 @@ def away(plan: Plan) -> list[int]:
     return [s.activations.layers for s in plan.stages if s.activations is not None]
 
 
-@pytest.mark.parametrize("seed", quick(range(10), (1, 8)))
+@pytest.mark.parametrize("seed", quick(range(10), (8,), (1, 3)))
 def test_as_good_as_exhaustive_search(seed: int) -> None:
     """The reference tries the first n layers beside every recompute. Of plans that are within 1 % of each other, one
     that leaves activations on the chips is taken."""

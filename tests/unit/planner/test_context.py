@@ -95,7 +95,7 @@ def bytes_sent(prices: ContextSeconds, stage: Stage) -> dict[tuple[int, int], in
     return dict(total)
 
 
-@pytest.mark.parametrize("seed", quick(range(6), [0, 3]))
+@pytest.mark.parametrize("seed", quick(range(6), [], [0, 3]))
 def test_bytes_of_context_stages_are_the_runtimes(seed: int, tmp_path: Path) -> None:
     """What every member sends in a dry run of its step, by destination, is what the predictor prices."""
     spelled = random_context_plan(seed)

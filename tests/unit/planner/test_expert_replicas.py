@@ -29,6 +29,7 @@ from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec, MoE
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
+from tests.support.selection import each
 from tests.support.small_plans import pipe, plan, stage
 
 LENGTH = 512
@@ -99,7 +100,7 @@ def test_memory_bounds_the_replicas() -> None:
         assert all(b - a <= cap for (a, b), cap in zip(held, caps, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_no_fractions_of_experts_are_faster_than_the_bound(seed: int) -> None:
     """Costs of which each rank takes any part of each expert."""
     rng = random.Random(seed)
@@ -112,6 +113,7 @@ def test_no_fractions_of_experts_are_faster_than_the_bound(seed: int) -> None:
     assert least_seconds(costs, kinds) <= slowest * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_the_planner_replicates_a_hot_expert_and_says_what_that_gains() -> None:
     """One expert takes nearly half of all tokens: more than any chip can do in the time of the others."""
     routing = Routing.of({0: (30, 5, 5, 5, 5, 5, 5, 5)})

@@ -25,6 +25,7 @@ from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import MoE
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
+from tests.support.selection import each
 from tests.support.small_plans import LLAMA
 
 
@@ -40,7 +41,7 @@ def best_of_all(costs: list[list[float]], kinds: list[int], caps: list[int]) -> 
     return min(found, default=None)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each("seed", range(40))
 def test_no_division_of_experts_is_better(seed: int) -> None:
     rng = random.Random(seed)
     count, ranks, types = rng.randint(1, 7), rng.randint(1, 4), rng.randint(1, 3)
@@ -125,6 +126,7 @@ def test_the_planner_divides_experts_by_speed_and_says_what_that_gains(divided: 
     assert summary_json(summary)["experts"]["over_equal"] == pytest.approx(equal / result.best.step_seconds)
 
 
+@pytest.mark.slow
 def test_divided_experts_fit_where_no_chip_holds_them_all() -> None:
     """Memory of about half of a layer's experts per chip: pipelines and replicas of whole layers do not fit."""
     tight = replace(LARGE, num_layers=1, moe=MoE(8, 2, 8192))

@@ -37,6 +37,7 @@ from hetero_megatron.predictor.cost.rates import model_fingerprint
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
+from tests.support.selection import quick
 
 MODEL = load_model("llama2-7b")
 SMALL = replace(MODEL, num_layers=6)
@@ -201,7 +202,7 @@ def problem(cluster: Cluster, fp8: Fp8 | None, batch: int = 8, space: SearchSpac
     return PlanningProblem(SMALL, cluster, 2048, batch, SearchOptions(costs=CostOptions(fp8=fp8), space=space))
 
 
-@pytest.mark.parametrize("fp8", [BLOCKWISE, TENSORWISE], ids=str)
+@pytest.mark.parametrize("fp8", quick([BLOCKWISE, TENSORWISE], []), ids=str)
 def test_a_plan_that_may_use_fp8_is_never_slower_and_says_who_does(fp8: Fp8) -> None:
     space = replace(SPACE, recompute="none")
     for fast, slow, batch in ((1, 1, 8), (2, 0, 16), (0, 1, 4)):

@@ -36,6 +36,7 @@ def refusal(model: str, seq_length: int, space: SearchSpace = ALL, memory: dict[
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_states_that_are_too_large_are_named_with_what_every_chip_lacks() -> None:
     """With the memory that it asks for, the model fits."""
     space = SearchSpace(offload="never", more_schedules="never", context="never")

@@ -19,6 +19,7 @@ from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.predictor.simulate.uncertainty import STEPS, expected_delay
 from hetero_megatron.schedule import generate
 from tests.support.planner_cases import MODEL, SEQ, cluster, plan, stages
+from tests.support.selection import quick
 
 DRAWS = 20_000
 END = st.tuples(st.floats(0.5, 1.0), st.sampled_from([0.0, 0.01, 0.05, 0.2]))
@@ -83,8 +84,8 @@ def drawn_step(layers: list[int], micro_batches: int, jitter: float, rng: random
     return max(clocks)
 
 
-@pytest.mark.parametrize("layers", [[6, 5], [3, 3, 3, 2], [8, 1, 1, 1], [1] * 11])
-@pytest.mark.parametrize("jitter", [0.1, 0.3])
+@pytest.mark.parametrize("layers", [[6, 5], [3, 3, 3, 2], [8, 1, 1, 1], pytest.param([1] * 11, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("jitter", quick([0.1, 0.3], [0.3]))
 def test_stages_wait_for_one_another(layers: list[int], jitter: float) -> None:
     steady, unsteady = cluster(len(layers)), cluster(len(layers), jitter=jitter)
     one = plan_from_dict(plan((16, stages(*layers))), MODEL, steady)

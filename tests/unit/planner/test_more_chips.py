@@ -46,7 +46,7 @@ def _parts(cluster: Cluster) -> list[Cluster]:
     return found
 
 
-@pytest.mark.parametrize("seed", quick(range(16), (1, 3, 4, 6)))
+@pytest.mark.parametrize("seed", quick(range(16), (1, 3), (4, 6, 9)))
 def test_no_part_of_a_cluster_is_faster(seed: int) -> None:
     """Of 1 to 6 chips in up to three groups of nodes."""
     case = random_case(seed, "fixed" if seed % 5 == 0 else "open")
@@ -55,7 +55,7 @@ def test_no_part_of_a_cluster_is_faster(seed: int) -> None:
         assert whole <= _seconds(case, part) * (1 + 1e-9), [(g.name, g.count) for g in part.nodes]
 
 
-@pytest.mark.parametrize("case", quick(LARGER, LARGER[:1]))
+@pytest.mark.parametrize("case", quick(LARGER, [], LARGER[:1]))
 def test_no_part_of_a_larger_cluster_is_faster(case: tuple[Any, str, int, Any]) -> None:
     groups, model, batch, parts = case
 

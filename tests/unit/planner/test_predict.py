@@ -156,6 +156,7 @@ def test_a_nodes_cards_are_shared() -> None:
     assert between - inside == pytest.approx(2.0)  # 2 s instead of 1 s, there and back
 
 
+@pytest.mark.slow
 def test_bytes_are_the_runtimes(tmp_path: Path) -> None:
     """Boundaries, gradients and parameters: the same bytes between the same ranks as in a dry run of each rank."""
     from hetero_megatron.dry_run.one_rank import run_rank

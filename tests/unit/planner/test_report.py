@@ -67,6 +67,7 @@ def summary(found: SearchResult, cluster: Cluster) -> Summary:
     return summarize(replace(found, alone=dict(found.alone)), PROBLEM.on(cluster), Comparisons(every=True))
 
 
+@pytest.mark.slow
 def test_rejected_plans_name_the_rank_and_the_bytes(summary: Summary, cluster: Cluster) -> None:
     """As the prediction of the plan that Megatron's flags give has them; all uniform plans are gone through here."""
     rows = list(uniform_plans(summary.result.pool, MODEL, BATCH))
@@ -90,6 +91,7 @@ def test_rejected_plans_name_the_rank_and_the_bytes(summary: Summary, cluster: C
     ]
 
 
+@pytest.mark.slow
 def test_a_type_that_cannot_train_the_model_alone_says_what_it_lacks(summary: Summary) -> None:
     """Four L4 of 24 GiB, for 7B parameters with their optimizer: no division of them is enough."""
     alone = [r for r in summary.rejected if r.of]
@@ -180,6 +182,7 @@ def test_types_that_the_search_had_alone_are_compared_without_being_asked_for() 
     assert not found.alone and "--compare" in found.skipped
 
 
+@pytest.mark.slow
 def test_a_type_whose_search_is_cut_short_is_not_compared(cluster: Cluster, result: SearchResult) -> None:
     over = TimeBudget(0.0)
     assert not search_types_alone(result, PROBLEM.on(cluster), over) and not result.alone

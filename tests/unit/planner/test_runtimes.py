@@ -140,6 +140,7 @@ def test_torchtitan_knows_the_keys(cluster: Cluster) -> None:
         ParallelismConfig(**data["parallelism"])
 
 
+@pytest.mark.slow
 def test_against_all_plans(tmp_path: Path) -> None:
     """Of three unlike chips: no plan that the runtime can express is more than 1 % faster than what is found."""
     path = tmp_path / "cluster.yaml"
@@ -231,6 +232,7 @@ def test_what_a_runtime_cannot_say(cluster: Cluster) -> None:
         written("megatron", plan, spec, cluster, "fp64")
 
 
+@pytest.mark.slow
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """plan --for NAME writes what predict --from reads, with the same step, never faster than the best of all."""
     asked = ["plan", "--model", "tiny", "--cluster", str(MIXED), "--seq-length", "256", "--global-batch-size", "8",

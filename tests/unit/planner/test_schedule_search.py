@@ -77,7 +77,8 @@ def brute_force(costs: CostModel, batch: int) -> float:
     "case",
     quick(
         itertools.product([(1.0, 1.0), (1.0, 1.7), (2.5, 1.0)], [4, 8]),
-        [((1.0, 1.0), 4), ((1.0, 1.7), 8), ((2.5, 1.0), 4)],
+        [((1.0, 1.7), 8)],
+        [((1.0, 1.0), 4), ((2.5, 1.0), 4)],
     ),
 )
 def test_small_pipelines_are_as_fast_as_the_fastest_of_all(case: tuple[tuple[float, ...], int]) -> None:
@@ -95,7 +96,8 @@ def test_small_pipelines_are_as_fast_as_the_fastest_of_all(case: tuple[tuple[flo
     "case",
     quick(
         itertools.product([(1.0, 1.3), (1.0, 1.7), (1.0, 2.4)], [3, 4]),
-        [((1.0, 1.3), 3), ((1.0, 1.7), 4), ((1.0, 2.4), 3)],
+        [((1.0, 1.7), 4)],
+        [((1.0, 1.3), 3)],
     ),
 )
 def test_pipelines_are_tried_where_replicas_are_faster_under_1f1b(case: tuple[tuple[float, ...], int]) -> None:

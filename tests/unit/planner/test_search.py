@@ -102,7 +102,7 @@ def _search(case: Case, **options: object) -> tuple[float, float]:
     return best, work_bound(scorer, case.model, case.batch)
 
 
-@pytest.mark.parametrize("seed", quick([i for i in range(30) if i not in SLOW], (1, 3, 8, 13, 18, 22, 24, 29)))
+@pytest.mark.parametrize("seed", quick([i for i in range(30) if i not in SLOW], (1, 3, 8, 18, 22, 29), (13, 24)))
 def test_as_good_as_exhaustive_search(seed: int) -> None:
     """A sample; benchmarks/bench_planner_optimal.py runs hundreds."""
     case = random_case(100 + seed, "open")
@@ -114,7 +114,7 @@ def test_as_good_as_exhaustive_search(seed: int) -> None:
         assert bound <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", quick([6, 7, 10, 25, 28, 37, 38], (6, 10, 28)))
+@pytest.mark.parametrize("seed", quick([6, 7, 10, 25, 28, 37, 38], (6,), (10, 28)))
 def test_links_of_unequal_directions(seed: int) -> None:
     """As good as exhaustive search, and the bound holds by prediction, which knows nothing of the search's prices."""
     case = unequal_directions(random_case(100 + seed, "open"), seed)
@@ -166,6 +166,7 @@ def _mixed() -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_programs_search_a_larger_cluster_deterministically() -> None:
     cluster, model = cluster_from_dict(_mixed()), dataclasses.replace(load_model("llama2-7b"), num_layers=10)
     options = SearchOptions(space=SearchSpace(more_schedules="never"))
@@ -194,6 +195,7 @@ def test_no_slower_than_the_best_type_alone() -> None:
     assert whole <= part * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_equal_nodes_are_interchangeable() -> None:
     """Names and the order of equal nodes change nothing."""
     model = dataclasses.replace(load_model("llama2-7b"), num_layers=6)
@@ -224,7 +226,7 @@ def test_equal_nodes_are_interchangeable() -> None:
             "1.129 TiB of states, and all chips together have",
         ),
         ({"model": "gpt3-175b"}, "(the optimizer in host memory): 975.7 GiB of states, and all chips"),
-        ({"model": "gpt3-175b"}, "more node"),
+        pytest.param({"model": "gpt3-175b"}, "more node", marks=pytest.mark.slow),
         ({"dtype": "fp64", "chips": {"A100-80-SXM": {"dtypes": ["bf16"]}}}, "no chip of the cluster computes in fp64"),
     ],
 )
@@ -435,6 +437,7 @@ def test_auto_plan(tmp_path: object) -> None:
     assert len(shares) < 2 or max(shares) > min(shares), "the fast chip gets more"
 
 
+@pytest.mark.slow
 def test_many_unlike_groups_are_cut_along_slow_links() -> None:
     """Eight kinds of nodes in two sites: pipelines stay inside a site."""
     chips = ["A100-80-SXM", "H100-SXM", "L40S", "MI300X", "A100-40-SXM", "H200-SXM", "Gaudi2", "A800-80-SXM"]

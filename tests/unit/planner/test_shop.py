@@ -79,6 +79,7 @@ def test_bad_prices(text: str, said: str, tmp_path: Path) -> None:
     assert said in str(error.value) and str(path) in str(error.value)
 
 
+@pytest.mark.slow
 def test_command(desk: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every set is at least as fast as its parts; the front is what no cheaper set beats."""
     (tmp_path / "prices.yaml").write_text("currency: EUR\ncards: {RTX4090: 1800, RTX3090: 700}\nper_host: 4\n")

@@ -17,7 +17,7 @@ from hetero_megatron.predictor.cost.rates import LINK_BANDWIDTH, capped_bridges
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.rank_platform import transport_of
 from tests.support.planner_reference import Case, random_case
-from tests.support.selection import quick
+from tests.support.selection import each, quick
 from tests.unit.planner.test_host_staged import search_as_good_as_exhaustive, seconds
 from tests.unit.training.test_islands_of_vendors import one_stage, plan
 
@@ -45,7 +45,7 @@ def test_a_bridge_is_as_fast_as_its_slowest_part(a: int, b: int, slowest: float)
     assert seconds(unlike(transport="direct"), flows) == pytest.approx(1e9 / 16e9 + LATENCY, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_of_three_ways_direct_is_the_fastest_and_whole_copies_the_slowest(seed: int) -> None:
     rng = random.Random(seed)
     per_node = rng.choice([1, 2, 4])
@@ -121,7 +121,7 @@ def of_vendors(case: Case, seed: int) -> Case:
 UNLIKE = [i for i in range(100, 160) if len({g.chip for g in random_case(i, "open").cluster.nodes}) > 1]
 
 
-@pytest.mark.parametrize("seed", quick(UNLIKE[:12], UNLIKE[:5]))
+@pytest.mark.parametrize("seed", quick(UNLIKE[:12], UNLIKE[:2], UNLIKE[2:6]))
 def test_plans_over_vendors(seed: int) -> None:
     """As good as exhaustive search, no better than over one vendor's links, and without groups that cross."""
     plain = random_case(seed, "open")

@@ -37,6 +37,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
     return said.getvalue(), (folder / "page.html").read_text(), folder / "tight.yaml"
 
 
+@pytest.mark.slow
 def test_what_was_asked_stands_in_text_and_page(written: tuple[str, str, Path]) -> None:
     for text in (written[0], html.unescape(written[1])):
         for words in (
@@ -72,6 +73,7 @@ def test_the_share_of_the_bound_is_that_which_the_plan_reaches(written: tuple[st
     assert f"this plan reaches {found[2]}%" in page
 
 
+@pytest.mark.slow
 def test_a_roomier_plan_stands_beside_one_that_fills_a_chip(
     written: tuple[str, str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -394,6 +394,7 @@ def test_many_calls_wait_for_the_device_once_and_planner_rows_grow(monkeypatch: 
     assert rows == [[2 * length, 8, 64, 3e-3, 6e-3] for length in speed.LENGTHS]
 
 
+@pytest.mark.slow
 def test_check_prints_one_json_object_and_writes_the_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

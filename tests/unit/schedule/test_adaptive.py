@@ -86,10 +86,10 @@ def test_it_is_valid_within_memory_and_takes_what_is_simulated(seed: int) -> Non
     assert found.bound_seconds <= found.seconds <= found.one_f_one_b_seconds
 
 
-def test_on_a_thousand_pipelines_it_is_never_slower_than_1f1b_and_never_above_the_cap() -> None:
+def test_on_random_pipelines_it_is_never_slower_than_1f1b_and_never_above_the_cap() -> None:
     draw = random.Random(1)
     faster = 0
-    for _ in range(1000):
+    for _ in range(200):
         times, count = by_count(random_times(draw, draw.randint(2, 5))), draw.randint(1, 12)
         found = search_adaptive(times, count, effort=5_000)
         caps = [s.memory_bytes for s in times.stages]
@@ -98,7 +98,7 @@ def test_on_a_thousand_pipelines_it_is_never_slower_than_1f1b_and_never_above_th
         if all(most <= cap for most, cap in zip(in_flight(plain), caps, strict=True)):
             assert simulated_seconds(found.schedule, times) <= simulated_seconds(plain, times)
         faster += found.seconds < found.one_f_one_b_seconds
-    assert faster > 500
+    assert faster > 100
 
 
 def test_small_pipelines_are_within_two_percent_of_the_exact_solver() -> None:

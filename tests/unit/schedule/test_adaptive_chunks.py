@@ -49,6 +49,7 @@ def drawn(seed: int, by_count: bool | None = None) -> tuple[ChunkedTimes, int]:
     return random_chunked_times(draw, draw.randint(1, 5), draw.randint(1, 4), count), draw.randint(0, 10)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(seeds)
 def test_it_is_valid_within_memory_and_takes_what_is_simulated(seed: int) -> None:
@@ -66,6 +67,7 @@ def test_it_is_valid_within_memory_and_takes_what_is_simulated(seed: int) -> Non
         assert found.seconds <= simulated_seconds(plain, times) * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_on_random_pipelines_it_is_never_slower_than_others_and_never_above_the_cap() -> None:
     draw = random.Random(1)
     compared = faster = bubbles = 0

@@ -25,6 +25,7 @@ from hetero_megatron.schedule import (
     validate,
 )
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
+from tests.support.selection import each
 
 SHAPES = [(p, m, v) for p, m, v in product((1, 2, 3, 4, 5, 7), range(12), (1, 2, 3, 4))]
 
@@ -88,7 +89,7 @@ def test_zero_bubble_h2_has_none() -> None:
         assert own_bubble(simulate(schedule, Costs([1] * p, [2] * p))) == pytest.approx(0)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each("seed", range(40))
 def test_zero_bubble_never_holds_more_than_its_caps(seed: int) -> None:
     rng = random.Random(seed)
     p, m = rng.randint(1, 7), rng.randint(0, 15)
@@ -112,7 +113,7 @@ def test_what_stages_hold() -> None:
     assert held_states(generate("1f1b", 3, 5)) == ((((3,), (0,)),), (((2,), (0,)),), (((1,), (0,)),))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_what_stages_hold_is_what_is_alive(seed: int) -> None:
     """For any bytes of activations and operands the most that is alive is in one of the states."""
     rng = random.Random(seed)

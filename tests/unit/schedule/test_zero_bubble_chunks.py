@@ -13,6 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from hetero_megatron.schedule import Costs, Schedule, Timeline, generate, in_flight, lower, simulate, validate
 from hetero_megatron.schedule.stage_orders import chunk_orders_of, schedule_of
 from hetero_megatron.schedule.stored import schedule_from_dict, schedule_to_dict, stored_orders
+from tests.support.selection import each
 from tests.unit.schedule.test_chunks_and_split import SHAPES, finishes, own_bubble
 
 KINDS = {"F": "F", "B_INPUT": "I", "W": "W"}
@@ -41,7 +42,7 @@ def test_it_is_valid_for_any_shape_and_holds_as_many_micro_batches_as_there_are_
         assert p == 1 or finishes(lower(schedule)), (p, m, v)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each("seed", range(60))
 def test_it_keeps_any_caps(seed: int) -> None:
     rng = random.Random(seed)
     p, m, v = rng.randint(1, 7), rng.randint(0, 15), rng.randint(2, 4)

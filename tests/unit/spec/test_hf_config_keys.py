@@ -244,13 +244,13 @@ def compare(config: dict[str, Any]) -> str:
     return "equal"
 
 
-@pytest.mark.parametrize("family", quick(FAMILIES, QUICK))
+@pytest.mark.parametrize("family", quick(FAMILIES, QUICK, sorted(FAMILIES)[::6]))
 def test_each_key_gives_transformers_numbers_or_a_refusal(family: str) -> None:
     seen = [compare(base(family) | change) for change in mutations(family)]
     assert seen.count("equal") > 15 and seen.count("refused") > 30
 
 
-@pytest.mark.parametrize("family", quick(FAMILIES, QUICK))
+@pytest.mark.parametrize("family", quick(FAMILIES, QUICK, sorted(FAMILIES)[::6]))
 def test_keys_together_give_transformers_numbers_or_a_refusal(family: str) -> None:
     draw = random.Random(family)
     pool = [m for m in mutations(family) if _accepted(base(family) | m)]

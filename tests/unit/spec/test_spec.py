@@ -39,6 +39,7 @@ from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import to_hf_config
 from tests.support.families import DENSE
 from tests.support.moe_models import MOE_FAMILIES
+from tests.support.selection import each
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
@@ -241,7 +242,7 @@ def covered(tensor: LogicalTensor, split: tuple[Share, ...]) -> np.ndarray:
     return count
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each("seed", range(60))
 def test_shares_tile_every_tensor(seed: int) -> None:
     """Cut axes are covered once; key-value heads as often as ranks use them; all else by every rank."""
     rng = random.Random(seed)
@@ -265,7 +266,7 @@ def test_shares_tile_every_tensor(seed: int) -> None:
         assert tensor_box(tensor, whole_share(spec)).size == tensor.size
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each("seed", range(40))
 def test_shares_of_some_heads_hold_exactly_the_key_value_heads_they_need(seed: int) -> None:
     rng = random.Random(seed)
     spec = random_spec(rng)

@@ -188,6 +188,7 @@ def test_foreign_load_is_what_is_left_over() -> None:
     assert load._foreign(first, later) == pytest.approx((15 - 13 - 1 + 0.5) / 10)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="testbed: no /proc")
 def test_foreign_load_is_noticed() -> None:
     loop = [sys.executable, "-c", "while True: pass"]

@@ -154,6 +154,7 @@ def test_loss_drift_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             loss_drift(base, other, 0.015)
 
 
+@pytest.mark.slow
 def test_the_flags_of_a_run(tmp_path: Path) -> None:
     words = [
         "--model", "tiny", "--mock-data", "--seq-length", "32", "--lr", "1e-3",

@@ -26,6 +26,7 @@ from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.train import optimizer_factory
+from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
 
 MODEL = (
@@ -72,7 +73,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", quick(PLANS, ["dense, two", "tp"]))
 def test_buckets_take_what_the_runtime_allocates(name: str, tmp_path: Path) -> None:
     pipelines: list[Any] = PLANS[name]
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan(pipelines, seq_length=16)))

@@ -42,9 +42,9 @@ def storages(products: Iterable[Product]) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["bf16"])
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("recompute", quick(["none", "full"], ["full"]))
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tp", quick([1, 2], [2]))
+@pytest.mark.parametrize("recompute", quick(["none", "full"], ["full"], []))
+@pytest.mark.parametrize("model", quick(MODELS, ["grouped", "one norm"]))
 def test_operands_that_wait_are_what_the_formula_says(
     model: str, recompute: str, tp: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
