@@ -83,7 +83,9 @@ def steps(runtime: Runtime, data: RandomTokens, size: int) -> Steps:
         assert found.tokens == count and abs(loss / count - found.loss) <= 1e-12 * abs(found.loss)
         np.testing.assert_allclose(list(facts.values()), list(found.facts.values()), rtol=1e-9, atol=1e-12)
         stats.append([found.loss, found.grad_norm, found.tokens, *(found.facts[name] for name in FACTS)])
-    return stats, [(n, runtime.stage_model.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
+    boxes = runtime.stage_model.boxes
+    with runtime.whole_weights():
+        return stats, [(name, boxes[name], p.detach().clone().numpy()) for name, p in runtime.sync.params.items()]
 
 
 def run_rank(

@@ -1,4 +1,4 @@
-"""The key ``roles`` of a plan: what it says survives being written, who works, what is predicted and what is refused."""
+"""The key ``roles`` of a plan: it survives being written, who works, what is predicted and what is refused."""
 
 from __future__ import annotations
 
