@@ -222,7 +222,7 @@ def format_dry_run(run: DryRun, config: RunConfig) -> str:
     for purpose, by_rank in run.sent.items():
         ranks = rank_ranges(tuple(sorted(by_rank)))
         to = f"   to ranks {ranks}" if by_rank else ""
-        lines.append(f"  sent: {purpose:<16}{format_bytes(sum(by_rank.values())):>7}{to}")
+        lines.append(f"  sent: {purpose:<17}{format_bytes(sum(by_rank.values())):>6}{to}")
     lines += _links(run, config.cluster)
     return "\n".join(lines)
 

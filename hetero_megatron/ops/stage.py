@@ -105,7 +105,7 @@ def stage_signatures(
         wanted: operators that somebody asks for: further ones only run then (``linear_cross_entropy``).
         chunked: head and loss go through the tokens in chunks (``parallel/vocab.py``), whose operator is
             ``linear_cross_entropy`` for a whole vocabulary, else ``vocab_cross_entropy``.
-        tiled: attention goes through context groups, which merge partial results.
+        tiled: the stage has context groups, which merge partial results of attention and carry states.
         fp8: what the linear modules of the stage's layers compute in; None: as head and router do.
         dropout: of training.
 
@@ -118,6 +118,9 @@ def stage_signatures(
         operators["dropout"] = {"width": tuple(sorted(widths))}
     if tiled:
         operators["attn_merge"] = {key: operators["attention"][key] for key in ("head_dim", "heads")}
+        if spec.delta is not None:  # values with further features, which carry the state of other ranks
+            widths_of_values = (spec.delta.value_dim, spec.delta.value_dim + spec.delta.key_dim)
+            operators["gated_delta_rule"] = operators["gated_delta_rule"] | {"value_dim": widths_of_values}
     if "linear_cross_entropy" in wanted and head:
         if tp > 1:
             raise UserError(

@@ -158,9 +158,17 @@ def apply_context_parallel(
     stage: GPTStage, context: StageContext, comm: Comm, kernel: TileKernel | None = None,
     merge: Callable[..., Any] = attn_merge_,
 ) -> None:  # fmt: skip
-    """Make the layers of ``stage`` attend across the context groups, by ``kernel`` and the operator ``attn_merge``."""
+    """Make the layers of ``stage`` attend across the context groups, by ``kernel`` and the operator ``attn_merge``, and
+    those of linear attention pass their states."""
     shared: dict[tuple[int | None, int | None], StageAttention] = {}  # by window and chunk
-    for layer in stage.layers():
+    linear = [layer.linear_attn for layer in stage.layers() if layer.kind.linear]
+    if linear:
+        from hetero_megatron.parallel.context_states import ContextDelta, StageStates
+
+        states = StageStates(context, comm)
+        for mixer in linear:
+            setattr(mixer, "core_attention", ContextDelta(states, mixer.core_attention))  # noqa: B010 (another type)
+    for layer in (layer for layer in stage.layers() if not layer.kind.linear):
         core = layer.self_attn.core_attention
         limits, dropout = (core.window, core.chunk), core.dropout > 0
         if limits not in shared:

@@ -1,4 +1,4 @@
-"""Ragged exchange of tensors [b, tokens, heads, d] between two layouts over (token, head), differentiable.
+"""Ragged exchange of tensors [b, tokens, heads, d], of any d, between two layouts over (token, head), differentiable.
 
 All tensors of one call travel in one all-to-all; what a rank keeps is copied without passing through it.
 """
@@ -74,7 +74,7 @@ class HeadExchange:
         return tensors if self.nothing else _Exchange.apply(self, *tensors)  # type: ignore[no-any-return]
 
     def run(self, ways: Sequence[_Way], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        b, d = tensors[0].shape[0], tensors[0].shape[3]
+        b, features = tensors[0].shape[0], [x.shape[3] for x in tensors]
         other_ranks = [r for r in self.group.ranks if r != self.me]
         parts = [
             x[:, t, h].reshape(-1)
@@ -83,12 +83,15 @@ class HeadExchange:
             for t, h in way.give.get(peer, ())
         ]
         give, take = (
-            [0 if r == self.me else b * d * sum(w.size(getattr(w, side), r) for w in ways) for r in self.group.ranks]
+            [
+                0 if r == self.me else b * sum(d * w.size(getattr(w, side), r) for w, d in zip(ways, features))
+                for r in self.group.ranks
+            ]
             for side in ("give", "take")
         )
         send = torch.cat(parts) if parts else tensors[0].new_empty(0)
         handle = self.group.all_to_all(send, give, take)
-        out = [self._start(way, x, b, d) for way, x in zip(ways, tensors, strict=True)]
+        out = [self._start(way, x) for way, x in zip(ways, tensors, strict=True)]
         received = handle.wait()
         assert received is not None
         offset = 0
@@ -101,8 +104,9 @@ class HeadExchange:
                     part.add_(values) if way.adds else part.copy_(values)
         return tuple(x.to(t.dtype) for x, t in zip(out, tensors, strict=True))
 
-    def _start(self, way: _Way, x: torch.Tensor, b: int, d: int) -> torch.Tensor:
+    def _start(self, way: _Way, x: torch.Tensor) -> torch.Tensor:
         """The result with this rank's own part in it."""
+        b, d = x.shape[0], x.shape[3]
         wide_dtype = torch.promote_types(x.dtype, torch.float32) if way.adds else x.dtype
         out = x.new_zeros(b, *way.shape, d, dtype=wide_dtype) if way.adds else x.new_empty(b, *way.shape, d)
         for (t0, h0), (t1, h1) in zip(way.give.get(self.me, ()), way.take.get(self.me, ()), strict=True):

@@ -391,7 +391,7 @@ def layer_groups(plan: Plan, spec: ModelSpec) -> set[tuple[int, ...]]:
     units = {tuple(sorted(u.ranks)) for s in stages for u in s.units}
     units |= {group for s in stages for group in routing_groups(spec, s, plan.islands)}
     units |= {sequence_group(s, rank) for s in stages if has_experts(spec, s) for rank in s.ranks}
-    return units | {tuple(sorted(g)) for s in stages for g in context_groups(s, plan.seq_length)}
+    return units | {tuple(sorted(g)) for s in stages for g in context_groups(spec, s, plan.seq_length)}
 
 
 def answer_groups(plan: Plan) -> set[tuple[int, ...]]:

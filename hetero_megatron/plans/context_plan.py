@@ -18,6 +18,8 @@ from hetero_megatron.plans.canonical import Interval, Stage, Unit
 from hetero_megatron.plans.shares import merged, tokens_at
 from hetero_megatron.spec import ModelSpec, Share, shares
 
+ALL_GROUPS = -1  # instead of a group's index
+
 
 @dataclass(frozen=True)
 class Member:
@@ -106,15 +108,23 @@ def _group(spec: ModelSpec, index: int, units: Sequence[Unit]) -> ContextGroup:
     return ContextGroup(index, tuple(members), merged([i for u in units for i in u.tokens]))
 
 
-def context_groups(stage: Stage, seq_length: int) -> list[tuple[int, ...]]:
-    """The groups of ranks in which a stage's context parallelism uses collectives."""
+def context_groups(spec: ModelSpec, stage: Stage, seq_length: int) -> list[tuple[int, ...]]:
+    """The groups of ranks in which a stage's context parallelism uses collectives: keys and values in context groups,
+    or in all of a replica's ranks, as what convolutions of linear attention look back at always does."""
     if not has_context(stage, seq_length):
         return []
     gather = stage.kv is not None and stage.kv.transport == "gather"
     ranks_of: dict[tuple[Interval, int], list[int]] = {}
     for unit in stage.units:
-        ranks_of.setdefault((unit.sequences, 0 if gather else unit.group), []).extend(unit.ranks)
+        for group in {0 if gather else unit.group, *((ALL_GROUPS,) if has_linear(spec, stage) else ())}:
+            ranks_of.setdefault((unit.sequences, group), []).extend(unit.ranks)
     return [tuple(sorted(ranks)) for ranks in ranks_of.values()]
+
+
+def has_linear(spec: ModelSpec, stage: Stage) -> bool:
+    """Whether some layer of the stage, modules that predict further tokens among them, has linear attention."""
+    numbers = (*stage.layer_indices(), *(spec.predictions if stage.head else ()))
+    return spec.delta is not None and any(spec.layer(i).linear for i in numbers)
 
 
 @dataclass(frozen=True)
@@ -141,13 +151,13 @@ def head_moves(context: StageContext, group: ContextGroup) -> tuple[tuple[int, .
     visible = {g: seen_tokens(t) if gather else t for g, t in tokens.items()}
     s, spec = context.seq_length, context.spec
     query, key = (s, spec.num_heads), (s, spec.num_kv_heads)
-    queries = _move(
-        _layout(query, {m.rank: (m.tokens, m.held.q_heads) for m in members}),
-        _layout(query, {m.rank: (tokens[m.group], m.computed.q_heads) for m in members}),
+    queries = move_between(
+        layout_of(query, {m.rank: (m.tokens, m.held.q_heads) for m in members}),
+        layout_of(query, {m.rank: (tokens[m.group], m.computed.q_heads) for m in members}),
     )
-    keys = _move(
-        _layout(key, {m.rank: (m.tokens, m.held.kv_heads) for m in members}),
-        _layout(key, {m.rank: (visible[m.group], m.computed.kv_heads) for m in members}),
+    keys = move_between(
+        layout_of(key, {m.rank: (m.tokens, m.held.kv_heads) for m in members}),
+        layout_of(key, {m.rank: (visible[m.group], m.computed.kv_heads) for m in members}),
     )
     return tuple(sorted(m.rank for m in members)), queries, keys
 
@@ -157,11 +167,13 @@ def seen_tokens(tokens: Sequence[Interval]) -> tuple[Interval, ...]:
     return ((0, tokens[-1][1]),) if tokens else ()
 
 
-def _layout(shape: tuple[int, int], held: dict[int, tuple[Sequence[Interval], Interval]]) -> Layout:
+def layout_of(shape: tuple[int, int], held: dict[int, tuple[Sequence[Interval], Interval]]) -> Layout:
+    """(tokens, heads) of each rank."""
     return Layout(shape, {r: tuple(Box((a, h0), (b, h1)) for a, b in tokens) for r, (tokens, (h0, h1)) in held.items()})
 
 
-def _move(before: Layout, after: Layout) -> Move:
+def move_between(before: Layout, after: Layout) -> Move:
+    """What brings all of ``after`` there."""
     return Move(before, after, transfer(before, after))
 
 

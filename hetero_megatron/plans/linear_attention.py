@@ -1,29 +1,94 @@
-"""Where a plan may have layers of linear attention."""
+"""How linear attention goes on from one member of a context group to the next: who hands what to whom. No torch.
+
+A member's tokens are *runs*, intervals of the sequence. In the order of their tokens, those of all groups are a chain:
+a run begins with the state that the run before it leaves, and its convolutions look back at the last tokens before it.
+Neither grows with the length of runs. Key heads, each with its value heads, are cut among the ranks of a member.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from hetero_megatron.plans.canonical import Plan, Stage
-from hetero_megatron.plans.context_plan import has_context
-from hetero_megatron.plans.fields import Source, stages
-
-if TYPE_CHECKING:
-    from hetero_megatron.spec import ModelSpec
-
-
-def has_linear(spec: ModelSpec, stage: Stage) -> bool:
-    """Whether some layer of the stage, modules that predict further tokens among them, has linear attention."""
-    numbers = (*stage.layer_indices(), *(spec.predictions if stage.head else ()))
-    return spec.delta is not None and any(spec.layer(i).linear for i in numbers)
+from hetero_megatron.layout import Box, Layout, Transfer, transfer
+from hetero_megatron.plans.canonical import Interval
+from hetero_megatron.plans.context_plan import Member, Move, StageContext, layout_of, move_between
+from hetero_megatron.plans.shares import merged
 
 
-def states_are_whole(plan: Plan, spec: ModelSpec, source: Source) -> None:
-    """Refuse context groups on stages with linear attention."""
-    for path, _, stage in stages(plan):
-        if has_context(stage, plan.seq_length) and has_linear(spec, stage):
-            raise source.error(
-                "the states of linear attention do not pass from one member of a context group to the next",
-                f"{path}.context", f"{len(stage.units)} members",
-                "no context groups on stages with such layers (on those with attention alone they may be)",
-            )  # fmt: skip
+@dataclass(frozen=True)
+class Run:
+    """Tokens of a sequence that follow each other on one member; ``heads``: the key heads of its ranks."""
+
+    tokens: Interval
+    heads: Layout
+
+
+def chain(context: StageContext) -> tuple[Run, ...]:
+    """All runs, in the order of their tokens."""
+    assert context.spec.delta is not None
+    held: dict[Interval, dict[int, tuple[Box, ...]]] = {}
+    for member in _members(context):
+        a, b = member.held.key_heads
+        for tokens in member.tokens:
+            held.setdefault(tokens, {})[member.rank] = (Box((a,), (b,)),)
+    return tuple(Run(tokens, Layout((context.spec.delta.key_heads,), held[tokens])) for tokens in sorted(held))
+
+
+def state_moves(runs: Sequence[Run]) -> tuple[Transfer, ...]:
+    """How states move from each run to the next, over (key head,)."""
+    return tuple(transfer(before.heads, after.heads) for before, after in zip(runs, runs[1:]))
+
+
+def looked_at(context: StageContext, tokens: Sequence[Interval]) -> tuple[Interval, ...]:
+    """``tokens``, and those before them at which convolutions look back."""
+    assert context.spec.delta is not None
+    past, ends = context.spec.delta.kernel - 1, (0, *(b for _, b in tokens))
+    return merged([*tokens, *((max(a - past, end), a) for (a, _), end in zip(tokens, ends))])
+
+
+def convolved(context: StageContext) -> Move:
+    """From a member's own tokens to all that its convolutions look at, over (token, key head)."""
+    assert context.spec.delta is not None
+    shape, members = (context.seq_length, context.spec.delta.key_heads), _members(context)
+    return move_between(
+        layout_of(shape, {m.rank: (m.tokens, m.held.key_heads) for m in members}),
+        layout_of(shape, {m.rank: (looked_at(context, m.tokens), m.held.key_heads) for m in members}),
+    )
+
+
+def place_among(tokens: Sequence[Interval], piece: Interval) -> slice:
+    """Where ``piece`` is when the intervals ``tokens``, one of which contains it, are strung together."""
+    start = 0
+    for a, b in tokens:
+        if a <= piece[0] and piece[1] <= b:
+            return slice(start + piece[0] - a, start + piece[1] - a)
+        start += b - a
+    raise AssertionError(f"{piece} is not in one of {tokens}")
+
+
+def passed_bytes(context: StageContext, item: int, wide: int) -> tuple[Mapping[tuple[int, int], int], ...]:
+    """What a layer's forward moves of one sequence, by (source, destination): what convolutions look back at, then the
+    states of the chain, move by move. Backward moves as much the other way.
+
+    Args:
+        item: bytes of an activation; wide: of an element of a state.
+    """
+    delta = context.spec.delta
+    assert delta is not None
+    projected = (2 * delta.key_dim + delta.values_per_key * delta.value_dim) * item
+    state = delta.values_per_key * delta.key_dim * delta.value_dim * wide
+    moves = [(convolved(context).pieces, projected), *((move, state) for move in state_moves(chain(context)))]
+    return tuple(_volumes(move, size) for move, size in moves)
+
+
+def _volumes(move: Transfer, size: int) -> dict[tuple[int, int], int]:
+    volumes: dict[tuple[int, int], int] = {}
+    for piece in move.pieces:
+        if piece.src != piece.dst:
+            volumes[piece.src, piece.dst] = volumes.get((piece.src, piece.dst), 0) + piece.box.size * size
+    return volumes
+
+
+def _members(context: StageContext) -> list[Member]:
+    return [member for group in context.groups for member in group.members]

@@ -173,7 +173,7 @@ class Collectives:
         self._layers: dict[int, tuple[tuple[int, ...], ...]] = {}
         for stage in (s for p in plan.pipelines for s in p.stages):
             groups = [tuple(sorted(u.ranks)) for u in stage.units]
-            groups += [tuple(sorted(g)) for g in context_groups(stage, plan.seq_length)]
+            groups += [tuple(sorted(g)) for g in context_groups(spec, stage, plan.seq_length)]
             groups += routing_groups(spec, stage, plan.islands)
             for rank in stage.ranks:
                 self._layers[rank] = tuple(dict.fromkeys(g for g in groups if rank in g and len(g) > 1))

@@ -76,10 +76,6 @@ def validate(
     sequence_fits_the_model(plan, spec, source)
     weights_can_be_split(plan, spec, source)
     experts_are_held(plan, spec, source)
-    if spec.delta is not None:
-        from hetero_megatron.plans.linear_attention import states_are_whole
-
-        states_are_whole(plan, spec, source)
     if spec.mtp_layers:
         from hetero_megatron.plans.predictions import predictions_fit
 

@@ -21,6 +21,17 @@ from hetero_megatron.spec.model_spec import ModelSpec
 Linear = Callable[[float, float], float]  # (outputs, inputs) -> bytes of backward in fp8 beside the operands
 
 
+class Cores(NamedTuple):
+    """Bytes that backward of the attention core works with, and that of linear attention."""
+
+    attention: float
+    linear: float = 0.0
+
+    def times(self, rows: int) -> Cores:
+        """Of so many sequences."""
+        return Cores(rows * self.attention, rows * self.linear)
+
+
 class BackwardMoment(NamedTuple):
     """Bytes while backward is in one operator of a layer.
 
@@ -37,7 +48,7 @@ class BackwardMoment(NamedTuple):
 
 def layer_backward_bytes(
     spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None,
-    load: ExpertLoad | None = None, linear: Linear | None = None, attention: float | None = None, split: bool = False,
+    load: ExpertLoad | None = None, linear: Linear | None = None, cores: Cores | None = None, split: bool = False,
 ) -> int:  # fmt: skip
     """Bytes that backward through one layer needs beside what the layer keeps, at the worst of its moments.
 
@@ -46,7 +57,7 @@ def layer_backward_bytes(
 
     Args:
         linear: where linear modules are in fp8, the backward of one; None: in the dtype of the weights.
-        attention: of the attention core, where it is not that of a rank with all tokens.
+        cores: of a rank of a context group; None: of a rank with all tokens.
         split: weight gradients wait for their W.
     """
     load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
@@ -57,7 +68,7 @@ def layer_backward_bytes(
     mlp_kept = mlp_kept_bytes(spec, tokens, itemsize, tp, routed)
     norm = norm_backward_bytes(shard, itemsize) if spec.norm_placement != "pre" else 0  # in a norm after the MLP
     moments = [BackwardMoment(norm), *_mlp(sizes), BackwardMoment(summed, mlp_kept)]
-    moments += _attention(sizes, mlp_kept, shard, attention)
+    moments += _attention(sizes, mlp_kept, shard, None if cores is None else cores.attention)
     if load is not None and routed:
         row_bytes, expert_peak = expert_backward_bytes(spec, load, itemsize)
         operands = routed * expert_operand_bytes(spec, load, itemsize)
@@ -67,7 +78,7 @@ def layer_backward_bytes(
 
         experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
         freed = mlp_kept + row * spec.hidden_size + experts
-        made = tokens * delta_backward_bytes(spec, itemsize) / tp
+        made = tokens * delta_backward_bytes(spec, itemsize) / tp if cores is None else cores.linear
         moments.append(BackwardMoment(made, freed, 0.0, row * spec.hidden_size))
     if split:
         return round(2 * shard + max(x.made + x.waiting for x in moments))

@@ -3,6 +3,8 @@ formulas: what ``model/gated_delta_net.py`` and ``ops/gated_delta_chunks.py`` ha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hetero_megatron.spec.model_spec import ModelSpec
 
 CHUNK = 64  # tokens, of the gated delta rule
@@ -21,9 +23,46 @@ def delta_activation_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> fl
     delta, wide = spec.delta, max(itemsize, 4)
     assert delta is not None
     v, heads = delta.value_width, delta.value_heads
-    core = itemsize * (2 * delta.key_width + v + heads) + wide * 3 * heads
+    core = _core_bytes(spec, itemsize)
     outside = itemsize * (delta.projected + (2 if recompute == "elementwise" else 3) * v) + wide * heads
     return outside + (0 if recompute == "selective" else core)
+
+
+def _core_bytes(spec: ModelSpec, itemsize: int) -> float:
+    assert spec.delta is not None
+    heads = spec.delta.value_heads
+    return itemsize * (2 * spec.delta.key_width + spec.delta.value_width + heads) + max(itemsize, 4) * 3 * heads
+
+
+@dataclass(frozen=True)
+class CarriedBytes:
+    """Of all heads, what a layer has on top where context groups divide the tokens (``parallel/context_states.py``).
+
+    Attributes:
+        token: kept of each token: what convolutions look at, which was exchanged.
+        carried: kept of each token that has a state before its run: its values with further features, and what the rule
+            makes of these; run: of each such run: the state before it, and what the rule made of the first one.
+        working: of each of those tokens, in backward of the rule with further features; again: of each token, what is
+            made again there.
+    """
+
+    token: float
+    carried: float
+    run: float
+    working: float
+    again: float
+
+
+def carried_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> CarriedBytes:
+    """``recompute``: none | selective | elementwise."""
+    delta, wide = spec.delta, max(itemsize, 4)
+    assert delta is not None
+    heads, dk, dv = delta.value_heads, delta.key_dim, delta.value_dim
+    token, carried = itemsize * (2 * delta.key_width + heads * dv), itemsize * heads * (2 * dk + dv)
+    run, working = wide * heads * dk * (2 * dv + dk), wide * heads * (2 * dk * dk / CHUNK + 7 * dk)
+    if recompute != "selective":
+        return CarriedBytes(token, carried, run, working, 0.0)
+    return CarriedBytes(0.0, 0.0, 0.0, working + carried, token + _core_bytes(spec, itemsize))
 
 
 def delta_backward_bytes(spec: ModelSpec, itemsize: int) -> float:

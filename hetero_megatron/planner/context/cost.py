@@ -26,7 +26,7 @@ import numpy.typing as npt
 from hetero_megatron.planner.context.groupings import unevenness
 from hetero_megatron.planner.context.memory import group_bytes, member_limits, ring_bytes
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup
-from hetero_megatron.spec.flops import layer_parameters
+from hetero_megatron.spec.flops import layer_parameters, linear_layers
 from hetero_megatron.utils.cached_method import cached_method
 
 Floats = npt.NDArray[np.float64]
@@ -138,7 +138,9 @@ class ContextCosts:
         members, model = problem.members, problem.model
         self.node = np.array([m.node for m in members])
         self.kind = np.array([m.kind for m in members])
-        self.products = np.array([problem.linear_flops / m.gemm_flops for m in members])
+        self.products = np.array([
+            problem.linear_flops / m.gemm_flops + problem.carried_flops / m.attention_flops for m in members
+        ])  # fmt: skip
         self.linear = self.products + np.array([m.token_seconds for m in members])
         self.floor = np.array([(m.layer_seconds, m.layer_backward_seconds) for m in members])
         self.head = np.array([problem.head_flops / m.gemm_flops for m in members])
@@ -149,7 +151,8 @@ class ContextCosts:
         self.memory = np.array([m.memory for m in members])
         self.limits = member_limits(problem)
         self.per_kv = model.queries_per_kv
-        self.byte = float(model.head_dim * problem.options.item * problem.options.micro_batch)
+        attention = 1 - linear_layers(model)  # the share of layers that exchange queries, keys and values
+        self.byte = attention * float(model.head_dim * problem.options.item * problem.options.micro_batch)
         fabric = problem.fabric
         self.intra = np.array([beta for _, beta in fabric.intra])
         self.inter = np.array([[beta for _, beta in row] for row in fabric.inter])
@@ -159,6 +162,7 @@ class ContextCosts:
         kinds = ((replace(m, ranks=(), node=0), len(m.ranks)) for m in members)
         self.type = [types.setdefault(kind, len(types)) for kind in kinds]
         self._first: dict[object, tuple[int, ...]] = {}
+        self.chain = self._chain_seconds()
 
     @cached_method
     def alike(self, members: tuple[int, ...]) -> tuple[int, ...]:
@@ -285,6 +289,7 @@ class ContextCosts:
         gathered = self._state_seconds()
         per_layer = runs * max(float(forward.max()), gathered)
         per_layer += max(float((backward + recomputed).max()), 2 * gathered)
+        per_layer += (runs + options.core_again + 1) * self.chain
         head = np.array([3 * p.head for p in parts])
         layers = problem.layers
         member_seconds = layers * (runs * forward + backward + recomputed) + head
@@ -316,6 +321,20 @@ class ContextCosts:
             moving = float((blocks * alpha + foreign * rate * size).max())
             cores.append(np.maximum(busy, moving + work * last))
         return cores[0], cores[1]
+
+    def _chain_seconds(self) -> float:
+        """Seconds in which the states of linear attention go from member to member, in an average layer: a message for
+        every run of tokens but the first one, two of each member, over the slowest link."""
+        delta, members = self.problem.model.delta, len(self.node)
+        if delta is None or members == 1:
+            return 0.0
+        size = delta.value_heads * delta.key_dim * delta.value_dim * self.problem.options.wide
+        kinds = np.unique(self.kind)
+        same_node = len(np.unique(self.node)) == 1
+        alpha, beta = (self.alpha_intra, self.intra) if same_node else (self.alpha_inter, self.inter)
+        used = (kinds,) if same_node else np.ix_(kinds, kinds)
+        each = float(alpha[used].max()) + size * self.problem.options.micro_batch * float(beta[used].max())
+        return linear_layers(self.problem.model) * (2 * members - 1) * (each + float(self.message.max()))
 
     def _state_seconds(self) -> float:
         """Seconds to gather one layer's sharded weights (hidden behind the layer's compute); 0 without sharding."""

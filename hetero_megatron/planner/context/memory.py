@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_megatron.planner.context.problem import ContextProblem
-from hetero_megatron.plans.memory.activations import ContextLayers
+from hetero_megatron.plans.memory.context_layers import ContextLayers
 from hetero_megatron.plans.memory.uniform_stages import UniformStageMemory
-from hetero_megatron.spec.backward_bytes import layer_backward_bytes, mlp_kept_bytes
+from hetero_megatron.spec.backward_bytes import Cores, layer_backward_bytes, mlp_kept_bytes
 from hetero_megatron.spec.expert_load import moe_layers
 
 Floats = npt.NDArray[np.float64]
@@ -61,7 +61,7 @@ def token_bytes(problem: ContextProblem, alone: bool) -> tuple[float, float]:
     if layers.full:
         kept_plain = replace(layers, layers=1, full=0).per_own_token(tp, alone)
         recomputed_bytes = kept_plain - replace(layers, layers=1, full=1).per_own_token(tp, alone)
-    in_mlp = layer_backward_bytes(model, tokens, options.item, tp, tp, attention=0.0) / tokens
+    in_mlp = layer_backward_bytes(model, tokens, options.item, tp, tp, cores=Cores(0.0)) / tokens
     mlp_bytes = mlp_kept_bytes(model, 1.0, options.item, tp, moe_layers(model))
     moments = (kept_bytes + recomputed_bytes + in_mlp, max(kept_bytes + recomputed_bytes - mlp_bytes, 1.0))
     return tuple(tp * options.micro_batch * moment for moment in moments)  # type: ignore[return-value]
@@ -83,7 +83,21 @@ def group_bytes(problem: ContextProblem, s: Floats, h: Floats, kv: Floats) -> Fl
     """[members] activation bytes of a group's members, without exchange buffers."""
     by_token, by_head = token_bytes(problem, len(s) == 1), head_bytes(problem, h, kv)
     largest: Floats = np.maximum(*(s * by_token[i] + float(s.sum()) * by_head[i] for i in (0, 1)))
-    return largest
+    if problem.model.delta is None or len(problem.members) == 1:
+        return largest
+    kept, working = state_bytes(problem, s)
+    in_rule = s * by_token[1] + float(s.sum()) * by_head[0] + working
+    return np.maximum(largest, in_rule) + kept
+
+
+def state_bytes(problem: ContextProblem, s: Floats) -> tuple[Floats, Floats]:
+    """[members] bytes of linear attention whose states come from other members, with two runs of tokens each: kept, and
+    in backward of a layer."""
+    options, layers = problem.options, layers_of(problem)
+    kept, working = layers.states(s, s, 2 * (s > 0))
+    if layers.full:
+        kept = kept + replace(layers, layers=1, full=0).states(s, s, 2 * (s > 0))[0] / options.in_flight
+    return options.micro_batch * options.in_flight * kept, options.micro_batch * working
 
 
 def ring_bytes(problem: ContextProblem, block: int) -> float:

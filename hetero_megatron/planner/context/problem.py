@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.flops import layer_matmul_flops, mean_attention_pairs
+from hetero_megatron.spec.flops import delta_flops, layer_matmul_flops, mean_attention_pairs
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -142,6 +142,15 @@ class ContextProblem:
     def linear_flops(self) -> float:
         """Forward FLOPs per token and layer of projections and MLP."""
         return layer_matmul_flops(self.model) * self.options.micro_batch
+
+    @property
+    def carried_flops(self) -> float:
+        """The same on top, of linear attention whose states come from other members: further features of its values,
+        as many as keys have."""
+        delta = self.model.delta
+        if delta is None or len(self.members) == 1:
+            return 0.0
+        return delta_flops(self.model) * delta.key_dim / delta.value_dim * self.options.micro_batch
 
     @property
     def head_flops(self) -> int:

@@ -32,6 +32,7 @@ from hetero_megatron.plans.fields import first_layers
 from hetero_megatron.plans.memory.of_plan import MemoryBytes, plan_activations
 from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
 from hetero_megatron.predictor.simulate.step import Prediction
+from hetero_megatron.spec.flops import linear_layers
 
 _Layout = tuple[ContextProblem, ContextLayout, float]  # a stage's problem, layout and seconds
 
@@ -56,8 +57,8 @@ class ContextStages:
         self.why = "not supported"
         if supports("context"):
             self.why = why_no_context(problem.space, problem.seq_length, bool(plans))
-        if not self.why and problem.model.delta is not None:
-            self.why = "not tried: states of linear attention do not pass through context groups"
+        if not self.why and linear_layers(problem.model) == 1:
+            self.why = "not tried: no layer has attention, whose heads and keys they divide"
         if not self.why and sizes is not None and 1 not in sizes:
             self.why = "not tried: its micro-batches have one sequence"
         if not self.why and plans and incumbent.budget is not None and incumbent.budget.over():

@@ -1,4 +1,4 @@
-"""Bytes of activations that a rank holds, by formula: of layers, context groups and what products in fp8 keep."""
+"""Bytes of activations that a rank holds, by formula: of layers, and of what products in fp8 keep."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hetero_megatron.plans.canonical import Recompute
 from hetero_megatron.plans.fp8 import BLOCK
@@ -20,9 +20,9 @@ from hetero_megatron.spec.activation_bytes import (
     layer_operand_bytes,
     module_activation_bytes,
     module_operand_bytes,
-    turned_copies,
 )
 from hetero_megatron.spec.backward_bytes import (
+    Cores,
     head_backward_bytes,
     layer_backward_bytes,
     norm_backward_bytes,
@@ -171,7 +171,7 @@ def host_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
 
 
 def working_bytes(
-    spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, attention: float | None = None
+    spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, cores: Cores | None = None
 ) -> int:
     """Bytes beside what is kept, at the worst moment of a backward.
 
@@ -180,7 +180,7 @@ def working_bytes(
     posted, and gradients on their way to the stage before.
 
     Args:
-        layers, attention: of a rank of a context group: bytes of the layers, and what the attention core works with.
+        layers, cores: of a rank of a context group.
     """
     spec = held.own or spec
     tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
@@ -191,7 +191,7 @@ def working_bytes(
 
     passed, head, in_head = 0 if held.head else boundary_bytes(spec, held), 0, 0
     layers = layer_bytes(spec, held) if layers is None else layers
-    backward = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held), attention)
+    backward = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held), cores)
     layer = round(worst_layer(layers, held.ahead, backward, passed))
     coming_back = round(coming(layers, held.ahead))
     if held.layers and held.tp > 1:  # or in forward, where the last layer's sums meet
@@ -304,65 +304,3 @@ def most_held(kept: Sequence[int], waiting: Sequence[int], states: Iterable[Held
         sum(map(mul, whole_counts, kept)) + sum(map(mul, split_counts, waiting))
         for whole_counts, split_counts in states
     )
-
-
-KeptWorking = tuple[Any, Any]  # bytes from forward to backward in all layers; more during the backward of one
-
-
-@dataclass(frozen=True)
-class ContextLayers:
-    """Layers of a stage with context groups; bytes are of one sequence.
-
-    Args:
-        full: how many of the ``layers`` are recomputed whole; ``selective``: of all, the attention core is;
-            ``elementwise``: of all, what norms and activations put out.
-        item: bytes of an activation; wide: of a gradient of keys and values.
-    """
-
-    spec: ModelSpec
-    layers: int
-    full: int
-    selective: bool
-    item: int
-    wide: int
-    elementwise: bool = False
-
-    def per_own_token(self, tp: float, alone: bool) -> float:
-        """Kept by a rank with 1/tp of a layer for every token of its member; ``alone``: it is its whole group."""
-        queries, _, keys, _ = self._core(self.spec.num_heads, self.spec.num_kv_heads)
-
-        def whole(recompute: str) -> float:
-            outside = layer_activation_bytes(self.spec, 4096, recompute, self.item, tp) / 4096
-            return outside - (queries + keys) / tp + self._home(alone) / tp
-
-        per_layer = whole("elementwise" if self.elementwise else "none")
-        return self.full * self.spec.hidden_size * self.item / tp + (self.layers - self.full) * per_layer
-
-    def per_core_token(self, q: Any, kv: Any) -> tuple[KeptWorking, KeptWorking]:
-        """Of the attention core on a rank with ``q`` query heads and ``kv`` KV heads: for every query token of its
-        group, and for every token whose keys it has."""
-        queries, d_queries, keys, d_keys = self._core(q, kv)
-        keeping, recomputes = 0 if self.selective else self.layers - self.full, self.selective
-        return (keeping * queries, recomputes * queries + d_queries), (keeping * keys, recomputes * keys + d_keys)
-
-    def blocks(self, kv: Any, block: int) -> Any:
-        """Of the ring's buffers: three blocks of keys and values, one that is computed with, one that arrives and the
-        parts that it is put together from; and three of gradients, one made, one sent and one that comes."""
-        return kv * 2 * self.spec.head_dim * (self.item + self.wide) * 3 * block
-
-    def _core(self, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
-        """Of one layer's attention core, per query token (queries, output and log-sum-exp; dQ and the output's
-        gradient), and per key token (keys and values; their gradients)."""
-        d = self.spec.head_dim
-        keys, d_keys = 2 * d * self.item * kv, 2 * d * self.wide * kv
-        return (2 * d * self.item + 4) * q, d * (self.wide + self.item) * q, keys, d_keys
-
-    def _home(self, alone: bool) -> float:
-        """Per own token and layer, over all heads, that attention keeps besides its core: the output before the
-        projection (shared with the core where a member is ``alone``); with selective recompute also q, k and v. What is
-        exchanged is a copy: nothing keeps what was turned, but what is normed keeps the values that lie beside it."""
-        q, kv = self.spec.num_heads * self.spec.head_dim, self.spec.num_kv_heads * self.spec.head_dim
-        copied = 0.0 if alone else kv * bool(self.spec.qk_norm) - turned_copies(self.spec) * (q + kv)
-        if self.selective:
-            return self.item * (2 * q + 2 * kv + copied)
-        return self.item * (copied + (0 if alone else q))

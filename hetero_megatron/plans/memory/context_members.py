@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from hetero_megatron.plans.canonical import Stage
 from hetero_megatron.plans.context_plan import ContextGroup, Member, StageContext, seen_tokens, stage_contexts
 from hetero_megatron.plans.memory.activations import (
-    ContextLayers,
     RankWork,
     beside_layers,
     ends_bytes,
@@ -17,9 +16,11 @@ from hetero_megatron.plans.memory.activations import (
     operand_bytes,
     working_bytes,
 )
+from hetero_megatron.plans.memory.context_layers import ContextLayers
 from hetero_megatron.plans.memory.offloaded import LayerBytes, chunk_layers, input_goes, product_bytes
 from hetero_megatron.schedule import Held
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.backward_bytes import Cores
 
 if TYPE_CHECKING:
     from hetero_megatron.schedule.split_moments import Moment
@@ -44,16 +45,16 @@ def context_activations(
                 chunks = [replace(chunk, tokens=rows * own_tokens(member), rows=rows) for chunk in work[member.rank]]
                 kept, working, host, splitting = list[int](), list[int](), list[int](), list[int]()
                 for chunk in chunks:
-                    layers_kept, core = member_bytes(context, group, member, chunk)
+                    layers_kept, cores = member_bytes(context, group, member, chunk)
                     layers = [x.times(rows) for x in member_layers(context, group, member, chunk)]
                     head = sum(ends_bytes(spec, chunk)) if chunk.head else 0
                     host.append(round(sum(layer.host for layer in layers)))
                     kept.append(round(rows * layers_kept) + head - host[-1] + beside_layers(spec, chunk))
-                    working.append(working_bytes(spec, chunk, layers, rows * core))
+                    working.append(working_bytes(spec, chunk, layers, cores.times(rows)))
                     if moments:
                         from hetero_megatron.plans.memory.split_backward import splitting_bytes
 
-                        splitting.append(splitting_bytes(spec, chunk, layers, kept[-1], rows * core))
+                        splitting.append(splitting_bytes(spec, chunk, layers, kept[-1], cores.times(rows)))
                 if moments:
                     from hetero_megatron.plans.memory.split_backward import most_at_moments
 
@@ -88,7 +89,7 @@ def member_layers(
         return member_bytes(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
 
     input_bytes = own_tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
-    product = product_bytes(context.spec, chunk, own_tokens(member))
+    product = product_bytes(chunk.own or context.spec, chunk, own_tokens(member))
     return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else input_bytes, product)
 
 
@@ -96,11 +97,12 @@ def own_tokens(member: Member) -> int:
     return sum(b - a for a, b in member.tokens)
 
 
-def member_bytes(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, float]:
-    """Bytes of one sequence on one rank: (kept by all layers of a chunk without the head, what the attention core of
-    one works with in backward)."""
+def member_bytes(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, Cores]:
+    """Bytes of one sequence on one rank: (kept by all layers of a chunk without the head, what the cores of one work
+    with in backward)."""
+    spec = chunk.own or context.spec
     layers = ContextLayers(
-        context.spec, chunk.layers, chunk.full, chunk.recompute == "selective", chunk.item, max(chunk.item, 4),
+        spec, chunk.layers, chunk.full, chunk.recompute == "selective", chunk.item, max(chunk.item, 4),
         chunk.recompute == "elementwise",
     )  # fmt: skip
     gather = context.transport == "gather"
@@ -112,4 +114,6 @@ def member_bytes(context: StageContext, group: ContextGroup, member: Member, chu
     kept += own_tokens(member) * layers.per_own_token(chunk.tp, alone)
     if not gather and len(context.groups) > 1:
         core += layers.blocks(kv, max((x.size for x in context.blocks), default=0))
-    return kept, core
+    later = [b - a for a, b in member.tokens if a]  # runs with a state before them
+    states_kept, in_rule = layers.states(own_tokens(member), sum(later), len(later))
+    return kept + states_kept / chunk.tp, Cores(core * (layers.attention > 0), in_rule / chunk.tp)

@@ -29,26 +29,25 @@ from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.schedule.split_moments import Moment
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.activation_bytes import layer_operand_bytes
-from hetero_megatron.spec.backward_bytes import layer_backward_bytes
+from hetero_megatron.spec.backward_bytes import Cores, layer_backward_bytes
 from hetero_megatron.spec.flops import common_columns, linear_layers
 
 
 def splitting_bytes(
     spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, kept: int | None = None,
-    attention: float | None = None,
+    cores: Cores | None = None,
 ) -> int:  # fmt: skip
     """Bytes of one micro-batch of a chunk at the worst moment of its B_INPUT, all that it kept and will wait among
     them, with messages on their way.
 
     Args:
-        layers, kept, attention: of a rank of a context group, whose attention is not that of :class:`RankWork`: bytes
-            of the layers, on the device and in host memory; what the chunk keeps on the device; what the attention core
-            works with.
+        layers, kept, cores: of a rank of a context group, whose attention is not that of :class:`RankWork`: bytes of
+            the layers, on the device and in host memory; what the chunk keeps on the device; what cores work with.
     """
     spec = held.own or spec
     head, of_head = (sum(ends_bytes(spec, held)), ends_operand_bytes(spec, held)) if held.head else (0, 0)
     sizes = (held.item, held.tp, held.shards, held.load, linear_bytes(spec, held))
-    in_layer = layer_backward_bytes(spec, held.tokens, *sizes, attention, split=True)
+    in_layer = layer_backward_bytes(spec, held.tokens, *sizes, cores, split=True)
     kept = kept_bytes(spec, held) if kept is None else kept
     peak = kept + working_bytes(spec, replace(held, offloaded=0)) if held.head else 0  # operands of the head are made
     layers = layer_bytes(spec, held) if layers is None else layers

@@ -98,6 +98,17 @@ class ModelledOperators:
         moved = widths * linear_layers(self.model) * self.item
         return tokens * (delta_flops(self.model) / self.rates.attention_flops + moved / self.rates.bytes_per_second)
 
+    def carried(self, share: float, rows: float, tokens: int) -> float:
+        """Forward of what the rule computes besides of tokens with a state before their run, in an average layer: with
+        further features of values, as many as keys have, which it reads and writes."""
+        delta = self.model.delta
+        if delta is None or not tokens:
+            return 0.0
+        flops = delta_flops(self.model) * delta.key_dim / delta.value_dim
+        widths = linear_layers(self.model) * delta.value_heads * (4 * delta.key_dim + 3 * delta.value_dim)
+        seconds = flops / self.rates.attention_flops + widths * self.item / self.rates.bytes_per_second
+        return rows * tokens * share * seconds
+
     def elementwise(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> float:
         """Norms before products and activations of an average layer, in forward: what reads and writes 4 h on the token
         shard, and gate, up and their product. ``load``: of its routed experts; None: of a plain TP group."""

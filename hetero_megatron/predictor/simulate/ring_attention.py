@@ -14,12 +14,14 @@ from functools import partial
 
 from hetero_megatron.plans import Stage, Unit
 from hetero_megatron.plans.context_plan import StageContext, stage_contexts
-from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES, CostModel, UnitSeconds, exchanges_of_head
+from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds, exchanges_of_head
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Port
+from hetero_megatron.predictor.simulate.member_cost import MemberCost, heads_and_columns
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic, Passage, Volumes
-from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import mean_attention_pairs
+from hetero_megatron.spec.model_spec import layers_alone
 from hetero_megatron.utils.cached_method import cached_method
 
 Pair = tuple[float, float]  # forward, backward
@@ -30,7 +32,7 @@ class ContextSeconds:
     """Prices of context stages; ``traffic``: cache by stage, added to."""
 
     def __init__(self, model: CostModel, traffic: dict[Stage, list[LayerTraffic]] | None = None) -> None:
-        self.model, self.network = model, model.links
+        self.model, self.network, self.members = model, model.links, MemberCost(model)
         self._traffic = {} if traffic is None else traffic
 
     def traffic(self, stage: Stage) -> list[LayerTraffic]:
@@ -47,9 +49,10 @@ class ContextSeconds:
         """Times of one rank's parts; the layer's time is the stage's, because groups wait for each other's keys and
         values. ``load``, ``routed``: of its routed experts, as for :meth:`CostModel.unit_seconds`."""
         model, rows = self.model, unit.sequences[1] - unit.sequences[0]
-        operators = model.operators(self._chip(unit.ranks[t]), model.computes_in_fp8(stage))
+        spec = layers_alone(model.model, tuple(stage.layer_indices()))
+        operators = model.operators(self.network.ranks[unit.ranks[t]].chip, model.computes_in_fp8(stage), spec)
         columns = heads_and_columns(model.model, unit.tp_split, t)[1]
-        collective = operators.exchange(columns, rows, unit.num_tokens, self._tp_collective(unit, rows)[0])
+        collective = operators.exchange(columns, rows, unit.num_tokens, self.members.tp_collective(unit)[0])
         embed, head = (
             f(columns, rows, unit.num_tokens) if unit.num_tokens else (0.0, 0.0)
             for f in (operators.embed, partial(operators.head, chunked=model.head_in_chunks(stage)))
@@ -70,63 +73,49 @@ class ContextSeconds:
 
     @cached_method
     def layer(self, stage: Stage) -> Pair:
-        """(forward, backward) seconds of one layer; backward includes recompute of a part of it."""
+        """(forward, backward) seconds of an average layer; backward includes recompute of a part of it."""
+        spec, layers = self.model.model, list(stage.layer_indices())
+        linear = [i for i in layers if spec.delta is not None and spec.layer(i).linear]
+        if not linear:
+            return self._layer_of(stage, layers_alone(spec, layers), False)
+        others = [i for i in layers if i not in linear]
+        kinds = [(linear, self._layer_of(stage, layers_alone(spec, linear), True))]
+        kinds += [(others, self._layer_of(stage, layers_alone(spec, others), False))] if others else []
+        forward, backward = (sum(len(of) * seconds[i] for of, seconds in kinds) / len(layers) for i in (0, 1))
+        return forward, backward
+
+    def _layer_of(self, stage: Stage, spec: ModelSpec, linear: bool) -> Pair:
+        """The same where all layers are alike: those of ``spec``, with attention or with ``linear`` attention."""
         layer_seconds = []
         for traffic, rows in zip(self.traffic(stage), stage.replicas, strict=True):
             units = [u for u in stage.units if u.sequences == rows]
-            fp8 = self.model.computes_in_fp8(stage)
-            kind = stage.recompute.kind
-            layer = _Layer(self, traffic, units, rows[1] - rows[0], fp8, kind == "elementwise")
-            layer_seconds.append(layer.seconds(kind))
+            if linear:
+                from hetero_megatron.predictor.simulate.state_chain import linear_layer_seconds
+
+                layer_seconds.append(linear_layer_seconds(self.members, stage, traffic.context, units, spec))
+            else:
+                layer_seconds.append(_Layer(self, traffic, units, stage, spec).seconds(stage.recompute.kind))
         return max(f for f, _ in layer_seconds), max(b for _, b in layer_seconds)
-
-    def _chip(self, rank: int) -> str:
-        return self.network.ranks[rank].chip
-
-    def _tp_collective(self, unit: Unit, rows: int) -> tuple[float, float]:
-        """(seconds of one gather or scatter-sum of a TP member, seconds of it on the host)."""
-        size = rows * unit.num_tokens * self.model.model.hidden_size * self.model.item
-        return self.network.tp_exchange(unit.ranks, size)
-
-
-def heads_and_columns(spec: ModelSpec, tp_split: tuple[int, ...], t: int) -> tuple[float, float]:
-    """(share of heads, share of columns) that TP rank ``t`` computes; exactly 1/tp where the axes divide evenly."""
-    share = shares(spec, tp_split)[t]
-    heads = (share.q_heads[1] - share.q_heads[0]) / spec.num_heads
-    return heads, (share.ffn[1] - share.ffn[0]) / spec.ffn_hidden_size
 
 
 class _Layer:
     def __init__(
-        self, prices: ContextSeconds, traffic: LayerTraffic, units: list[Unit], rows: int, fp8: bool,
-        elementwise: bool,
-    ) -> None:  # fmt: skip
-        self.prices, self.traffic, self.rows = prices, traffic, rows
+        self, prices: ContextSeconds, traffic: LayerTraffic, units: list[Unit], stage: Stage, spec: ModelSpec
+    ) -> None:
+        self.prices, self.traffic, rows = prices, traffic, units[0].sequences[1] - units[0].sequences[0]
         self.context: StageContext = traffic.context
-        model = prices.model
-        self.unit_bytes = model.model.head_dim * rows
+        self.unit_bytes = spec.head_dim * rows
         self.linear: dict[int, Pair] = {}  # by rank: without attention, TP collectives included
         self.per_pair: dict[int, Pair] = {}  # by group: of the slowest member's heads
         self.floor: Pair = (0.0, 0.0)
-        mean_pairs = mean_attention_pairs(model.model, self.context.seq_length)
+        mean_pairs = mean_attention_pairs(spec, self.context.seq_length)
         for unit in units:
-            collective, host_seconds = prices._tp_collective(unit, rows)
             for t, rank in enumerate(unit.ranks):
-                operators = model.operators(prices._chip(rank), fp8)
-                rates = operators.rates
-                columns = heads_and_columns(model.model, unit.tp_split, t)[1]
-                linear, ratio = operators.split(columns, rows, unit.num_tokens)
-                onward, back = operators.exchange(columns, rows, unit.num_tokens, collective)
-                recomputed = operators.elementwise(columns, rows, unit.num_tokens) + TP_COLLECTIVES / 2 * onward
-                self.linear[rank] = (
-                    linear[0] + TP_COLLECTIVES * onward, linear[1] + TP_COLLECTIVES * back + elementwise * recomputed
-                )  # fmt: skip
-                self.floor = (
-                    max(self.floor[0], rates.layer_seconds + TP_COLLECTIVES * host_seconds),
-                    max(self.floor[1], rates.layer_backward_seconds + TP_COLLECTIVES * host_seconds),
-                )
+                operators, self.linear[rank], ratio = prices.members.outside_core(stage, unit, t, spec)
+                floor = prices.members.floor(operators, unit)
+                self.floor = (max(self.floor[0], floor[0]), max(self.floor[1], floor[1]))
                 heads = self.context.member(rank).computed.q_heads
-                share = (heads[1] - heads[0]) / model.model.num_heads
+                share = (heads[1] - heads[0]) / spec.num_heads
                 core = operators.attention(share, rows, self.context.seq_length) if share else (0.0, 0.0)
                 slowest = self.per_pair.get(unit.group, (0.0, 0.0))
                 pair_seconds = (core[0] * ratio[0] / mean_pairs, core[1] * ratio[1] / mean_pairs)

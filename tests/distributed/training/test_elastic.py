@@ -18,6 +18,7 @@ from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.memory.replicas import replica_bytes
 from hetero_megatron.spec.presets import load_model
 from tests.support.elastic_jobs import ElasticRun, Happening, Host, final_state, run_elastic, run_segments
+from tests.support.selection import quick
 
 HEAD = "version: 1\nseq_length: 16\nglobal_batch_size: 4\npipelines:\n"
 # By number of ranks: pipelines, TP and unequal shares, so that what each rank owns is another set of boxes in each.
@@ -134,6 +135,9 @@ CASES = {
     "no copies": ([Happening(1, "step", 5)], ("--save-interval", "2"), "from a checkpoint", 30.0),
     "copies of every third step": ([Happening(1, "step", 5)], ("--peer-replicas-every", "3"), "from memory", 30.0),
 }
+EVERY_TIME = [
+    "two at once", "before its copy", "while state moves", "with its copy", "frozen", "one leaves as another dies"
+]  # fmt: skip
 
 
 # Experts, and a head that is the embedding, which several stages hold.
@@ -148,7 +152,7 @@ EXPERTS = (
 # Other states: none beside the weights, masters apart from them, a loss scale, some weights only.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", ["--optimizer sgd --sgd-momentum 0", "--bf16", "--fp16", "--lora-rank 2", EXPERTS]
+    "words", quick(["--optimizer sgd --sgd-momentum 0", "--bf16", "--fp16", "--lora-rank 2", EXPERTS], [], ["--bf16"])
 )
 def test_whatever_the_state_is(words: str, tmp_path: Path) -> None:
     flags = words.split()
@@ -159,7 +163,7 @@ def test_whatever_the_state_is(words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, [], EVERY_TIME))
 def test_whatever_happens(name: str, tmp_path: Path) -> None:
     happenings, flags, said, grace = CASES[name]
     found = run(tmp_path, 4, happenings, *flags, grace=grace)
@@ -187,7 +191,7 @@ def test_a_host_comes_when_all_are_gone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", JOINING)
+@pytest.mark.parametrize("name", quick(JOINING, [], ["as one dies", "in place of a lost one"]))
 def test_a_host_joins(name: str, tmp_path: Path) -> None:
     ranks, happenings, host, said = JOINING[name]
     found = run(tmp_path, ranks, happenings, hosts=[host])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from hetero_megatron.dry_run.one_rank import run_rank
 from hetero_megatron.plans import dump_yaml, plan_from_dict
 from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.spec import load_model
+from hetero_megatron.training.config import RunConfig
 from tests.support.moe_models import HYBRIDS
 from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
@@ -24,16 +26,32 @@ MODEL = HYBRIDS["qwen3_next"] | {
 }  # fmt: skip
 
 
+def _configured(directory: Path, config: dict[str, Any], stages: list[dict[str, Any]]) -> RunConfig:
+    """A dry run of the stages, of 192 tokens."""
+    model, path = directory / "config.json", directory / "plan.yaml"
+    model.write_text(json.dumps(config))
+    path.write_text(dump_yaml(plan_from_dict(plan([pipe(2, 3, *stages)], 192), load_model(str(model)))))
+    world = {"WORLD_SIZE": str(sum(len(one["ranks"]) for one in stages))}
+    return configure(["--plan", str(path), "--model", str(model), "--dry-run"], world)
+
+
 @pytest.mark.parametrize("recompute", quick(["none", "selective", "elementwise", "full"], [], ["none", "full"]))
 def test_each_stage_holds_what_its_own_layers_keep(recompute: str, tmp_path: Path) -> None:
-    model, path = tmp_path / "config.json", tmp_path / "plan.yaml"
-    model.write_text(json.dumps(MODEL))
     stages = [stage([0, 1], [0, 3], tp=2), stage([2], [3, 5]), stage([3], [5, 6])]
-    spelled = plan([pipe(2, 3, *({**one, "recompute": recompute} for one in stages))], 192)
-    path.write_text(dump_yaml(plan_from_dict(spelled, load_model(str(model)))))
-    run = configure(["--plan", str(path), "--model", str(model), "--dry-run"], {"WORLD_SIZE": "4"})
+    run = _configured(tmp_path, MODEL, [{**one, "recompute": recompute} for one in stages])
     estimates = estimate_memory(run.plan, run.spec, run.dtype)
     for rank in (0, 2, 3):
         dry = run_rank(run, rank)
         assert dry.parameters == estimates[rank].weights
         assert 0.88 * dry.peak <= estimates[rank].total <= 1.15 * dry.peak, estimates[rank].total / dry.peak
+
+
+@pytest.mark.slow
+def test_members_of_context_groups_hold_what_their_own_tokens_keep(tmp_path: Path) -> None:
+    model = MODEL | {"num_hidden_layers": 2, "layer_types": [FULL, LINEAR]}
+    run = _configured(tmp_path, model, [stage(
+        [0, 1, 2], [0, 2], tp_split=[[1, 1], [1]], kv={"block": 64}, context=[
+            {"ranks": [[0, 1]], "tokens": [128], "heads": [4]}, {"ranks": [2], "tokens": [64], "heads": [4]}],
+    )])  # fmt: skip
+    estimate, dry = estimate_memory(run.plan, run.spec, run.dtype)[1], run_rank(run, 1)
+    assert 0.88 * dry.peak <= estimate.total <= 1.15 * dry.peak, estimate.total / dry.peak

@@ -27,6 +27,25 @@ PLANS = {
             {"ranks": [2, 3], "experts": [[0, 2], [2, 5]]}])),
     ], schedule="zero-bubble"),
 }  # fmt: skip
+CONTEXT = {
+    # Members have several runs of tokens, some shorter than the convolution, and one has a single token.
+    "runs_in_zigzag": plan([pipe(2, 2, stage([0, 1, 2, 3], [0, 3], recompute="selective", kv={"block": 2}, context=[
+        {"ranks": [0, 3], "tokens": [4, 2], "heads": [3, 1]}, {"ranks": [1, 2], "tokens": [1, 3], "heads": [0, 4]}]))]),
+    # Members of unlike TP degrees hand heads on; another pipeline has no context groups.
+    "members_of_ranks": plan([
+        pipe(2, 2, stage([0, 1, 2], [0, 2], tp_split=[[2, 1], [1]], recompute="full", order="contiguous", context=[
+                 {"ranks": [[0, 1], [2]], "tokens": [3, 7], "heads": [1, 2]}]),
+             stage([3, 4], [2, 3], dp_split=[1, 1])),
+        pipe(1, 1, stage([5], [0, 3])),
+    ], schedule="zero-bubble"),
+    # One has no tokens, some come in turns; replicas have groups of their own.
+    "any_intervals": plan([pipe(3, 2, stage(
+        [0, 1, 2, 3, 4], [0, 3], dp_split=[2, 1], kv={"transport": "gather"}, recompute="elementwise", context=[
+            [{"ranks": [0, 1], "intervals": [[[0, 1], [2, 3], [5, 7]], []], "heads": [1, 3]},
+             {"ranks": [2], "intervals": [[[1, 2], [3, 5], [7, 10]]], "heads": [4]}],
+            [{"ranks": [3, 4], "intervals": [[[6, 10]], [[0, 6]]], "heads": [2, 2]}],
+        ]))]),
+}  # fmt: skip
 CASES = [(model, name) for model in HYBRIDS for name in PLANS]
 
 
@@ -40,3 +59,15 @@ def test_hybrids_under_plans(case: tuple[str, str]) -> None:
 
 FULL, LINEAR = "full_attention", "linear_attention"
 ORDER = {"qwen3_next": [LINEAR, LINEAR, FULL], "qwen3_next_odd": [LINEAR, FULL, LINEAR]}
+
+CONTEXT_CASES = [  # (model, plan, whether documents are packed)
+    ("qwen3_next", "runs_in_zigzag", True), ("qwen3_next_odd", "members_of_ranks", True),
+    ("qwen3_next", "any_intervals", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick(CONTEXT_CASES, CONTEXT_CASES[:1]), ids=lambda case: "-".join(case[:2]))
+def test_states_pass_through_context_groups(case: tuple[str, str, bool]) -> None:
+    model, name, packed = case
+    config = HYBRIDS[model] | {"num_hidden_layers": 3, "layer_types": ORDER[model]}
+    check_case(fixed_case(config, CONTEXT[name], packed=packed, masked=packed), shared_pool())

@@ -22,6 +22,7 @@ from hetero_megatron.plugin_check.check import check_plugin
 from hetero_megatron.plugin_check.report import print_report
 from hetero_plugins import onednn
 from tests.support.paths import ROOT
+from tests.support.selection import quick
 
 CPU = torch.device("cpu")
 
@@ -103,8 +104,7 @@ def test_triton_under_its_interpreter_conforms(op: str) -> None:
     assert failures("triton", op, (torch.float32, torch.bfloat16)) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("op", TRITON)
+@pytest.mark.parametrize("op", quick(TRITON, [], set(TRITON) - {"attention"}))
 def test_every_triton_kernel_conforms(op: str) -> None:
     """In fp32 with every case; of those of up to 65,535 rows half in bf16, and a quarter in fp16, the interpreter being
     slow."""

@@ -28,6 +28,7 @@ from hetero_megatron.ops.conformance import FAIL, check_kernel
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_plugins import ascend, flash_attention, sdpa
 from hetero_plugins import triton as portable
+from tests.support.selection import quick
 
 CPU = torch.device("cpu")
 flash_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -80,7 +81,7 @@ def by_definition() -> Kernel:
     return replace(kernel, parts={"share": share, "delta": lambda dout, out: attn_delta(dout, out)[0]})
 
 
-@pytest.mark.parametrize("rest", ["definition", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rest", quick(["definition", "triton"], ["definition"], []))
 def test_a_fused_kernel_with_another_for_the_rest_conforms(rest: str) -> None:
     """The whole kit: squares and others, alone and as tiles of context groups, state of either to the other."""
     calls: Counter[str] = Counter()

@@ -21,24 +21,6 @@ from tests.support.small_plans import pipe, plan, stage
 SPEC = from_hf_config(HYBRIDS["qwen3_next"])  # three layers of linear attention and one of attention
 
 
-def in_context(first: int) -> dict[str, Any]:
-    group = [{"ranks": [1], "tokens": [5], "heads": [4]}, {"ranks": [2], "tokens": [5], "heads": [4]}]
-    return plan([pipe(1, 2, stage([0], [0, first]), stage([1, 2], [first, 4], context=group))], 10)
-
-
-def test_context_groups_are_for_stages_with_attention_alone() -> None:
-    assert len(plan_from_dict(in_context(3), SPEC).ranks) == 3
-    with pytest.raises(UserError, match="states of linear attention") as caught:
-        plan_from_dict(in_context(2), SPEC)
-    assert "context" in str(caught.value)
-    kinds = SPEC.layer(0), SPEC.layer(1), SPEC.layer(3), SPEC.layer(0)
-    module = replace(SPEC, mtp_layers=1, layer_kinds=kinds)  # of linear attention, on a stage without layers
-    in_last = in_context(4)
-    in_last["pipelines"][0]["stages"][1]["layers"] = [4, 4]
-    with pytest.raises(UserError, match="states of linear attention"):
-        plan_from_dict(in_last, module)
-
-
 def test_fp8_adapters_and_checkpoints_of_megatron_are_refused() -> None:
     made = plan_from_dict(plan([pipe(1, 1, stage([0], [0, 4]))], 10), SPEC)
     with pytest.raises(UserError, match="linear attention compute nothing in fp8"):
