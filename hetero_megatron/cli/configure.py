@@ -41,7 +41,7 @@ from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.spec.moe import Balancing
 from hetero_megatron.spec.preference import Preference
 from hetero_megatron.training.config import ElasticConfig, OptimizerConfig, RunConfig
-from hetero_megatron.utils.text import plural
+from hetero_megatron.utils.text import plural, rank_ranges
 
 
 def take_epochs(
@@ -141,7 +141,7 @@ def configure_arguments(
     failure = collect(lambda launcher: build_failure(args, launcher.supervised), launcher)
     elastic = collect(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
     preference = collect(_preference, args, spec, balancing)
-    teacher_fields = collect(_beside, args, spec, plan, cluster)
+    teacher_fields = collect(_beside, args, spec, plan, cluster, data)
     collect(_outer_fits, plan, elastic, preference)
     collect(_predictions_fit, args, spec, preference, fp8)
     alignment, compiled = collect(training.build_alignment, args), collect(_compile, args, plan)
@@ -269,13 +269,15 @@ def _preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Prefe
     return build_preference(args, spec, balancing)
 
 
-def _beside(args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
+def _beside(
+    args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None, data: DataConfig | None
+) -> dict[str, Any]:
     """Of a run with a teacher, or that scores data, those fields of its configuration."""
     if not args.has("teacher_hf", "teacher_scores", "save_scores"):
         return {}
     from hetero_megatron.cli.flags.distillation import build_scores, build_teacher
 
-    distillation, teacher = build_teacher(args, spec, plan, cluster)
+    distillation, teacher = build_teacher(args, spec, plan, cluster, data)
     return {
         "distillation": distillation, "teacher": teacher, "teacher_hf": args["teacher_hf"],
         "teacher_scores": args["teacher_scores"], "scores": build_scores(args, spec),
@@ -312,7 +314,8 @@ def _cluster(args: Arguments) -> Cluster | None:
 def _as_rank(args: Arguments, plan: Plan) -> int | None:
     rank: int | None = args["as_rank"]
     if rank is not None and rank not in plan.ranks:
-        raise flag_error("as_rank", rank, "the plan has no such rank", f"0 to {plan.ranks[-1]}")
+        problem = "no rank of the plan trains there"
+        raise flag_error("as_rank", rank, problem, rank_ranges(plan.ranks))
     return rank
 
 

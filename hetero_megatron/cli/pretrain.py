@@ -126,7 +126,7 @@ def _frozen() -> Iterator[None]:
 
 def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
-    from hetero_megatron.plans import format_plan
+    from hetero_megatron.plans import all_ranks, format_plan
     from hetero_megatron.plans.islands import format_islands
     from hetero_megatron.plans.memory.memory_report import format_memory
     from hetero_megatron.plans.memory.of_plan import format_communicators
@@ -135,7 +135,12 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
         return 0
     cluster = config.cluster
     with _without_collector():
-        print(format_plan(config.plan, config.spec, None if cluster is None else [r.chip for r in cluster.ranks]))
+        chips = None if cluster is None else [r.chip for r in cluster.ranks]
+        print(format_plan(config.plan, config.spec, chips))
+        if config.teacher is not None:
+            from hetero_megatron.plans.dump import format_roles
+
+            print("\n".join(format_roles(config.plan, {"teacher": config.teacher.spec}, chips)))
         if config.plan.islands:
             print(format_islands(config.compiled))
         if config.plan.outer is not None:
@@ -146,7 +151,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
             print(notice_line(sentence))
         memory = _memory(config)
         print(format_memory(memory), flush=True)
-        for line in format_communicators(config.plan, cluster) if cluster is not None else ():
+        for line in format_communicators(all_ranks(config.plan), cluster) if cluster is not None else ():
             print(line, flush=True)
     if config.elastic is not None and config.elastic.replicas_every is not None:
         print(_copies(config, config.elastic.replicas_every), flush=True)
@@ -182,13 +187,23 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
         config.plan, config.spec, config.dtype, moments, buckets, config.logits_bytes, fp8=config.fp8,
         graphs=config.graphs_after is not None,
     )  # fmt: skip
-    if config.teacher is not None:
+    teacher, cluster = config.teacher, config.cluster
+    if teacher is not None and not teacher.top_k:
         from hetero_megatron.plans.memory.forward_only import with_teacher
 
         memory = with_teacher(memory, config.compiled_teacher, config.dtype)
-    if config.cluster is None:
+    if cluster is not None:
+        memory = with_communicators(memory, config.plan, config.spec, buckets, cluster)
+    if teacher is None or not teacher.top_k:
         return memory
-    return with_communicators(memory, config.plan, config.spec, buckets, config.cluster)
+    from hetero_megatron.plans.memory.forward_only import with_teacher_apart
+
+    compiled = config.compiled_teacher
+    memory = with_teacher_apart(memory, config.plan, compiled, teacher.top_k, config.dtype, config.logits_bytes)
+    if cluster is None:
+        return memory
+    apart = {rank: memory[rank] for rank in compiled.plan.ranks}
+    return {**memory, **with_communicators(apart, compiled.plan, compiled.spec, (), cluster)}
 
 
 def over_memory(config: RunConfig, notify: bool) -> None:

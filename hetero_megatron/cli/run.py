@@ -21,7 +21,7 @@ from hetero_megatron.launch.supervise import DRIFT_FLAG, Planner, Replanner, Sup
 from hetero_megatron.monitoring.record import expectation
 from hetero_megatron.monitoring.stragglers import diagnoses_at
 from hetero_megatron.planner.whatif.drift import with_slow_nodes, worst_by_node
-from hetero_megatron.plans import Plan
+from hetero_megatron.plans import Plan, all_ranks
 from hetero_megatron.plans.dump import dump_yaml
 from hetero_megatron.plans.made_for import lora_words
 from hetero_megatron.training.config import RunConfig
@@ -237,7 +237,7 @@ def _fitting(
     """Plans whose ranks and chips are available, and how many ranks they have."""
     for plan in plans:
         try:
-            count = max(_configure(words, plan, cluster, len(seats)).plan.ranks) + 1
+            count = all_ranks(_configure(words, plan, cluster, len(seats)).plan)[-1] + 1
         except UserError as error:
             print(f"launcher: {plan} does not fit: {error}", file=sys.stderr, flush=True)
             continue
@@ -323,7 +323,7 @@ def _seats(config: RunConfig) -> tuple[Seat, ...]:
     """All chips of the cluster, or as many one-chip nodes as the plan has ranks."""
     if config.cluster is not None:
         return tuple(Seat(r.node, r.local) for r in config.cluster.ranks)
-    return tuple(Seat(f"rank{r}", 0, device=r) for r in range(max(config.plan.ranks) + 1))
+    return tuple(Seat(f"rank{r}", 0, device=r) for r in range(all_ranks(config.plan)[-1] + 1))
 
 
 def _same_work(other: RunConfig, config: RunConfig, path: Path) -> None:

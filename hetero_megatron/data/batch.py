@@ -190,7 +190,7 @@ class BatchLoader:
     """
 
     def __init__(self, dataset: Dataset, options: BatchOptions, num_workers: int = 2) -> None:
-        self._dataset, self._options = dataset, options
+        self.dataset, self._options = dataset, options
         self._pool = ThreadPoolExecutor(num_workers, "data") if num_workers else None
         self._requests: list[_Key] = []
         self._prepared: dict[_Key, Future[Batch]] = {}
@@ -199,7 +199,7 @@ class BatchLoader:
         key = tuple(indices)
         self._requests.append(key)
         future = self._prepared.pop(key, None)
-        return make_batch(self._dataset, key, self._options) if future is None else future.result()
+        return make_batch(self.dataset, key, self._options) if future is None else future.result()
 
     def advance(self, samples: int) -> None:
         """A step of ``samples`` global samples was fetched: prepare the next one."""
@@ -214,7 +214,7 @@ class BatchLoader:
         if self._pool is not None:
             for indices in requests:
                 key = tuple(indices)
-                self._prepared[key] = self._pool.submit(make_batch, self._dataset, key, self._options)
+                self._prepared[key] = self._pool.submit(make_batch, self.dataset, key, self._options)
 
     def close(self) -> None:
         """Stop the threads."""

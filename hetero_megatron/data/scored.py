@@ -31,7 +31,10 @@ class ScoredDataset:
         self._arrays = [scores.arrays[f"{split}.{name}"] for name in LikeliestTokens._fields]
 
     def __getitem__(self, index: int) -> Sample:
-        """UserError: the file ends before, or what it says of the sample is no distribution."""
+        return self._dataset[index]._replace(teacher=self.said(index))
+
+    def said(self, index: int) -> LikeliestTokens:
+        """Of a sample. UserError: the file ends before, or what it says of the sample is no distribution."""
         if not 0 <= index < len(self._arrays[0]):
             raise self._refusal(f"holds {len(self._arrays[0])} samples of {self._split}, not number {index}")
         said = LikeliestTokens(*(array[index] for array in self._arrays))
@@ -43,7 +46,7 @@ class ScoredDataset:
             total = np.exp(said.logps).sum(-1) + np.exp(said.rest)
         if not (np.abs(total - 1) <= _WHOLE).all():  # NaN is not, either
             raise self._refusal(f"is damaged: the probabilities of sample {index} of {self._split} do not add up to 1")
-        return self._dataset[index]._replace(teacher=said)
+        return said
 
     def _refusal(self, problem: str) -> UserError:
         return UserError(problem, field=self._field, value=self._path,

@@ -39,26 +39,42 @@ def add_event(directory: str | Path, kind: str, text: str, **more: Any) -> None:
 def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
     """(what the rates of the cluster file say about a step, or None; why it is None or how far it can be believed).
 
-    The sentence is empty where there is no cluster file, or everything was calibrated.
+    The sentence is empty where there is no cluster file, or everything was calibrated and no teacher has ranks of its
+    own.
     """
     if config.cluster is None:
         return None, ""
     from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
     from hetero_megatron.predictor.simulate.step import predict
 
+    sentences = []
     try:
         options, prepared = _options(config), PreparedPlan(config.compiled)
-        if config.teacher is not None:
-            options = replace(options, teacher_seconds=_teacher(config).reference_seconds)
-        prediction = predict(config.plan, config.spec, config.cluster, config.dtype, options=options, prepared=prepared)
+        made_for = config.plan, config.spec, config.cluster, config.dtype
+        teacher = 0.0 if config.teacher is None else _teacher(config).reference_seconds
+        own_ranks = config.teacher is not None and config.teacher.top_k > 0
+        prediction = predict(*made_for, options=replace(options, teacher_seconds=0.0 if own_ranks else teacher),
+                             prepared=prepared)  # fmt: skip
+        if own_ranks:
+            waits = teacher - prediction.step_seconds
+            sentences.append(_beside(teacher, prediction.step_seconds))
+            if waits > 0:
+                prediction = predict(*made_for, options=replace(options, teacher_seconds=waits), prepared=prepared)
     except UserError as error:
         return None, f"no prediction of the step time: {error}"
     if prediction.assumed:
-        return (
-            prediction,
-            f"the prediction takes {prediction.describe_assumed()} from data sheets: hetero-megatron calibrate",
-        )
-    return prediction, ""
+        source = f"the prediction takes {prediction.describe_assumed()} from data sheets: hetero-megatron calibrate"
+        sentences.append(source)
+    return prediction, "; ".join(sentences)
+
+
+def _beside(teacher: float, student: float) -> str:
+    """Who waits, of a teacher on its own ranks and its student, which work at the same time."""
+    ahead, waits = ("teacher", "student") if teacher > student else ("student", "teacher")
+    return (
+        f"predicted: the teacher takes {teacher:.3g} s for a batch and the student {student:.3g} s for a step, at the "
+        f"same time, so the {waits} waits for the {ahead} {abs(teacher - student):.3g} s of each step"
+    )
 
 
 def expected_busy(config: RunConfig) -> dict[int, float]:
@@ -71,14 +87,14 @@ def expected_busy(config: RunConfig) -> dict[int, float]:
     assert config.cluster is not None
     costs = CostModel(config.spec, config.cluster, config.plan.seq_length, config.dtype, _options(config))
     own = StepSimulator(config.plan, costs, PreparedPlan(config.compiled)).computing
-    if config.teacher is None:
+    if config.teacher is None or config.teacher.top_k:
         return own
     before = _teacher(config).computing_forward
     return {rank: seconds + before[rank] for rank, seconds in own.items()}
 
 
 def _teacher(config: RunConfig) -> StepSimulator:
-    """Of the teacher on the student's ranks, whose forward comes once before each step."""
+    """Of the teacher: on the student's ranks its forward comes once before each step."""
     from hetero_megatron.predictor.cost.cost_options import CostOptions
     from hetero_megatron.predictor.cost.layer_cost import CostModel
     from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan

@@ -18,6 +18,7 @@ from hetero_megatron.ops.linear_cross_entropy import KnownLoss, with_known_gradi
 from hetero_megatron.ops.spec import wide
 from hetero_megatron.pipeline.compared_loss import ComparedLoss
 from hetero_megatron.pipeline.stage_model import RankStage
+from hetero_megatron.pipeline.told import Told
 from hetero_megatron.spec.distillation import FACTS, Distillation
 
 PIECES = 6  # of the size of a chunk's logits that are there at once: of both models, and what is made of them
@@ -83,7 +84,7 @@ class DistillationLoss(ComparedLoss):
         chunk: tokens whose logits exist at once; None: those of a micro-batch.
 
     Attributes:
-        teacher: where it runs beside the student; None: batches bring what it said.
+        teacher: where it runs on the student's ranks; told: where others say what it said; both None: batches bring it.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class DistillationLoss(ComparedLoss):
         self.head: KnownLoss = with_known_gradient(self._losses, self._together, kernels.weight_gradients)
         model.lm_head.in_loss = True
         self.teacher: TeacherHead | None = None
+        self.told: Told | None = None
 
     def facts(self, device: torch.device) -> torch.Tensor:
         """Sums of ``FACTS`` over this rank's tokens since :meth:`begin`."""
@@ -126,6 +128,11 @@ class DistillationLoss(ComparedLoss):
             if self._rehearsing:
                 return Known(out.new_zeros(batch.labels.numel(), self.teacher.head.matrix.shape[1]))
             return Known(self.teacher.take(batch.samples).flatten(0, -2))
+        if self.told is not None:
+            like = out.new_empty(0, dtype=wide(out.dtype))
+            if self._rehearsing:
+                return Known(None, *self.told.made_up(batch.labels.numel(), like))
+            return Known(None, *self.told.take(batch.samples, like))
         said = batch.teacher
         assert said is not None, "a batch without a teacher"
         kind = wide(out.dtype)

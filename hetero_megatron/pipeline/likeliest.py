@@ -12,7 +12,8 @@ from hetero_megatron.model import GPTStage
 from hetero_megatron.ops import KernelPlan, softcap
 from hetero_megatron.ops.spec import wide
 from hetero_megatron.pipeline.stage_model import RankStage
-from hetero_megatron.plans import Plan, micro_batch_sizes, pipeline_samples, unit_sequences
+from hetero_megatron.plans import Plan
+from hetero_megatron.plans.shares import head_micro_batches
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids int32 and log-probabilities [.., k], of all others [..]
 
@@ -88,30 +89,23 @@ def gather_rows(
     Yields:
         samples; tokens of each; their rows, [samples, tokens, ..], in host memory.
     """
-    to, shares = plan.ranks[0], pipeline_samples(plan, batch_size)
-    sends = []
-    for pipeline, (begin, stop) in zip(plan.pipelines, shares, strict=True):
-        stage = next(stage for stage in pipeline.stages if stage.head)
-        for tag, size in enumerate(micro_batch_sizes(pipeline, stop - begin)):
-            for unit, (a, b) in zip(stage.units, unit_sequences(stage, size), strict=True):
-                rows = range(first_sample + begin + a, first_sample + begin + b)
-                source = unit.ranks[0]
-                if not len(rows) or comm.rank not in (source, to):
-                    continue
-                if comm.rank == source:
-                    assert mine is not None
-                    found = mine.found.pop(tuple(rows)).contiguous()
-                    if source != to:
-                        sends.append(comm.isend(found, to, tag))
-                        continue
-                else:
-                    shape = len(rows), unit.num_tokens, 2 * k + 1
-                    found = torch.empty(shape, dtype=torch.int32, device=comm.device)
-                    comm.irecv(found, source, tag).wait()
-                ids, others = found.cpu().split([k, k + 1], -1)
-                logps = others.contiguous().view(torch.float32)
-                yield rows, [t for i, j in unit.tokens for t in range(i, j)], (ids, logps[..., :k], logps[..., k])
-            begin += size
+    to, sends = plan.ranks[0], []
+    for tag, unit, (begin, end) in head_micro_batches(plan, batch_size):
+        rows, source = range(first_sample + begin, first_sample + end), unit.ranks[0]
+        if not len(rows) or comm.rank not in (source, to):
+            continue
+        if comm.rank == source:
+            assert mine is not None
+            found = mine.found.pop(tuple(rows)).contiguous()
+            if source != to:
+                sends.append(comm.isend(found, to, tag))
+                continue
+        else:
+            found = torch.empty(len(rows), unit.num_tokens, 2 * k + 1, dtype=torch.int32, device=comm.device)
+            comm.irecv(found, source, tag).wait()
+        ids, others = found.cpu().split([k, k + 1], -1)
+        logps = others.contiguous().view(torch.float32)
+        yield rows, [t for i, j in unit.tokens for t in range(i, j)], (ids, logps[..., :k], logps[..., k])
     for send in sends:
         send.wait()
     if mine is not None:

@@ -16,6 +16,8 @@ from hetero_megatron.plans.dump import dump_yaml, format_plan, to_dict
 from hetero_megatron.plans.schema import load_plan, plan_from_dict
 from hetero_megatron.plans.shares import (
     activation_layout,
+    all_ranks,
+    idle_ranks,
     locate,
     micro_batch_sizes,
     pipeline_samples,
@@ -25,7 +27,7 @@ from hetero_megatron.plans.shares import (
     unit_at,
     unit_sequences,
 )
-from hetero_megatron.plans.validate import idle_ranks, validate
+from hetero_megatron.plans.validate import validate
 
 __all__ = [
     "Interval",
@@ -38,6 +40,7 @@ __all__ = [
     "Stage",
     "Unit",
     "activation_layout",
+    "all_ranks",
     "dump_yaml",
     "format_plan",
     "idle_ranks",

@@ -303,7 +303,7 @@ class Plan:
     """Which ranks hold which layers, heads, tokens and sequences. ``global_batch_size`` is in sequences
     per step; ``islands``: groups of ranks with slower links between them, over which gradients, parameters and routed
     tokens go in two hops where that saves bytes (a rank in none is one by itself). ``outer``: gradients are summed
-    inside its islands only."""
+    inside its islands only. ``roles``: by name, the plan of a model that only runs forward, on ranks of its own."""
 
     seq_length: int
     global_batch_size: int
@@ -311,6 +311,7 @@ class Plan:
     pipelines: tuple[Pipeline, ...]
     islands: tuple[tuple[int, ...], ...] = ()
     outer: Outer | None = None
+    roles: tuple[tuple[str, Plan], ...] = ()
     allow_bridge: bool = field(default=False, compare=False)  # TP and context groups may cross backend islands
     made_for: MadeFor | None = field(default=None, compare=False)  # no part of its meaning, nor of the fingerprint
 
@@ -377,6 +378,7 @@ class Plan:
             "schedule": self.schedule,
             "pipelines": [_pipeline_json(pipeline) for pipeline in self.pipelines],
             **({"outer": _outer_json(self.outer)} if self.outer is not None else {}),
+            **({"roles": {n: p.canonical_json()["pipelines"] for n, p in self.roles}} if self.roles else {}),
         }
 
 

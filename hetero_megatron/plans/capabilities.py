@@ -42,6 +42,7 @@ TABLE: dict[str, Capability] = {
     "kernels": Capability(True, "a kernel plan per stage"),
     "islands": Capability(True, "gradients summed, and routed tokens spread, inside islands of ranks"),
     "outer": Capability(True, "outer steps between islands"),
+    "roles": Capability(True, "models that only run forward, on ranks of their own"),
     "allow_bridge": Capability(True, "tensor-parallel and context groups that no communication library joins"),
     "dtype.fp8": Capability(True, "products in fp8"),
     "experts": Capability(True, "experts divided over ranks"),
@@ -60,6 +61,8 @@ def used_features(plan: Plan) -> Iterator[tuple[str, str, object]]:
         yield "islands", "islands", [list(ranks) for ranks in plan.islands]
     if plan.outer is not None:
         yield "outer", "outer.every", plan.outer.every
+    if plan.roles:
+        yield "roles", "roles", [name for name, _ in plan.roles]
     if plan.allow_bridge:
         yield "allow_bridge", "allow_bridge", True
     reported = set()

@@ -3,7 +3,7 @@ printed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,7 +31,22 @@ from hetero_megatron.utils.text import plural, rank_ranges
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as YAML or JSON data, with the keys of a plan file."""
-    pipelines = []
+    return {
+        "version": VERSION,
+        "seq_length": plan.seq_length,
+        "global_batch_size": plan.global_batch_size,
+        "schedule": plan.schedule,
+        **({"islands": [rank_ranges(ranks) for ranks in plan.islands]} if plan.islands else {}),
+        **({"outer": _outer(plan.outer)} if plan.outer is not None else {}),
+        **({"roles": {name: {"pipelines": _pipelines(role)} for name, role in plan.roles}} if plan.roles else {}),
+        **({"allow_bridge": True} if plan.allow_bridge else {}),
+        **({"made_for": plan.made_for.plain()} if plan.made_for is not None else {}),
+        "pipelines": _pipelines(plan),
+    }
+
+
+def _pipelines(plan: Plan) -> list[dict[str, Any]]:
+    pipelines: list[dict[str, Any]] = []
     index = 0
     while index < len(plan.pipelines):
         first = plan.pipelines[index]
@@ -49,17 +64,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         entry["stages"] = [_stage(first, s) for s in range(len(first.stages))]
         pipelines.append(entry)
         index += copies
-    return {
-        "version": VERSION,
-        "seq_length": plan.seq_length,
-        "global_batch_size": plan.global_batch_size,
-        "schedule": plan.schedule,
-        **({"islands": [rank_ranges(ranks) for ranks in plan.islands]} if plan.islands else {}),
-        **({"outer": _outer(plan.outer)} if plan.outer is not None else {}),
-        **({"allow_bridge": True} if plan.allow_bridge else {}),
-        **({"made_for": plan.made_for.plain()} if plan.made_for is not None else {}),
-        "pipelines": pipelines,
-    }
+    return pipelines
 
 
 def _outer(outer: Outer) -> dict[str, Any]:
@@ -233,6 +238,12 @@ def format_plan(plan: Plan, spec: ModelSpec, chips: Sequence[str] | None = None)
         hidden = sum(len(members) for members in groups[MOST_GROUPS:])
         lines += ["", f"… and {hidden} more pipelines"]
     return "\n".join(lines)
+
+
+def format_roles(plan: Plan, specs: Mapping[str, ModelSpec], chips: Sequence[str] | None = None) -> Iterator[str]:
+    """Each role as :func:`format_plan` has a plan; ``specs``: its model."""
+    for name, other in plan.roles:
+        yield f"\nrole {name}: {format_plan(other, specs[name], chips)}"
 
 
 def _alike(plan: Plan) -> list[list[int]]:

@@ -38,8 +38,9 @@ def export(kind: str, plan: Plan, spec: ModelSpec, cluster: Cluster, dtype: str)
     Raises:
         UserError: a plan that the format cannot say.
     """
-    if plan.outer is not None:
-        raise UserError(f"{kind} cannot say outer steps", field="outer", accepted="a plan without outer")
+    for said, key, problem in ((plan.outer, "outer", "outer steps"), (plan.roles, "roles", "roles")):
+        if said:
+            raise UserError(f"{kind} cannot say {problem}", field=key, accepted=f"a plan without {key}")
     if kind in RUNTIMES:
         return written(kind, plan, spec, cluster, dtype)
     return {"flagscale": flagscale, "sailor": sailor}[kind](plan, cluster)

@@ -109,22 +109,26 @@ class Source:
         file: name of the file; empty for plans that were built by code.
         lines: line of each path as spelled.
         pipelines: canonical pipeline -> pipeline as spelled (they differ after ``repeat``).
+        prefix: of a plan inside another one, where its pipelines are.
     """
 
     file: str = ""
     lines: Mapping[str, int] = field(default_factory=dict)
     pipelines: tuple[int, ...] = ()
+    prefix: str = ""
 
     def error(self, problem: str, path: str, value: Any = None, accepted: str = "") -> UserError:
         """A UserError about a canonical path, reported by the path and line of the spelling."""
         spelled = self.spelled(path)
+        if not spelled.startswith(self.prefix):
+            problem = f"in {self.prefix[:-1]}: {problem}"
         return UserError(problem, field=spelled, value=value, accepted=accepted, where=self.where(spelled))
 
     def spelled(self, path: str) -> str:
         match = re.match(r"pipelines\[(\d+)\]", path)
         if match and self.pipelines:
-            return f"pipelines[{self.pipelines[int(match[1])]}]" + path[match.end() :]
-        return path
+            path = f"pipelines[{self.pipelines[int(match[1])]}]" + path[match.end() :]
+        return self.prefix + path if match else path
 
     def where(self, path: str) -> str:
         """file:line of a path, or of the nearest value around it."""

@@ -18,6 +18,7 @@ from hetero_megatron.plans.canonical import Plan
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.experts import Islands, split_by_island, stage_token_hops
 from hetero_megatron.plans.routing import layer_loads
+from hetero_megatron.plans.shares import all_ranks
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import format_bytes, plural, rank_ranges, word
 
@@ -46,7 +47,7 @@ def add_islands(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
     Raises:
         UserError: a tensor-parallel or context group crosses vendors; see :func:`over_libraries`.
     """
-    if plan.ranks[-1] >= cluster.world_size:
+    if all_ranks(plan)[-1] >= cluster.world_size:
         return plan
     divided = plan if plan.islands else _near(plan, model, cluster)
     return over_libraries(divided, cluster.library_of, lambda rank: cluster.ranks[rank].chip)
@@ -62,6 +63,8 @@ def over_libraries(plan: Plan, library: Callable[[int], int], name: Callable[[in
     Raises:
         UserError: a tensor-parallel or context group has ranks of two, which the plan does not say may be.
     """
+    if plan.roles:
+        plan = replace(plan, roles=tuple((role, over_libraries(made, library, name)) for role, made in plan.roles))
     if len({library(rank) for rank in plan.ranks}) == 1:
         return plan
     for group in sorted(replicas(plan)):

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
 
 PLAN_KEYS = (
-    "version", "seq_length", "global_batch_size", "schedule", "islands", "outer", "allow_bridge", "made_for",
+    "version", "seq_length", "global_batch_size", "schedule", "islands", "outer", "roles", "allow_bridge", "made_for",
     "pipelines",
 )  # fmt: skip
 PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "schedule", "repeat", "in_flight", "stages")
@@ -82,53 +82,52 @@ class Dimensions:
 
 
 def load_plan(
-    path: str | os.PathLike[str] | Entry, spec: ModelSpec, cluster: Cluster | None = None, dtype: str | None = None
-) -> Plan:
+    path: str | os.PathLike[str] | Entry, spec: ModelSpec, cluster: Cluster | None = None, dtype: str | None = None,
+    roles: Mapping[str, ModelSpec] | None = None,
+) -> Plan:  # fmt: skip
     """Read, expand and validate a plan file (YAML, or JSON by its suffix).
 
     Args:
         path: the file, or what ``read_document`` has made of it.
         cluster: the plan is also checked against it, with the ``dtype`` that its chips must have. It adds nothing to
             the plan: :func:`~hetero_megatron.plans.islands.add_islands` does, where that is wanted.
+        roles: by name, the model of a role that the plan may have ranks for.
 
     Raises:
         UserError: names the field, the value, what would be accepted, and file:line.
     """
-    return _load(path if isinstance(path, Entry) else read_document(path), spec, cluster, dtype)
+    return _load(path if isinstance(path, Entry) else read_document(path), spec, cluster, dtype, roles or {})
 
 
 def plan_from_dict(
-    data: Mapping[str, Any], spec: ModelSpec, cluster: Cluster | None = None, dtype: str | None = None
-) -> Plan:
+    data: Mapping[str, Any], spec: ModelSpec, cluster: Cluster | None = None, dtype: str | None = None,
+    roles: Mapping[str, ModelSpec] | None = None,
+) -> Plan:  # fmt: skip
     """Expand and validate a plan that is spelled as Python data, with the same keys as a plan file."""
-    return _load(from_data(data), spec, cluster, dtype)
+    return _load(from_data(data), spec, cluster, dtype, roles or {})
 
 
-def _load(document: Entry, spec: ModelSpec, cluster: Cluster | None, dtype: str | None) -> Plan:
+def _load(
+    document: Entry, spec: ModelSpec, cluster: Cluster | None, dtype: str | None, roles: Mapping[str, ModelSpec]
+) -> Plan:
     plan, source = expand(document, spec.num_heads)
     plan = without_plain_experts(plan, spec)
+    role_entry = document.mapping(PLAN_KEYS).get("roles")
+    if role_entry is not None:
+        from hetero_megatron.plans.role_schema import with_roles
+
+        plan = with_roles(plan, role_entry, roles, cluster, dtype, source, _all_pipelines)
     validate(plan, spec, cluster, dtype=dtype, source=source)
     return plan
 
 
 def expand(document: Entry, num_heads: int) -> tuple[Plan, Source]:
-    """Expand a spelled plan to canonical form, without validating it."""
+    """Expand a spelled plan to canonical form but for its roles, without validating it."""
     keys = document.mapping(PLAN_KEYS, required=("seq_length", "global_batch_size", "pipelines"))
     if "version" in keys and keys["version"].integer() != VERSION:
         keys["version"].fail("unknown version of the plan format", accepted=str(VERSION))
     seq_length = keys["seq_length"].integer(1)
-    entries = keys["pipelines"].items()
-    if not entries:
-        keys["pipelines"].fail("a plan has at least one pipeline")
-    pipelines: list[Pipeline] = []
-    origin: list[int] = []
-    ranks = 0
-    for index, entry in enumerate(entries):
-        copies = _pipelines(entry, seq_length, num_heads)
-        pipelines += copies
-        ranks += sum(len(pipeline.ranks) for pipeline in copies)
-        require_few_ranks(entry, ranks)
-        origin += [index] * len(copies)
+    pipelines, origin = _all_pipelines(keys["pipelines"], seq_length, num_heads)
     plan = Plan(
         seq_length=seq_length,
         global_batch_size=keys["global_batch_size"].integer(1),
@@ -140,6 +139,23 @@ def expand(document: Entry, num_heads: int) -> tuple[Plan, Source]:
         made_for=read_made_for(keys["made_for"]) if "made_for" in keys else None,
     )
     return plan, Source(document.file, dict(document.lines()), tuple(origin))
+
+
+def _all_pipelines(entry: Entry, seq_length: int, num_heads: int) -> tuple[list[Pipeline], list[int]]:
+    """The pipelines of a plan, and by which entry each is spelled."""
+    entries = entry.items()
+    if not entries:
+        entry.fail("a plan has at least one pipeline")
+    pipelines: list[Pipeline] = []
+    origin: list[int] = []
+    ranks = 0
+    for index, item in enumerate(entries):
+        copies = _pipelines(item, seq_length, num_heads)
+        pipelines += copies
+        ranks += sum(len(pipeline.ranks) for pipeline in copies)
+        require_few_ranks(item, ranks)
+        origin += [index] * len(copies)
+    return pipelines, origin
 
 
 def _outer(entry: Entry) -> Outer:

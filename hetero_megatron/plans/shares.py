@@ -6,7 +6,7 @@ For the runtime and for predictions alike; all shares are cut from the canonical
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
@@ -16,6 +16,7 @@ from hetero_megatron.plans.fields import Source, nested_ranks, parse_ranks, stag
 from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
+    from hetero_megatron.cluster import Cluster
     from hetero_megatron.spec import ModelSpec
     from hetero_megatron.utils.yaml_document import Entry
 
@@ -39,6 +40,16 @@ def pipeline_shares(plan: Plan, batch_size: int) -> tuple[int, ...]:
     Equals ``micro_batch_size * num_micro_batches`` when ``batch_size`` is the plan's global batch size.
     """
     return largest_remainder(batch_size, [p.batch_size for p in plan.pipelines])
+
+
+def all_ranks(plan: Plan) -> tuple[int, ...]:
+    """Those of the model that is trained and of all roles, ascending."""
+    return tuple(sorted({*plan.ranks, *(rank for _, other in plan.roles for rank in other.ranks)}))
+
+
+def idle_ranks(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+    """Ranks of the cluster that the plan leaves without work, to be reported."""
+    return tuple(sorted(set(range(cluster.world_size)) - set(all_ranks(plan))))
 
 
 def pipeline_samples(plan: Plan, batch_size: int) -> tuple[Interval, ...]:
@@ -79,6 +90,16 @@ def token_intervals(unit: Unit, tp_rank: int) -> tuple[Interval, ...]:
             intervals.append((a + lo - offset, a + hi - offset))
         offset += b - a
     return tuple(intervals)
+
+
+def head_micro_batches(plan: Plan, batch_size: int) -> Iterator[tuple[int, Unit, Interval]]:
+    """(number in its pipeline, unit with a head, its samples of the batch, perhaps none) of all micro-batches."""
+    for pipeline, (start, stop) in zip(plan.pipelines, pipeline_samples(plan, batch_size), strict=True):
+        stage = next(stage for stage in pipeline.stages if stage.head)
+        for number, size in enumerate(micro_batch_sizes(pipeline, stop - start)):
+            for unit, (a, b) in zip(stage.units, unit_sequences(stage, size), strict=True):
+                yield number, unit, (start + a, start + b)
+            start += size
 
 
 def activation_layout(plan: Plan, pipeline: int, stage: int, size: int, hidden: int) -> Layout:

@@ -12,7 +12,7 @@ from hetero_megatron.plans.canonical import Interval, Pipeline, Plan, Stage, Uni
 from hetero_megatron.plans.capabilities import features_are_supported
 from hetero_megatron.plans.experts import experts_are_held
 from hetero_megatron.plans.fields import Source, stages
-from hetero_megatron.plans.shares import weights_can_be_split
+from hetero_megatron.plans.shares import all_ranks, weights_can_be_split
 from hetero_megatron.plans.weights import weights_can_be_sharded
 from hetero_megatron.schedule.generators import CHUNKED
 from hetero_megatron.utils.text import plural
@@ -32,19 +32,25 @@ def validate(
     *,
     dtype: str | None = None,
     source: Source | None = None,
+    role: bool = False,
 ) -> None:
     """Refuse a plan that is not consistent in itself, with the model, or with the cluster.
 
     Args:
         cluster: also check size, chip names and, with ``dtype`` (``bf16``, …), that the chips have it.
         source: where the plan was read; without it, paths are those of the canonical plan.
+        role: it is that of a role in another plan.
 
     Raises:
         UserError: at the first law that is broken.
     """
     source = source or Source()
     ranks_are_used_once(plan, source)
-    if cluster is None:  # with one, a rank is a chip of it, and chips that no stage names are idle
+    if plan.roles:
+        from hetero_megatron.plans.roles import roles_are_apart
+
+        roles_are_apart(plan, source)
+    if cluster is None and not role:  # with one, a rank is a chip of it, and chips that no stage names are idle
         ranks_have_no_gaps(plan, source)
     islands_are_apart(plan, source)
     if plan.outer is not None:
@@ -106,13 +112,13 @@ def islands_are_apart(plan: Plan, source: Source) -> None:
 
 
 def ranks_have_no_gaps(plan: Plan, source: Source) -> None:
-    ranks = plan.ranks
+    ranks = all_ranks(plan)
     for expected, rank in enumerate(ranks):
         if rank != expected:
-            path = next(path for path, _, stage in stages(plan) if rank in stage.ranks)
+            path = next((f"{path}.ranks" for path, _, stage in stages(plan) if rank in stage.ranks), "roles")
             raise source.error(
                 f"ranks are positions in the plan and have no gaps, but rank {expected} is not used",
-                f"{path}.ranks",
+                path,
                 rank,
                 f"ranks 0 to {len(ranks) - 1}, or --cluster with a cluster file whose chips may be idle",
             )
@@ -373,11 +379,6 @@ def chips_have_the_dtype(plan: Plan, cluster: Cluster, dtype: str | None, source
                     rank,
                     f"one of {', '.join(chip.dtypes)}",
                 )
-
-
-def idle_ranks(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
-    """Ranks of the cluster that the plan leaves without work, to be reported."""
-    return tuple(sorted(set(range(cluster.world_size)) - set(plan.ranks)))
 
 
 def _layers_are(first: int, end: int) -> str:

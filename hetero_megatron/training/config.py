@@ -212,10 +212,12 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """A model that runs forward on the ranks of the one that is trained: its directory, and what it is."""
+    """A model that runs forward beside the one that is trained: its directory, what it is, and of a position how many
+    of its likeliest tokens travel; 0: it is on the student's ranks, and none do."""
 
     hf: str
     spec: ModelSpec
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -345,11 +347,14 @@ class RunConfig:
 
     @cached_property
     def compiled_teacher(self) -> CompiledPlan:
-        """The same for the teacher on the same ranks."""
+        """The same for the teacher, on its own ranks or on the same ones."""
         from hetero_megatron.plans.forward_only import plan_beside
+        from hetero_megatron.plans.roles import role_plan
 
         assert self.teacher is not None
-        plan = plan_beside(self.plan, self.spec, self.teacher.spec, self.cluster)
+        plan = role_plan(self.plan, "teacher")
+        if plan is None:
+            plan = plan_beside(self.plan, self.spec, self.teacher.spec, self.cluster)
         return CompiledPlan(plan, self.teacher.spec)
 
     @property
@@ -358,7 +363,10 @@ class RunConfig:
         own_groups = self.compiled.groups
         if self.teacher is None:
             return own_groups
-        return (*own_groups, *sorted(set(self.compiled_teacher.forward_groups) - set(own_groups)))
+        more = set(self.compiled_teacher.forward_groups)
+        if self.teacher.top_k:
+            more.add(tuple(sorted((self.plan.ranks[0], self.compiled_teacher.plan.ranks[0]))))  # that lead both
+        return (*own_groups, *sorted(more - set(own_groups)))
 
     @property
     def steps(self) -> int:

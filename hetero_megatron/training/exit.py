@@ -166,5 +166,10 @@ class ExitConditions:
         if not self.reason:
             self.reason, self.leaves = earlier.reason, earlier.leaves
 
+    def ask(self, reason: str) -> None:
+        """Another rank wants to stop."""
+        if not self.reason:
+            self._stop(reason)
+
     def _stop(self, reason: str, leaves: bool = False) -> None:
         self.reason, self.leaves = reason, leaves

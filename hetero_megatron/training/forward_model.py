@@ -44,6 +44,10 @@ class ForwardModel:
         self._executor = build_executor(compiled, self.here, comm, built.module, self._take, dtype, gradients)
         self._work, self._reader = StepWork(compiled, self.here, comm), ScalarReader(comm.accelerator)
 
+    def rows(self, first_sample: int, batch_size: int) -> list[range]:
+        """The global samples that this rank works on, of each micro-batch of a batch; perhaps none of some."""
+        return self._work.samples(first_sample, batch_size)[1]
+
     @torch.no_grad()
     def run(self, fetch: Fetch, first_sample: int, batch_size: int) -> StepResult:
         """Forward, of the global samples ``[first_sample, first_sample + batch_size)``; called on all ranks."""

@@ -15,7 +15,7 @@ from hetero_megatron.comm.islands import BRIDGE, Islands
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import SECRET, LauncherEnvironment
 from hetero_megatron.errors import UserError, printable
-from hetero_megatron.plans import Plan, format_plan, idle_ranks
+from hetero_megatron.plans import Plan, all_ranks, format_plan, idle_ranks
 from hetero_megatron.plans.islands import format_islands, over_libraries
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins
@@ -66,7 +66,8 @@ def check_chips(plan: Plan, cluster: Cluster | None, islands: Islands | None) ->
     """
     expected = {} if cluster is None else {r.rank: r.chip for r in cluster.ranks if cluster.chips[r.chip].speed is None}
     if cluster is None:  # an emulated chip has a name of the plan as well
-        expected = {r: s.chip for p in plan.pipelines for s in p.stages if s.chip is not None for r in s.ranks}
+        plans = (plan, *(other for _, other in plan.roles))
+        expected = {r: s.chip for p in plans for s in p.stages if s.chip is not None for r in s.ranks}
     for rank, chip in expected.items() if islands is not None else ():
         assert islands is not None
         driver_chip = islands.endpoints[rank].chip if rank < len(islands.endpoints) else ""
@@ -176,7 +177,7 @@ def sizes_follow_data(plan: Plan, spec: ModelSpec, documents_apart: bool) -> boo
 
 def check_world(config: RunConfig, world: int) -> None:
     """UserError where the plan needs more ranks than the ``world`` that this job has."""
-    needed = max(config.plan.ranks) + 1
+    needed = all_ranks(config.plan)[-1] + 1
     if needed > world:
         raise UserError(
             f"the plan uses ranks 0 to {needed - 1}, but this job has {world}",
@@ -223,6 +224,10 @@ def _choices(
     cluster, plan = config.cluster, config.plan
     chips = [cluster.chip_of(r).name for r in range(cluster.world_size)] if cluster is not None else None
     yield format_plan(plan, config.spec, chips)
+    if config.teacher is not None:
+        from hetero_megatron.plans.dump import format_roles
+
+        yield from format_roles(plan, {"teacher": config.teacher.spec}, chips)
     if plan.islands:
         yield format_islands(config.compiled)
     if plan.outer is not None:
@@ -238,7 +243,7 @@ def _choices(
         yield testbed
     for plugin in plugins.broken():
         yield notice_line(f"plugin {plugin.source.name} ({plugin.source.module}) is broken: {plugin.error}")
-    idle = set(range(comm.launcher.world_size)) - set(plan.ranks)
+    idle = set(range(comm.launcher.world_size)) - set(all_ranks(plan))
     if cluster is not None:
         idle.update(idle_ranks(plan, cluster))
     if idle:

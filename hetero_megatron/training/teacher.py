@@ -1,14 +1,19 @@
-"""A teacher on the ranks of its student: its weights read, its tokenizer compared, and its forward before each step."""
+"""A teacher on the ranks of its student: its weights read, its tokenizer compared, and its forward before each step; or
+what a file says that it would say."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hetero_megatron.comm.group import together
+from hetero_megatron.data.batch import BatchLoader
+from hetero_megatron.data.scored import ScoredDataset
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.pipeline.distillation import DistillationLoss
+from hetero_megatron.pipeline.step_work import Fetch
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.platform.plugins import Plugins
@@ -23,12 +28,15 @@ from hetero_megatron.training.runtime_options import RuntimeOptions
 def add_teacher(
     config: RunConfig, runtime: Runtime, platform: Platform, plugins: Plugins, tokenizer: Tokenizer | None
 ) -> None:
-    """Have the teacher of ``config`` speak before each step and evaluation of ``runtime``. Called on all ranks.
+    """Have the teacher of ``config`` speak before each step and evaluation of ``runtime``, or have what a file says of
+    their samples looked at by all ranks together. Called on all ranks.
 
     Raises:
         UserError: it has another vocabulary than ``tokenizer``, or other tensors than its configuration says.
     """
-    assert config.teacher is not None
+    if config.teacher is None:
+        runtime.hooks.before_forward = partial(_look_at_scores, runtime)
+        return
     teacher_config, compiled, world = config.teacher, config.compiled_teacher, runtime.world
     together(world, lambda: check_tokenizer(teacher_config.hf, tokenizer, "--teacher-hf") if world.index == 0 else None)
     teacher_run = replace(config, load_hf=teacher_config.hf, spec=teacher_config.spec, adapter=AdapterConfig())
@@ -41,6 +49,19 @@ def add_teacher(
     loss = runtime.loss if isinstance(runtime.loss, DistillationLoss) else None
     teacher = Teacher(compiled, comm, dtype, weights.values, kernels, loss)
     runtime.hooks.before_forward = teacher.before_forward
+
+
+def _look_at_scores(runtime: Runtime, fetch: Fetch, first_sample: int, batch_size: int) -> None:
+    """UserError on all ranks where one finds that the file says nothing that can be used of a sample of the batch: else
+    that one would end, and the others lose a peer."""
+
+    def look() -> None:
+        if isinstance(fetch, BatchLoader) and isinstance(fetch.dataset, ScoredDataset):
+            for rows in runtime.step_work.samples(first_sample, batch_size)[1]:
+                for index in rows:
+                    fetch.dataset.said(index)
+
+    together(runtime.world, look)
 
 
 def check_tokenizer(directory: str, tokenizer: Tokenizer | None, flag: str) -> None:

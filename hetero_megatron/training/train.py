@@ -24,7 +24,7 @@ from hetero_megatron.monitoring.stragglers import StragglerReport, say_joined
 from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.optimizer import SGD, AdamW, Optimizer, OptimizerFactory, check_offload, cpu_adam
 from hetero_megatron.pipeline.stage_model import Initialize
-from hetero_megatron.plans import locate, stage_at
+from hetero_megatron.plans import all_ranks, locate, stage_at
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.platform.plugins import Plugins, load_plugins
@@ -60,6 +60,7 @@ from hetero_megatron.utils.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
     from hetero_megatron.training.reference import Known
+    from hetero_megatron.training.teacher_line import TeacherLine
 
 
 def optimizer_factory(
@@ -106,13 +107,14 @@ class Resume(Protocol):
 
 def set_up(
     config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation,
-    resume: Resume | None = None,
+    resume: Resume | None = None, line: TeacherLine | None = None,
 ) -> Training:  # fmt: skip
     """The run of this rank, up to its first step: model built, checkpoint loaded. Called on all ranks of the plan.
 
     Args:
         comm: in which the groups of ``config.compiled`` are created.
         resume: None: the weights are those of the seed, of --load-hf or of a checkpoint.
+        line: to a teacher on ranks of its own.
 
     Raises:
         UserError: something in the configuration cannot be honoured; all ranks raise it.
@@ -146,7 +148,7 @@ def set_up(
     runtime = build_runtime(config, comm, platform, plugins, initialize, alignment)
     if resume is None:
         weights.complete(runtime)
-    if config.teacher is not None:
+    if config.distillation is not None and line is None:
         from hetero_megatron.training.teacher import add_teacher
 
         add_teacher(config, runtime, platform, plugins, data.tokenizer)
@@ -177,6 +179,8 @@ def set_up(
     )  # fmt: skip
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
+    if line is not None:
+        line.begin(training)
     return training
 
 
@@ -293,14 +297,32 @@ def train(
     with leaving(comm, platform), _memory_history(config.logging.memory_snapshot, platform, comm.rank):
         config = agree(config, comm, platform, plugins, emulation)
         if comm.rank not in config.plan.ranks:
-            return 0
+            return _other_role(config, comm, platform, plugins, emulation)
         if config.scores is not None:
             from hetero_megatron.training.score import score
 
             return score(config, comm, platform, plugins, build_runtime)
-        training = set_up(config, comm, platform, plugins, emulation)
-        training.on_step = on_step
-        return run_training(training)
+
+        def run(line: TeacherLine | None = None) -> int:
+            training = set_up(config, comm, platform, plugins, emulation, line=line)
+            training.on_step = on_step
+            return run_training(training)
+
+        if not config.plan.roles:
+            return run()
+        from hetero_megatron.training.teacher_line import beside_teacher
+
+        return beside_teacher(config, comm, run)
+
+
+def _other_role(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation) -> int:
+    """The run of a rank that trains nothing; returns its exit code."""
+    if comm.rank not in all_ranks(config.plan):
+        return 0
+    from hetero_megatron.training.teacher_ranks import run_teacher
+
+    exit = _exit_conditions(config, comm, config.checkpoint.save is not None)
+    return run_teacher(config, comm, platform, plugins, emulation, exit)
 
 
 def _memory_history(path: str | None, platform: Platform, rank: int) -> AbstractContextManager[None]:

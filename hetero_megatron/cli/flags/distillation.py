@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
 from hetero_megatron.cluster import Cluster
+from hetero_megatron.data import DataConfig
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan
+from hetero_megatron.plans.roles import role_plan
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.distillation import Distillation
 from hetero_megatron.spec.preference import WITHOUT_REFERENCE
@@ -23,9 +27,9 @@ _BESIDE = (
 
 
 def build_teacher(
-    args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None
+    args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None, data: DataConfig | None
 ) -> tuple[Distillation | None, TeacherConfig | None]:
-    """The loss beside a teacher, and the teacher on the same ranks (None: its scores are in a file).
+    """The loss beside a teacher, and the teacher on ranks of this run (None: its scores are in a file).
 
     Raises:
         UserError: names the flag.
@@ -42,17 +46,49 @@ def build_teacher(
     if plan.outer is not None:
         raise flag_error(key, args[key], "there are no outer steps beside a teacher", "a plan without outer")
     distillation = Distillation(**{name: args[flag] for name, flag in _FLAGS.items()})
+    own_ranks = role_plan(plan, "teacher") is not None
+    if own_ranks and args["teacher_scores"] is not None:
+        problem = "the plan has ranks for the teacher, whose scores are in a file"
+        raise flag_error("teacher_scores", args["teacher_scores"], problem, "one of the two")
+    if "score_top_k" in args.given and not own_ranks and args["save_scores"] is None:
+        problem = "has no effect on a teacher without ranks of its own"
+        raise flag_error("score_top_k", args["score_top_k"], problem, "roles: {teacher: ..} in the plan")
     if args["teacher_hf"] is None:
         return distillation, None
     teacher = _teacher(args, spec)
-    return distillation, _beside(args, teacher, spec, plan, cluster) if args["teacher_scores"] is None else None
+    if args["teacher_scores"] is not None:
+        return distillation, None
+    if own_ranks:
+        return distillation, _on_own_ranks(args, teacher, data)
+    return distillation, _beside(args, teacher, spec, plan, cluster)
 
 
-def _teacher(args: Arguments, spec: ModelSpec) -> TeacherConfig:
+def _on_own_ranks(args: Arguments, teacher: TeacherConfig, data: DataConfig | None) -> TeacherConfig:
+    """The teacher, on ranks that the plan has for it, which read the student's samples for themselves."""
+    if data is not None and data.reads_stream:
+        problem = "a teacher on its own ranks reads samples by their number, and a stream is read once, in order"
+        raise flag_error("teacher_hf", teacher.hf, problem, "stored data, or a plan without roles")
+    return replace(teacher, top_k=_top_k(args, teacher.spec))
+
+
+def _top_k(args: Arguments, spec: ModelSpec) -> int:
+    """Of each position's likeliest tokens; one outcome is left for all others."""
+    k, most = int(args["score_top_k"]), spec.vocab_size - 1
+    if "score_top_k" in args.given and k > most:
+        raise flag_error("score_top_k", k, f"the vocabulary has {spec.vocab_size} tokens", f"1 to {most}")
+    return min(k, most)
+
+
+def teacher_spec(args: Arguments) -> ModelSpec:
+    """What the model in --teacher-hf is."""
     from hetero_megatron.cli.hub import model_directory
 
     args.values["teacher_hf"] = directory = model_directory(args["teacher_hf"], "--teacher-hf")
-    teacher = load_model(directory, "--teacher-hf")
+    return load_model(directory, "--teacher-hf")
+
+
+def _teacher(args: Arguments, spec: ModelSpec) -> TeacherConfig:
+    teacher, directory = teacher_spec(args), args["teacher_hf"]
     if teacher.vocab_size != spec.vocab_size:
         problem = f"another vocabulary: {teacher.vocab_size} tokens, the student's has {spec.vocab_size}"
         raise flag_error("teacher_hf", directory, problem, "a teacher with the student's tokenizer")
@@ -93,5 +129,4 @@ def build_scores(args: Arguments, spec: ModelSpec) -> ScoreConfig | None:
         raise flag_error("load_hf", None, "missing: the model whose scores are wanted", "--load-hf DIR")
     if args["preference"] in WITHOUT_REFERENCE:
         raise flag_error("preference", args["preference"], "the loss has no reference, so no scores", "dpo, or kto")
-    k = min(args["score_top_k"], spec.vocab_size - 1)
-    return ScoreConfig(path, k, args["distill_temperature"])
+    return ScoreConfig(path, _top_k(args, spec), args["distill_temperature"])

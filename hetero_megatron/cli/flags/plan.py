@@ -9,13 +9,13 @@ from hetero_megatron.cli.flags.parse import WHERE, Arguments, flag_error, flag_n
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
-from hetero_megatron.plans import Plan, load_plan
+from hetero_megatron.plans import Plan, all_ranks, load_plan
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.islands import add_islands, format_added
 from hetero_megatron.plans.made_for import MadeFor, as_flags, lora_words, made_for_of
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural
-from hetero_megatron.utils.yaml_document import read_document
+from hetero_megatron.utils.yaml_document import Entry, read_document
 
 _FSDP = ("use_torch_fsdp2", "torch_fsdp2_no_reshard_after_forward", "use_megatron_fsdp")
 _OFFLOAD = (
@@ -103,15 +103,24 @@ def _from_file(
     made_for = made_for_of(document)
     if made_for is not None:  # first: what else does not fit another model would be a riddle
         made_for.agree_on_model(made_for.with_predictions(spec) if args.generates else spec, args["plan"])
-    plan = load_plan(document, spec, cluster, dtype)
+    plan = load_plan(document, spec, cluster, dtype, _role_models(args, document))
     if cluster is not None and (with_islands := add_islands(plan, spec, cluster)) is not plan:
         plan = with_islands
         args.notices.append(format_added(plan, cluster))
     for key, plan_value in (("seq_length", plan.seq_length), ("global_batch_size", plan.global_batch_size)):
         if key in args.given and args[key] != plan_value:
             raise flag_error(key, args[key], f"the plan file says {plan_value}", f"{plan_value}, or leave the flag out")
-    _ranks(args, launcher, plan.ranks[-1] + 1)
+    _ranks(args, launcher, all_ranks(plan)[-1] + 1)
     return plan
+
+
+def _role_models(args: Arguments, document: Entry) -> dict[str, ModelSpec]:
+    """The models that flags name for the roles of a plan file."""
+    if not isinstance(document.value, dict) or "roles" not in document.value or args["teacher_hf"] is None:
+        return {}
+    from hetero_megatron.cli.flags.distillation import teacher_spec
+
+    return {"teacher": teacher_spec(args)}
 
 
 def take_defaults(args: Arguments) -> None:

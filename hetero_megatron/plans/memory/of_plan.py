@@ -375,10 +375,10 @@ def with_communicators(
     }
 
 
-def format_communicators(plan: Plan, cluster: Cluster) -> list[str]:
+def format_communicators(ranks: Sequence[int], cluster: Cluster) -> list[str]:
     """A line per vendor: what the estimate takes, and where that is from."""
     lines = {}
-    for chip in (cluster.chip_of(rank) for rank in plan.ranks):
+    for chip in (cluster.chip_of(rank) for rank in ranks):
         if chip.speed is None:
             communicator = chip.communicator
             lines[chip.name] = (

@@ -300,7 +300,7 @@ class StepSimulator:
                 for rank in stage.ranks
             },
             chips=self.chips,
-            communicators=tuple(format_communicators(self.plan, costs.cluster)),
+            communicators=tuple(format_communicators(self.plan.ranks, costs.cluster)),
             tails=times.tails,
             sync=self.sync,
             dtypes=self._dtypes(),

@@ -83,7 +83,9 @@ def steps(runtime: Runtime, data: RandomTokens, size: int) -> Steps:
         assert found.tokens == count and abs(loss / count - found.loss) <= 1e-12 * abs(found.loss)
         np.testing.assert_allclose(list(facts.values()), list(found.facts.values()), rtol=1e-9, atol=1e-12)
         stats.append([found.loss, found.grad_norm, found.tokens, *(found.facts[name] for name in FACTS)])
-    return stats, [(n, runtime.stage_model.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
+    boxes = runtime.stage_model.boxes
+    with runtime.whole_weights():
+        return stats, [(name, boxes[name], p.detach().clone().numpy()) for name, p in runtime.sync.params.items()]
 
 
 def run_rank(
@@ -238,6 +240,13 @@ def test_a_larger_teacher_on_the_same_ranks(loss: str) -> None:
     d = Distillation(loss, 0.7, 2.0, 0.3)
     check(LLAMA, LARGER, UNEVEN, None, d, 3, LOGITS_BYTES)
     check(LLAMA, LARGER, UNEVEN, Lora(2, 4.0), replace(d, weight=1.0, temperature=1.0), 4, 20_000)
+
+
+@pytest.mark.slow
+def test_a_student_that_divides_its_weights() -> None:
+    """Unequally, beside a teacher that is whole on the same ranks."""
+    divided = stage([0, 1], [0, 3], dp_split=[2, 1], weights={"shard": [3, 1]})
+    check(LLAMA, LARGER, plan([pipe(3, 2, divided)]), None, Distillation("js", 0.7, 2.0, 0.3), 9, LOGITS_BYTES)
 
 
 @pytest.mark.slow

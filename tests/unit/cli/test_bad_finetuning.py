@@ -50,6 +50,20 @@ FILES = {
     "experts/mp_rank_00_000_001/model_optim_rng.pt": "x", "experts/mp_rank_00_000_000/model_optim_rng.pt": "x",
     "deepspeed/global_step1/mp_rank_00_model_states.pt": "x",
 }  # fmt: skip
+STUDENT = """version: 1
+seq_length: 32
+global_batch_size: 1
+pipelines: [{micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 0, layers: [0, 1]}]}]
+"""
+APART = "{pipelines: [{micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 1, layers: [0, 1]}]}]}"
+FILES |= {
+    f"{name}.yaml": f"{STUDENT}roles: {roles}\n" for name, roles in {
+        "apart": f"{{teacher: {APART}}}", "judge": f"{{judge: {APART}}}", "idle": "{teacher: {}}",
+        "twice": f"{{teacher: {APART.replace('ranks: 1', 'ranks: 0')}}}",
+        "trained": f"{{teacher: {APART.replace('ranks: 1', 'ranks: 1, recompute: full')}}}",
+        "outer": f"{{teacher: {APART}}}\nouter: {{islands: [0], every: 4}}",
+    }.items()
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

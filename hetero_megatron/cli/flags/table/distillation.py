@@ -8,8 +8,8 @@ _TEACHER = needs("--teacher-hf", "--teacher-scores")
 FLAGS = (
     value(
         "--teacher-hf", str, None, "Hugging Face directory of a teacher with the same vocabulary: it runs forward on "
-        "the student's ranks, cut as the plan cuts the student, before each step, and the student learns its "
-        "distribution of the next token",
+        "the ranks that the plan has for it (roles: teacher), else on the student's, cut as the student, before each "
+        "step, and the student learns its distribution of the next token",
     ),
     value(
         "--teacher-scores", str, None, "the same from a file that hetero-megatron score wrote over the same data: the "
@@ -34,7 +34,7 @@ FLAGS = (
     ),
     value("--save-scores", str, None, "of hetero-megatron score: the file to write"),
     count(
-        "--score-top-k", 64, "of hetero-megatron score: likeliest tokens of a position whose log-probabilities are "
-        "stored", most=2**20, needs=needs("--save-scores"),
+        "--score-top-k", 64, "likeliest tokens of a position whose log-probabilities hetero-megatron score stores, or "
+        "a teacher on ranks of its own sends", most=2**20, needs=needs("--save-scores", "--teacher-hf"),
     ),
 )  # fmt: skip

@@ -1,0 +1,151 @@
+"""What a teacher on ranks of its own says of a batch: from the ranks that found it to those of the student that have
+the head for the same samples, by layout transfer.
+
+Both plans cut a batch as they please. The index space is (sample of the batch, position); each rank with a head has the
+boxes of its micro-batches, and what the boxes of two ranks have in common is one message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.layout import Box, Layout, Transfer, transfer
+from hetero_megatron.plans import Plan
+from hetero_megatron.plans.shares import head_micro_batches
+
+# By the global indices of the samples of a micro-batch: [b, s, 2 k + 1] int32, as ``Likeliest.found`` has it.
+Rows = Mapping[tuple[int, ...], torch.Tensor]
+
+
+class Told:
+    """What was said of the batch that a student works on.
+
+    Attributes:
+        top_k: k of the rows; rows: of this rank's micro-batches.
+    """
+
+    def __init__(self, top_k: int) -> None:
+        self.top_k = top_k
+        self.rows: Rows = {}
+
+    def take(self, samples: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of b s positions: ids int64 [b s, k], log-probabilities [b s, k] and [b s] of all others, of ``like``'s
+        dtype."""
+        ids, logps = self.rows[samples].flatten(0, 1).split([self.top_k, self.top_k + 1], -1)
+        logps = logps.contiguous().view(torch.float32).to(like.dtype)
+        return ids.long(), logps[:, :-1], logps[:, -1]
+
+    def made_up(self, positions: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same where nobody has said anything, and nothing that is computed counts."""
+        zeros = torch.zeros(positions, self.top_k + 1, dtype=like.dtype, device=like.device)
+        return zeros[:, :-1].long(), zeros[:, :-1], zeros[:, -1]
+
+
+class _Part(NamedTuple):
+    """Samples [begin, end) of a batch, and the intervals of tokens of each that a rank has, strung together."""
+
+    begin: int
+    end: int
+    tokens: tuple[tuple[int, int], ...]
+
+    def slices(self, box: Box) -> tuple[slice, slice] | None:
+        """Where a box of the batch is in the part; None: not in it."""
+        offset = 0
+        for a, b in self.tokens:
+            if Box((self.begin, a), (self.end, b)).contains(box):
+                rows, columns = box.slices(Box((self.begin, a - offset), (self.end, b)))
+                return rows, columns
+            offset += b - a
+        return None
+
+
+def head_parts(plan: Plan, batch_size: int) -> dict[int, list[_Part]]:
+    """By rank with a head, its micro-batches of a batch."""
+    parts: dict[int, list[_Part]] = {}
+    for _, unit, (begin, end) in head_micro_batches(plan, batch_size):
+        for rank in unit.ranks if begin < end else ():
+            parts.setdefault(rank, []).append(_Part(begin, end, unit.tokens))
+    return parts
+
+
+def head_layout(plan: Plan, batch_size: int) -> Layout:
+    """Over (sample of the batch, position): who has the head for what."""
+    boxes = {
+        rank: tuple(Box((part.begin, a), (part.end, b)) for part in parts for a, b in part.tokens)
+        for rank, parts in head_parts(plan, batch_size).items()
+    }
+    return Layout((batch_size, plan.seq_length), boxes)
+
+
+class SaidTransfer:
+    """Of one rank, of either model; all ranks with a head call :meth:`send` or :meth:`receive` for every batch.
+
+    Args:
+        speaker, listener: plans of the teacher and the student; top_k: of what is found.
+    """
+
+    def __init__(self, comm: Comm, speaker: Plan, listener: Plan, top_k: int) -> None:
+        self._comm, self._plans, self._width = comm, (speaker, listener), 2 * top_k + 1
+        self._known: dict[int, Transfer] = {}
+        self._connected = False
+
+    def send(self, found: Rows, first_sample: int, batch_size: int) -> None:
+        """``found``: of this rank's micro-batches of the batch; it is sent when this returns."""
+        parts = head_parts(self._plans[0], batch_size).get(self._comm.rank, [])
+        works = []
+        for peer, boxes in self._boxes(batch_size, sends=True).items():
+            pieces = []
+            for box in boxes:
+                part, where = _place(parts, box)
+                pieces.append(found[_samples(part, first_sample)][where].reshape(-1))
+            works.append(self._comm.isend(torch.cat(pieces), peer, 0))
+        for work in works:
+            work.wait()
+
+    def receive(self, first_sample: int, batch_size: int) -> Rows:
+        """What was said of this rank's micro-batches."""
+        incoming = [
+            (boxes, self._comm.irecv(self._empty(sum(box.size for box in boxes), self._width).view(-1), peer, 0))
+            for peer, boxes in self._boxes(batch_size, sends=False).items()
+        ]
+        parts = head_parts(self._plans[1], batch_size).get(self._comm.rank, [])
+        rows = {part: self._empty(part.end - part.begin, sum(b - a for a, b in part.tokens), self._width)
+                for part in parts}  # fmt: skip
+        for boxes, work in incoming:
+            buffer = work.wait()
+            assert buffer is not None
+            for box, piece in zip(boxes, buffer.split([box.size * self._width for box in boxes]), strict=True):
+                part, where = _place(parts, box)
+                rows[part][where] = piece.view(*box.shape, self._width)
+        return {_samples(part, first_sample): values for part, values in rows.items()}
+
+    def _boxes(self, batch_size: int, sends: bool) -> dict[int, list[Box]]:
+        """By peer, what goes to it, or comes from it."""
+        if batch_size not in self._known:
+            source, target = (head_layout(plan, batch_size) for plan in self._plans)
+            self._known[batch_size] = transfer(source, target)
+        moves, rank = self._known[batch_size], self._comm.rank
+        by_peer: dict[int, list[Box]] = {}
+        for piece in moves.sends(rank) if sends else moves.receives(rank):
+            by_peer.setdefault(piece.dst if sends else piece.src, []).append(piece.box)
+        if not self._connected:
+            self._connected = True
+            self._comm.connect(by_peer)
+        return by_peer
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=self._comm.device)
+
+
+def _place(parts: list[_Part], box: Box) -> tuple[_Part, tuple[slice, slice]]:
+    for part in parts:
+        if (where := part.slices(box)) is not None:
+            return part, where
+    raise AssertionError(f"{box} is in none of {parts}")
+
+
+def _samples(part: _Part, first_sample: int) -> tuple[int, ...]:
+    return tuple(range(first_sample + part.begin, first_sample + part.end))

@@ -1,0 +1,61 @@
+"""How a plan file spells roles: by name, the pipelines of a model that only runs forward. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hetero_megatron.plans.canonical import Pipeline, Plan
+from hetero_megatron.plans.experts import without_plain_experts
+from hetero_megatron.plans.fields import Source
+from hetero_megatron.plans.roles import ROLES
+from hetero_megatron.plans.validate import validate
+from hetero_megatron.utils.yaml_document import Entry
+
+if TYPE_CHECKING:
+    from hetero_megatron.cluster import Cluster
+    from hetero_megatron.spec import ModelSpec
+
+PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "repeat", "stages")
+OF_TRAINING = ("recompute", "optimizer", "weights", "activations", "dtype")  # keys of stages
+# (entry of a plan's pipelines, tokens of a sequence, heads) -> pipelines, and of which entry each is
+Expand = Callable[[Entry, int, int], tuple[Sequence[Pipeline], Sequence[int]]]
+
+
+def with_roles(
+    plan: Plan, entry: Entry, specs: Mapping[str, ModelSpec], cluster: Cluster | None, dtype: str | None,
+    source: Source, expand: Expand,
+) -> Plan:  # fmt: skip
+    """``plan`` with the roles of its file, each valid for its model.
+
+    Args:
+        entry: the key ``roles``; specs: the model of each role, as far as flags name one.
+        expand: of spelled pipelines.
+
+    Raises:
+        UserError: a role is unknown, has no model or no ranks, or breaks a law of plans.
+    """
+    found = []
+    for name, role in entry.mapping(ROLES).items():
+        pipelines = role.mapping(("pipelines",), required=("pipelines",))["pipelines"]
+        if name not in specs:
+            role.fail(f"nothing says which model the {name} is", accepted=f"--{name}-hf DIR, or a plan without it")
+        _refuse_training(pipelines, name)
+        expanded, origin = expand(pipelines, plan.seq_length, specs[name].num_heads)
+        made = Plan(
+            plan.seq_length, plan.global_batch_size, "1f1b", tuple(expanded), allow_bridge=plan.allow_bridge
+        )
+        made = without_plain_experts(made, specs[name])
+        place = Source(source.file, source.lines, tuple(origin), f"roles.{name}.")
+        validate(made, specs[name], cluster, dtype=dtype, source=place, role=True)
+        found.append((name, made))
+    return replace(plan, roles=tuple(sorted(found)))
+
+
+def _refuse_training(pipelines: Entry, name: str) -> None:
+    for pipeline in pipelines.items():
+        for stage in pipeline.mapping(PIPELINE_KEYS, required=PIPELINE_KEYS[:2]).get("stages", pipelines).items():
+            for key, value in stage.any_mapping().items():
+                if key in OF_TRAINING:
+                    value.fail(f"the {name} only runs forward, which this changes nothing of", accepted="no such key")

@@ -1,0 +1,177 @@
+"""A teacher on ranks of its own: it runs forward under its own plan, on the batches that the student's ranks name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from hetero_megatron.comm import Comm, Group
+from hetero_megatron.comm.group import Refusal, together
+from hetero_megatron.data.batch import Batch, BatchLoader
+from hetero_megatron.emulation import Emulation
+from hetero_megatron.errors import UserError
+from hetero_megatron.pipeline.likeliest import Likeliest
+from hetero_megatron.pipeline.stage_model import RankStage, StageModel
+from hetero_megatron.platform import Platform
+from hetero_megatron.platform.platform import DTYPES
+from hetero_megatron.platform.plugins import Plugins
+from hetero_megatron.training.config import AdapterConfig, RunConfig
+from hetero_megatron.training.exit import ExitConditions
+from hetero_megatron.training.forward_model import ForwardModel
+from hetero_megatron.training.initial_weights import InitialWeights
+from hetero_megatron.training.kernels import rank_kernels
+from hetero_megatron.training.node_data import NodeData
+from hetero_megatron.training.runtime_options import RuntimeOptions
+from hetero_megatron.training.teacher import check_tokenizer
+from hetero_megatron.training.teacher_line import (
+    SPLITS,
+    Answer,
+    Order,
+    Request,
+    corpora,
+    leaders_of,
+    meet,
+    said_transfer,
+)
+
+
+def run_teacher(
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation, exit: ExitConditions
+) -> int:
+    """Serve the student's ranks until they say that the run is over; returns its exit code. Called on all ranks of the
+    teacher, whose groups have been created.
+
+    Args:
+        exit: what this rank is told, as the student's ranks are.
+
+    Raises:
+        UserError: what ended the student's run, or kept this one from its part of it.
+        CommError: a peer is gone.
+    """
+    speaker = None
+    with ExitStack() as open_loaders:
+        try:
+            speaker = Speaker(config, comm, platform, plugins, open_loaders)
+            answer = Answer(data=speaker.corpora)
+        except UserError as error:
+            answer = Answer(Refusal.of(error))
+        emulation.started()
+        order = _serve(config, comm, speaker, answer, exit)
+    if order.problem is not None:
+        raise order.problem.error()
+    return order.code
+
+
+def _serve(
+    config: RunConfig, comm: Comm, speaker: Speaker | None, answer: Answer, exit: ExitConditions
+) -> Order:
+    """Do what the student's ranks say; returns their last word.
+
+    Args:
+        speaker: None: it could not be made, as ``answer`` says.
+    """
+    world, transfer = comm.group(config.compiled_teacher.plan.ranks), said_transfer(config, comm)
+    request: Request | None = None
+    while True:
+        exit.check(0)
+        answer = together_said(world, replace(answer, stop=exit.reason))
+        comm.activity = "waiting for the student"
+        told = meet(comm, leaders_of(config), answer, Order) if world.index == 0 else None
+        order: Order = world.gather_objects(told, Order | None)[0]
+        if order.ends:
+            return order
+        if answer.problem is not None and (speaker is None or order.take):
+            continue  # the student's ranks raise it, and say so
+        assert speaker is not None
+        if order.take and request is not None:
+            transfer.send(speaker.found, request.first, request.size)
+        request = order.next
+        answer = Answer() if request is None else speaker.speak(request)
+
+
+def together_said(world: Group, answer: Answer) -> Answer:
+    """What all ranks have to say."""
+    answers: list[Answer] = world.gather_objects(answer, Answer)
+    problem = next((answer.problem for answer in answers if answer.problem is not None), None)
+    return replace(answers[0], problem=problem, stop=next(filter(None, (answer.stop for answer in answers)), ""))
+
+
+class Speaker:
+    """The teacher's model and data on one of its ranks.
+
+    Attributes:
+        corpora: what it reads.
+
+    Raises:
+        UserError: the model has another tokenizer or other tensors than it says, or there is something wrong with the
+            data.
+    """
+
+    def __init__(
+        self, config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, open_loaders: ExitStack
+    ) -> None:
+        assert config.teacher is not None and config.distillation is not None
+        teacher, compiled, dtype = config.teacher, config.compiled_teacher, DTYPES[config.dtype]
+        plan, spec, temperature = compiled.plan, compiled.spec, config.distillation.temperature
+        world = comm.group(plan.ranks)
+        self._comm, self._world, self._hf = comm, world, teacher.hf
+        own = replace(config, plan=plan, spec=spec, load_hf=teacher.hf, adapter=AdapterConfig())
+        weights, node_data = InitialWeights(own, world), NodeData(own, comm, world, says=False)
+        data = node_data.datasets
+        check_tokenizer(teacher.hf, data.tokenizer, "--teacher-hf")
+        self.corpora = corpora(data)
+        self._loaders: Mapping[str, BatchLoader] = {
+            name: open_loaders.enter_context(node_data.loader(getattr(data, name)))
+            for name in SPLITS if getattr(data, name) is not None
+        }  # fmt: skip
+        open_loaders.callback(node_data.close)
+        options = RuntimeOptions(logits_bytes=config.logits_bytes)
+        kernels = rank_kernels(
+            plan, spec, comm.rank, plugins.registry, platform, dtype, options, config.deterministic
+        )
+        self._likeliest: Likeliest | None = None
+
+        def ending(here: RankStage, built: StageModel) -> Likeliest:
+            group, chunk = comm.group(here.unit.ranks), here.loss_chunk(dtype, config.logits_bytes // 4)
+            self._likeliest = Likeliest(here, built.module, kernels, group, chunk, teacher.top_k, temperature)
+            return self._likeliest
+
+        self._model = ForwardModel(compiled, comm, dtype, weights.values, kernels, ending)
+
+    @property
+    def found(self) -> Mapping[tuple[int, ...], torch.Tensor]:
+        """What was said of the last batch, of this rank's part of it."""
+        return self._likeliest.found if self._likeliest is not None else {}
+
+    def speak(self, request: Request) -> Answer:
+        """Run forward on a batch. Called on all ranks."""
+        loader, batches = self._loaders[request.split], dict[tuple[int, ...], Batch]()
+        if self._likeliest is not None:
+            self._likeliest.found.clear()
+
+        def read() -> None:
+            for rows in self._model.rows(request.first, request.size):
+                if rows:
+                    batches[tuple(rows)] = loader(rows)
+
+        try:
+            together(self._world, read)  # else a rank would wait for what another one could not read
+            with self._comm.clock.counting():
+                self._model.run(lambda rows: batches[tuple(rows)], request.first, request.size)
+            loader.advance(request.size)
+            self._check(request.split)
+        except UserError as error:
+            return Answer(Refusal.of(error))
+        return Answer()
+
+    def _check(self, split: str) -> None:
+        for samples, rows in self.found.items():
+            k = rows.shape[-1] // 2
+            if rows[..., k:].contiguous().view(torch.float32).isnan().any():
+                raise UserError(
+                    f"what it says of sample {samples[0]} of {split} is not a number", field="--teacher-hf",
+                    value=self._hf, accepted="weights without NaN or Inf, or more range than fp16 has",
+                )  # fmt: skip

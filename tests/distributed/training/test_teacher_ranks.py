@@ -1,0 +1,176 @@
+"""A teacher on ranks of its own: what it says reaches the student's ranks whole, under any two plans; and a run beside
+it is the run that learns from its scores in a file, also after a rank of it was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.pipeline.told import SaidTransfer, head_parts
+from hetero_megatron.plans import Plan, plan_from_dict
+from tests.support.chat import TEMPLATES, chat_tokenizer, turns
+from tests.support.hf_reference import make_hf
+from tests.support.pool import shared_pool
+from tests.support.programs import run_ranks, start_ranks
+from tests.support.random_plans import random_plan
+from tests.support.small_plans import LLAMA
+
+K = 2
+
+
+def said_of(samples: range, tokens: list[int]) -> torch.Tensor:
+    """Made up: [b, s, 2 k + 1] int32 by sample and position."""
+    place = torch.tensor(samples)[:, None] * 1000 + torch.tensor(tokens, dtype=torch.int64)
+    return (place[..., None] * 10 + torch.arange(2 * K + 1)).int()
+
+
+def expected(plan: Plan, rank: int, first: int, size: int) -> dict[tuple[int, ...], torch.Tensor]:
+    found = {}
+    for begin, end, tokens in head_parts(plan, size).get(rank, []):
+        samples = range(first + begin, first + end)
+        found[tuple(samples)] = said_of(samples, [t for a, b in tokens for t in range(a, b)])
+    return found
+
+
+def pass_rank(comm: Comm, pairs: list[tuple[Plan, Plan, int, int]]) -> None:
+    for teacher, student, first, size in pairs:
+        way = SaidTransfer(comm, teacher, student, K)
+        if comm.rank in teacher.ranks:
+            way.send(expected(teacher, comm.rank, first, size), first, size)
+        elif comm.rank in student.ranks:
+            wanted, rows = expected(student, comm.rank, first, size), way.receive(first, size)
+            assert wanted.keys() == rows.keys()
+            assert all(torch.equal(rows[samples], wanted[samples]) for samples in wanted)
+
+
+def test_what_is_said_comes_whole_under_any_two_plans() -> None:
+    """Unequal micro-batches, pipelines, inner replicas, context and TP groups on both sides; batches that the plans do
+    not divide, too."""
+    rng, (_, spec), pairs = random.Random(1), make_hf(LLAMA, 1), []
+    while len(pairs) < 12:
+        count = rng.choice([2, 3, 4])
+        made = [random_plan(rng, spec.num_layers, spec.num_heads, 14, ranks=n) for n in (count, 6 - count)]
+        student, teacher = (plan_from_dict(each, spec) for each in made)
+        teacher = teacher.with_stages(lambda stage, count=count: stage.on_ranks(lambda rank: rank + count))  # type: ignore[misc]
+        pairs.append((teacher, student, rng.randrange(50), rng.choice([student.global_batch_size, 5])))
+    shared_pool().run(pass_rank, pairs)
+
+
+STUDENT = """
+pipelines:
+  - {micro_batch_size: 2, num_micro_batches: 1, stages: [{ranks: [0, 1], layers: [0, 2], tp: 2, tp_split: [3, 1]}]}
+  - {micro_batch_size: 1, num_micro_batches: 2, stages: [{ranks: 2, layers: [0, 2]}]}
+"""
+TEACHER = """
+  - micro_batch_size: 3
+    num_micro_batches: 1
+    stages: [{{ranks: {0}, layers: [0, 1]}}, {{ranks: {1}, layers: [1, 3]}}]
+  - {{micro_batch_size: 1, num_micro_batches: 1, stages: [{{ranks: {2}, layers: [0, 3]}}]}}
+"""
+TOP = "version: 1\nseq_length: 32\nglobal_batch_size: 4\n"
+KILLED = 4
+
+
+def _kill_a_teacher() -> None:
+    """In the midst of a run, as it is asked for its fifth batch."""
+    if os.environ["RANK"] != str(KILLED):
+        return
+    from hetero_megatron.training import teacher_ranks
+
+    speak = teacher_ranks.Speaker.speak
+
+    def until_then(self: Any, request: Any) -> Any:
+        if request.first == 16:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return speak(self, request)
+
+    teacher_ranks.Speaker.speak = until_then  # type: ignore[method-assign]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def make_models(folder: Path, spoiled: bool = False) -> None:
+    """A student of two layers and a teacher of three, and chats; ``spoiled``: the teacher says what is no number."""
+    for name, layers in (("base", 2), ("larger", 3)):
+        config = LlamaConfig(vocab_size=330, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
+                             num_attention_heads=4, max_position_embeddings=64)  # fmt: skip
+        torch.manual_seed(layers)
+        made = LlamaForCausalLM(config)
+        if spoiled and name == "larger":
+            torch.nn.init.constant_(made.model.layers[0].mlp.down_proj.weight[3:4, 5:6], torch.nan)
+        made.save_pretrained(folder / name)
+        chat_tokenizer(folder / name, TEMPLATES["chatml"])
+    chats = [json.dumps({"messages": turns(f"how is fox {i}", "quick and brown")}) for i in range(24)]
+    (folder / "chats.jsonl").write_text("\n".join(chats))
+
+
+TWO = TOP + """
+roles: {teacher: {pipelines: [{micro_batch_size: 4, num_micro_batches: 1, stages: [{ranks: 0, layers: [0, 3]}]}]}}
+pipelines: [{micro_batch_size: 4, num_micro_batches: 1, stages: [{ranks: 1, layers: [0, 2]}]}]
+"""
+
+
+def two_ranks(folder: Path) -> list[str]:
+    """A teacher on rank 0 and a student on rank 1."""
+    (folder / "plan.yaml").write_text(TWO)
+    return (
+        f"--plan {folder}/plan.yaml --load-hf {folder}/base --teacher-hf {folder}/larger --sft --split 1 --lr 1e-3 "
+        f"--data-path {folder}/chats.jsonl --no-kernel-check --log-interval 1 --save {folder}/run --train-iters 5000"
+    ).split()
+
+
+def test_a_teacher_that_says_no_numbers_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    make_models(tmp_path, spoiled=True)
+    _, err = run_ranks(2, two_ranks(tmp_path), code=2)
+    lines = err.splitlines()
+    assert len(lines) == 2 and all("--teacher-hf" in line and "is not a number" in line for line in lines), err
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_teacher_ends_the_run_after_a_step(tmp_path: Path) -> None:
+    make_models(tmp_path)
+    teacher, student = programs = start_ranks(2, two_ranks(tmp_path))
+    student.until(" iteration ")
+    teacher.send_signal(signal.SIGTERM)
+    printed = [program.communicate(240) for program in programs]
+    assert [program.returncode for program in programs] == [0, 0], printed
+    assert "received SIGTERM" in printed[1][0] and (tmp_path / "run" / "latest").exists(), printed
+
+
+@pytest.mark.slow
+def test_a_teacher_that_is_killed_beside_its_student_changes_nothing(tmp_path: Path) -> None:
+    make_models(tmp_path)
+    (tmp_path / "student.yaml").write_text(TOP + STUDENT)
+    (tmp_path / "teacher.yaml").write_text(TOP + "pipelines:" + TEACHER.format(0, 1, 2))
+    roles = "roles:\n teacher:\n  pipelines:" + TEACHER.format(3, 4, 5).replace("\n", "\n  ")
+    (tmp_path / "both.yaml").write_text(TOP + roles + STUDENT)
+    data = f"--sft --data-path {tmp_path}/chats.jsonl --split 80,20,0 --fp64 --no-kernel-check --train-iters 6 "
+    data += "--eval-interval 3 --eval-iters 1 --distill-temperature 2"
+    scored = f"--load-hf {tmp_path}/larger --save-scores {tmp_path}/scores --plan {tmp_path}/teacher.yaml {data}"
+    run_ranks(3, [*scored.split(), "--score-top-k", "5"])
+    learn = f"--load-hf {tmp_path}/base --lr 1e-3 --lr-decay-style constant --log-interval 1 {data}"
+    run_ranks(3, f"--plan {tmp_path}/student.yaml --teacher-scores {tmp_path}/scores {learn} "
+                 f"--save {tmp_path}/file".split())  # fmt: skip
+    beside = f"--plan {tmp_path}/both.yaml --teacher-hf {tmp_path}/larger --score-top-k 5 {learn} --save-interval 2 "
+    words = [*beside.split(), "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    programs = start_ranks(6, words, before=_kill_a_teacher)
+    ended = [program.communicate(240) for program in programs]
+    codes = [program.returncode for program in programs]
+    assert codes[KILLED] == -signal.SIGKILL and set(codes) == {3, -signal.SIGKILL}, ended
+    assert all(err.count("\n") == 1 for i, (_, err) in enumerate(ended) if i != KILLED), ended
+    out, _ = run_ranks(6, words)
+    assert "loaded" in out and metrics(tmp_path / "run")[-1]["step"] == 6
+    wanted, found = ([{key: row[key] for key in row if "loss" in key or "distill" in key or "norm" in key}
+                      for row in metrics(tmp_path / name)] for name in ("file", "run"))  # fmt: skip
+    assert wanted == found and len(wanted) == 8

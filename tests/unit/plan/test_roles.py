@@ -1,0 +1,83 @@
+"""The key ``roles`` of a plan: it survives being written, who works, what is predicted and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetero_megatron.cli.configure import configure
+from hetero_megatron.errors import UserError
+from hetero_megatron.monitoring import record
+from hetero_megatron.plans import all_ranks, dump_yaml, idle_ranks, plan_from_dict, validate
+from hetero_megatron.plans.export import FORMATS, export
+from hetero_megatron.plans.schema import load_plan
+from hetero_megatron.training.config import TeacherConfig
+from hetero_megatron.utils.yaml_document import parse_document
+
+RUN = "--plan examples/plans/demo.yaml --cluster examples/clusters/testbed.yaml --model tiny --mock-data --lr 1e-3 "
+RUN += "--train-iters 4"
+
+
+def pipeline(size: int, count: int, stages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"micro_batch_size": size, "num_micro_batches": count, "stages": stages}
+
+
+def beside(student: list[int], teacher: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pipelines of the student on one rank each, and those of a teacher."""
+    own = [pipeline(2, 4 // len(student), [{"ranks": rank, "layers": [0, 6]}]) for rank in student]
+    made = {"seq_length": 256, "global_batch_size": 8, "pipelines": own}
+    return made | {"roles": {"teacher": {"pipelines": teacher}}}
+
+
+APART = beside([0, 2], [
+    pipeline(3, 2, [{"ranks": 1, "layers": [0, 6]}]),
+    pipeline(1, 2, [{"ranks": 3, "layers": [0, 2]}, {"ranks": [4, 5], "layers": [2, 6], "tp_split": [2, 1]}]),
+])  # fmt: skip
+
+
+def test_roles_survive_being_written() -> None:
+    spec = configure(RUN.split(), {"WORLD_SIZE": "4"}).spec
+    roles = {"teacher": replace(spec, num_kv_heads=spec.num_heads)}
+    made = plan_from_dict(APART, spec, roles=roles)
+    again = load_plan(parse_document(dump_yaml(made), "plan.yaml"), spec, roles=roles)
+    assert made == again and made.fingerprint() == again.fingerprint()
+    alone = replace(made, roles=())
+    assert made != alone and made.fingerprint() != alone.fingerprint()
+    assert made.ranks == (0, 2) and all_ranks(made) == (0, 1, 2, 3, 4, 5)
+    other = APART | {"roles": {"teacher": {"pipelines": [pipeline(3, 2, [{"ranks": 1, "layers": [0, 6]}])]}}}
+    with pytest.raises(UserError, match=r"in roles.teacher: the pipelines compute 6 sequences"):
+        plan_from_dict(other, spec, roles=roles)
+    with pytest.raises(UserError, match="rank 2 is not used"):
+        validate(replace(made, pipelines=made.pipelines[:1], global_batch_size=4), spec)
+
+
+def test_no_other_format_has_roles() -> None:
+    run = configure(RUN.split(), {"WORLD_SIZE": "4"})
+    assert run.cluster is not None
+    made = plan_from_dict(beside([0], [pipeline(8, 1, [{"ranks": 1, "layers": [0, 6]}])]), run.spec,
+                          roles={"teacher": run.spec})  # fmt: skip
+    assert idle_ranks(made, run.cluster) == (2, 3)
+    for kind in FORMATS:
+        with pytest.raises(UserError, match=f"{kind} cannot say roles"):
+            export(kind, made, run.spec, run.cluster, "fp32")
+
+
+def test_a_step_takes_as_long_as_the_longer_of_both() -> None:
+    """Of a teacher on slow chips the student waits, of one on fast chips the teacher."""
+    run = configure(RUN.split(), {"WORLD_SIZE": "4"})
+    found = {}
+    for name, teacher, layers in (("alone", None, 6), ("quick", 1, 6), ("slow", 3, 24)):
+        spec = replace(run.spec, num_layers=layers)
+        made = beside([0], [pipeline(8, 1, [{"ranks": teacher, "layers": [0, layers]}])])
+        if teacher is None:
+            del made["roles"]
+        plan = plan_from_dict(made, run.spec, run.cluster, roles={"teacher": spec})
+        asked = None if teacher is None else TeacherConfig("", spec, top_k=8)
+        prediction, says = record.expectation(replace(run, plan=plan, teacher=asked))
+        assert prediction is not None
+        found[name] = prediction.step_seconds, says
+        assert record.expected_busy(replace(run, plan=plan, teacher=asked)).keys() == {0}
+    assert found["quick"][0] == found["alone"][0] and "the teacher waits for the student" in found["quick"][1]
+    assert found["slow"][0] > found["alone"][0] and "the student waits for the teacher" in found["slow"][1]
