@@ -106,6 +106,9 @@ def main(argv: Sequence[str]) -> int:
     access = _access(options, cluster)
     config = _configure(words, Path(options["--plan"]), cluster, None)
     seats = _seats(config)
+    if config.plan.roles and policy == "replan" and not fallbacks:
+        raise UserError("the planner finds no ranks for the roles of a plan", field="--on-failure", value=policy,
+                        accepted="--fallback-plan FILE beside it, or restart")  # fmt: skip
     for plan in fallbacks:
         _same_work(_configure(words, plan, None, None), config, plan)
     needs_checkpoints = ("--on-failure", policy) if policy != "stop" else (DRIFT_FLAG, config.failure.replan_on_drift)
@@ -335,6 +338,9 @@ def _same_work(other: RunConfig, config: RunConfig, path: Path) -> None:
                 f"its {key} is {fallback_size}, so the loss curve would change",
                 field="--fallback-plan", value=str(path), accepted=f"a plan with {key} {own_size}",
             )  # fmt: skip
+    if bool(other.plan.roles) != bool(config.plan.roles):  # of the teacher's distribution, its likeliest tokens or all
+        raise UserError("one of the two plans has roles, so the loss curve would change", field="--fallback-plan",
+                        value=str(path), accepted="roles in both, or in neither")  # fmt: skip
 
 
 def _number(options: Mapping[str, str], name: str, default: float) -> float:

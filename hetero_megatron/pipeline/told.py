@@ -90,7 +90,7 @@ class SaidTransfer:
     def __init__(self, comm: Comm, speaker: Plan, listener: Plan, top_k: int) -> None:
         self._comm, self._plans, self._width = comm, (speaker, listener), 2 * top_k + 1
         self._known: dict[int, Transfer] = {}
-        self._connected = False
+        self._connected: set[int] = set()
 
     def send(self, found: Rows, first_sample: int, batch_size: int) -> None:
         """``found``: of this rank's micro-batches of the batch; it is sent when this returns."""
@@ -131,9 +131,9 @@ class SaidTransfer:
         by_peer: dict[int, list[Box]] = {}
         for piece in moves.sends(rank) if sends else moves.receives(rank):
             by_peer.setdefault(piece.dst if sends else piece.src, []).append(piece.box)
-        if not self._connected:
-            self._connected = True
-            self._comm.connect(by_peer)
+        if new := by_peer.keys() - self._connected:  # batches of another size may have other peers
+            self._connected |= new
+            self._comm.connect(new)
         return by_peer
 
     def _empty(self, *shape: int) -> torch.Tensor:

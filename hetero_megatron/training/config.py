@@ -363,10 +363,7 @@ class RunConfig:
         own_groups = self.compiled.groups
         if self.teacher is None:
             return own_groups
-        more = set(self.compiled_teacher.forward_groups)
-        if self.teacher.top_k:
-            more.add(tuple(sorted((self.plan.ranks[0], self.compiled_teacher.plan.ranks[0]))))  # that lead both
-        return (*own_groups, *sorted(more - set(own_groups)))
+        return (*own_groups, *sorted(set(self.compiled_teacher.forward_groups) - set(own_groups)))
 
     @property
     def steps(self) -> int:

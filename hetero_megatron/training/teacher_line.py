@@ -1,17 +1,17 @@
 """What the student's ranks and those of a teacher beside them tell each other, and the student's side of it.
 
-The first ranks of both meet once for each batch: the teacher's says how the last one went, the student's what comes
-next, and whether what was said of the last one is wanted. So the teacher works on the batch after the one that the
-student trains on, and who is quicker waits. The student alone knows what comes: it takes its steps as if it would go on
-to the end, and what the teacher has said of a batch that does not come is left where it is.
+The student's first rank and the teacher's ranks meet once for each batch: the teacher's say how the last one went, the
+student's what comes next, and whether what was said of the last one is wanted. So the teacher works on the batch after
+the one that the student trains on, and who is quicker waits. The student alone knows what comes: it takes its steps as
+if it would go on to the end, and what the teacher has said of a batch that does not come is left where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from hetero_megatron.comm import Comm, CommError, Group
 from hetero_megatron.comm.group import Refusal
@@ -20,6 +20,7 @@ from hetero_megatron.data.batch import BatchLoader
 from hetero_megatron.errors import UserError
 from hetero_megatron.pipeline.distillation import DistillationLoss
 from hetero_megatron.pipeline.told import SaidTransfer, Told
+from hetero_megatron.training.checkpointing import WRITE_TIMEOUT
 from hetero_megatron.training.config import RunConfig
 
 if TYPE_CHECKING:
@@ -52,30 +53,43 @@ class Order:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of the teacher's ranks: what went wrong with the last batch, and why they want to stop, if they do; at the start,
-    ``data``: what they read."""
+    """Of a rank of the teacher, or of all of them together: what went wrong with the last batch, and why it wants to
+    stop, if it does; at the start, ``data``: what it reads."""
 
     problem: Refusal | None = None
     stop: str = ""
     data: dict[str, str] = field(default_factory=dict)
 
 
-def meet(comm: Comm, leaders: tuple[int, int], message: Order | Answer, kind: Any) -> Any:
-    """Exchange a message with the other model's first rank. Called on both ``leaders``."""
-    pair = comm.group(tuple(sorted(leaders)))
-    began = comm.clock.wait_begins()
-    try:
-        messages = pair.gather_objects(message, Order | Answer)
-    finally:
-        comm.clock.wait_ends(began, True)
-    found = messages[1 - pair.index]
-    assert isinstance(found, kind), f"rank {pair.ranks[1 - pair.index]} sent {found}"
-    return found
+def meeting_group(config: RunConfig, comm: Comm) -> Group | None:
+    """The student's first rank and those of the teacher; None on other ranks. Every rank of the job calls it first with
+    its other groups. It waits in host memory, and for as long as the student may save or export."""
+    return comm.background_group((config.plan.ranks[0], *config.compiled_teacher.plan.ranks), WRITE_TIMEOUT)
 
 
-def leaders_of(config: RunConfig) -> tuple[int, int]:
-    """The first ranks of student and teacher."""
-    return config.plan.ranks[0], config.compiled_teacher.plan.ranks[0]
+def meet(group: Group, student: int, message: Order | Answer) -> tuple[Order, Answer]:
+    """Exchange the order of rank ``student`` and the answers of the others. Called on all ranks of the group.
+
+    Returns:
+        the order, and what the others answer together; equal on all.
+    """
+    messages = dict(zip(group.ranks, group.gather_objects(message, Order | Answer), strict=True))
+    order = messages.pop(student)
+    answers = {rank: answer for rank, answer in messages.items() if isinstance(answer, Answer)}
+    assert isinstance(order, Order) and len(answers) == len(messages), f"unlike messages: {order}, {messages}"
+    return order, joint_answer(tuple(answers), tuple(answers.values()))
+
+
+def joint_answer(ranks: Sequence[int], answers: Sequence[Answer]) -> Answer:
+    """What several ranks answer together: the first problem of any, also that they read unlike data."""
+    first, problems = answers[0], [answer.problem for answer in answers if answer.problem is not None]
+    for rank, answer in zip(ranks, answers, strict=True):
+        for name, mark in first.data.items() if not problems else ():
+            if answer.data.get(name) != mark:
+                problem = f"rank {rank} reads {answer.data.get(name)}, rank {ranks[0]} reads {mark}"
+                problems.append(Refusal(problem, name, None, "the same data on every rank", ""))
+    stop = next((answer.stop for answer in answers if answer.stop), "")
+    return replace(first, problem=problems[0] if problems else None, stop=stop)
 
 
 def said_transfer(config: RunConfig, comm: Comm) -> SaidTransfer:
@@ -107,15 +121,32 @@ def requests(config: RunConfig, step: int, consumed: int, tests: bool) -> Iterat
         yield from evaluated("test")
 
 
+class Lookahead:
+    """Which batch comes next, of a run whose batches are to be ``upcoming``.
+
+    Attributes:
+        next: of them; None: there is none, or that is not known any more.
+    """
+
+    def __init__(self, upcoming: Iterator[Request]) -> None:
+        self._upcoming, self.next = upcoming, next(upcoming, None)
+
+    def pass_by(self, request: Request) -> None:
+        """``request`` has come; perhaps without those that were to come before it."""
+        while self.next is not None and self.next != request:
+            self.next = next(self._upcoming, None)
+        self.next = next(self._upcoming, None)
+
+
 class TeacherLine:
     """The student's end; made on all of its ranks, as soon as there are groups."""
 
     def __init__(self, config: RunConfig, comm: Comm) -> None:
         assert config.teacher is not None
-        self._config, self._comm = config, comm
+        self._comm, self._meeting, self._first = comm, meeting_group(config, comm), config.plan.ranks[0]
         self._world: Group = comm.group(config.plan.ranks)
         self._told, self._transfer = Told(config.teacher.top_k), said_transfer(config, comm)
-        self._upcoming: Iterator[Request] = iter(())
+        self._lookahead = Lookahead(iter(()))
         self._asked: Request | None = None  # of the teacher
         self._taken: Request | None = None
         self._stop: Callable[[str], None] = lambda reason: None
@@ -129,8 +160,10 @@ class TeacherLine:
         data, runtime = training.node_data.datasets, training.runtime
         self._data = data
         self._stop = training.exit.ask
-        self._upcoming = requests(training.config, training.step, training.consumed, data.test is not None)
-        self._asked = next(self._upcoming, None)
+        self._lookahead = Lookahead(
+            requests(training.config, training.step, training.consumed, data.test is not None)
+        )
+        self._asked = self._lookahead.next
         answer = self._meet(Order(self._asked))
         if answer.problem is not None:
             raise answer.problem.error()
@@ -152,32 +185,30 @@ class TeacherLine:
         while self._asked != request:
             self._asked = request
             self._meet(Order(request))
-        self._asked = self._after(request)
+        self._lookahead.pass_by(request)
+        self._asked = self._lookahead.next
         answer = self._meet(Order(self._asked, take=True))
         if answer.problem is not None:
             raise answer.problem.error()
+        self._told.rows = {}  # before there is memory for the next ones
         self._told.rows = self._transfer.receive(first_sample, batch_size)
         self._taken = request
 
     def end(self, order: Order) -> None:
         """The run is over for the teacher's ranks, too. Only the first rank says so: after an error others may be
         gone."""
-        if self._world.index == 0:
+        if self._meeting is not None:
             self._comm.activity = "the end of the teacher's run"
-            meet(self._comm, leaders_of(self._config), order, Answer)
-
-    def _after(self, request: Request) -> Request | None:
-        """What comes after ``request``, by what was to come."""
-        for upcoming in self._upcoming:
-            if upcoming == request:
-                break
-        return next(self._upcoming, None)
+            meet(self._meeting, self._first, order)
 
     def _meet(self, order: Order) -> Answer:
         self._comm.activity = "waiting for the teacher"
-        leads = self._world.index == 0
-        answer = meet(self._comm, leaders_of(self._config), order, Answer) if leads else None
-        found: Answer = self._world.gather_objects(answer, Answer | None)[0]
+        began = self._comm.clock.wait_begins()
+        try:
+            answer = meet(self._meeting, self._first, order)[1] if self._meeting is not None else None
+            found: Answer = self._world.gather_objects(answer, Answer | None)[0]
+        finally:
+            self._comm.clock.wait_ends(began, True)
         if found.stop:
             self._stop(found.stop)
         return found

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from hetero_megatron.comm import Comm, Group
+from hetero_megatron.comm import Comm
 from hetero_megatron.comm.group import Refusal, together
 from hetero_megatron.data.batch import Batch, BatchLoader
 from hetero_megatron.emulation import Emulation
@@ -32,8 +32,8 @@ from hetero_megatron.training.teacher_line import (
     Order,
     Request,
     corpora,
-    leaders_of,
     meet,
+    meeting_group,
     said_transfer,
 )
 
@@ -73,30 +73,22 @@ def _serve(
     Args:
         speaker: None: it could not be made, as ``answer`` says.
     """
-    world, transfer = comm.group(config.compiled_teacher.plan.ranks), said_transfer(config, comm)
+    meeting, transfer = meeting_group(config, comm), said_transfer(config, comm)
+    assert meeting is not None
     request: Request | None = None
     while True:
         exit.check(0)
-        answer = together_said(world, replace(answer, stop=exit.reason))
         comm.activity = "waiting for the student"
-        told = meet(comm, leaders_of(config), answer, Order) if world.index == 0 else None
-        order: Order = world.gather_objects(told, Order | None)[0]
+        order, answer = meet(meeting, config.plan.ranks[0], replace(answer, stop=exit.reason))
         if order.ends:
             return order
-        if answer.problem is not None and (speaker is None or order.take):
-            continue  # the student's ranks raise it, and say so
+        if answer.problem is not None and (request is None or order.take):
+            continue  # of the start, or of what is wanted: the student's ranks raise it, and say so
         assert speaker is not None
         if order.take and request is not None:
             transfer.send(speaker.found, request.first, request.size)
         request = order.next
         answer = Answer() if request is None else speaker.speak(request)
-
-
-def together_said(world: Group, answer: Answer) -> Answer:
-    """What all ranks have to say."""
-    answers: list[Answer] = world.gather_objects(answer, Answer)
-    problem = next((answer.problem for answer in answers if answer.problem is not None), None)
-    return replace(answers[0], problem=problem, stop=next(filter(None, (answer.stop for answer in answers)), ""))
 
 
 class Speaker:

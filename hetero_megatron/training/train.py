@@ -362,6 +362,10 @@ def agree(
     # All at once, on idle ranks too (torch wants every rank to take part): a refusal then leaves nobody waiting.
     comm.create_groups(config.groups)
     comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
+    if config.plan.roles:
+        from hetero_megatron.training.teacher_line import meeting_group
+
+        meeting_group(config, comm)
     return config
 
 

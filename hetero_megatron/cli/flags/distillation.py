@@ -68,6 +68,9 @@ def _on_own_ranks(args: Arguments, teacher: TeacherConfig, data: DataConfig | No
     if data is not None and data.reads_stream:
         problem = "a teacher on its own ranks reads samples by their number, and a stream is read once, in order"
         raise flag_error("teacher_hf", teacher.hf, problem, "stored data, or a plan without roles")
+    if (drift := args["replan_on_drift"]) is not None:
+        problem = "the planner finds no ranks for a teacher"
+        raise flag_error("replan_on_drift", drift, problem, "without it, or a plan without roles")
     return replace(teacher, top_k=_top_k(args, teacher.spec))
 
 

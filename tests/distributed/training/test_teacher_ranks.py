@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,32 @@ def test_a_teacher_that_says_no_numbers_ends_the_run_in_one_line(tmp_path: Path)
     _, err = run_ranks(2, two_ranks(tmp_path), code=2)
     lines = err.splitlines()
     assert len(lines) == 2 and all("--teacher-hf" in line and "is not a number" in line for line in lines), err
+
+
+SPLIT = TOP + """
+pipelines: [{micro_batch_size: 4, num_micro_batches: 1, stages: [{ranks: 0, layers: [0, 2]}]}]
+roles:
+  teacher:
+    pipelines:
+      - micro_batch_size: 4
+        num_micro_batches: 1
+        stages: [{ranks: 1, layers: [0, 1]}, {ranks: 2, layers: [1, 3]}]
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_of_the_teacher_without_its_weights_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    make_models(tmp_path)
+    words = two_ranks(tmp_path)
+    (tmp_path / "plan.yaml").write_text(SPLIT)
+    shutil.copytree(tmp_path / "larger", tmp_path / "bare")
+    (tmp_path / "bare" / "model.safetensors").unlink()
+    at = words.index("--teacher-hf")
+    given, own = words[:at] + words[at + 2 :], {r: ["--teacher-hf", str(tmp_path / "larger")] for r in (0, 1)}
+    programs = start_ranks(3, given, own | {2: ["--teacher-hf", str(tmp_path / "bare")]})
+    printed = [program.communicate(240)[1] for program in programs]
+    assert [program.returncode for program in programs] == [2, 2, 2], printed
+    assert len({*printed}) == 1 and printed[0].count("\n") == 1 and "bare" in printed[0], printed
 
 
 @pytest.mark.slow
