@@ -196,10 +196,10 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
         memory = with_communicators(memory, config.plan, config.spec, buckets, cluster)
     if teacher is None or not teacher.top_k:
         return memory
-    from hetero_megatron.plans.memory.forward_only import with_teacher_apart
+    from hetero_megatron.plans.memory.forward_only import with_teacher_on_own_ranks
 
     compiled = config.compiled_teacher
-    memory = with_teacher_apart(memory, config.plan, compiled, teacher.top_k, config.dtype, config.logits_bytes)
+    memory = with_teacher_on_own_ranks(memory, config.plan, compiled, teacher.top_k, config.dtype, config.logits_bytes)
     if cluster is None:
         return memory
     apart = {rank: memory[rank] for rank in compiled.plan.ranks}

@@ -31,10 +31,10 @@ class ScoredDataset:
         self._arrays = [scores.arrays[f"{split}.{name}"] for name in LikeliestTokens._fields]
 
     def __getitem__(self, index: int) -> Sample:
-        return self._dataset[index]._replace(teacher=self.said(index))
+        return self._dataset[index]._replace(teacher=self.scores(index))
 
-    def said(self, index: int) -> LikeliestTokens:
-        """Of a sample. UserError: the file ends before, or what it says of the sample is no distribution."""
+    def scores(self, index: int) -> LikeliestTokens:
+        """Those of a sample. UserError: the file ends before it, or they are no distribution."""
         if not 0 <= index < len(self._arrays[0]):
             raise self._refusal(f"holds {len(self._arrays[0])} samples of {self._split}, not number {index}")
         said = LikeliestTokens(*(array[index] for array in self._arrays))

@@ -18,7 +18,7 @@ from hetero_megatron.ops.linear_cross_entropy import KnownLoss, with_known_gradi
 from hetero_megatron.ops.spec import wide
 from hetero_megatron.pipeline.compared_loss import ComparedLoss
 from hetero_megatron.pipeline.stage_model import RankStage
-from hetero_megatron.pipeline.told import Told
+from hetero_megatron.pipeline.teacher_scores import TeacherScores
 from hetero_megatron.spec.distillation import FACTS, Distillation
 
 PIECES = 6  # of the size of a chunk's logits that are there at once: of both models, and what is made of them
@@ -84,7 +84,7 @@ class DistillationLoss(ComparedLoss):
         chunk: tokens whose logits exist at once; None: those of a micro-batch.
 
     Attributes:
-        teacher: where it runs on the student's ranks; told: where others say what it said; both None: batches bring it.
+        teacher: where it runs on the student's ranks; scores: where it has its own; both None: batches have them.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class DistillationLoss(ComparedLoss):
         self.head: KnownLoss = with_known_gradient(self._losses, self._together, kernels.weight_gradients)
         model.lm_head.in_loss = True
         self.teacher: TeacherHead | None = None
-        self.told: Told | None = None
+        self.scores: TeacherScores | None = None
 
     def facts(self, device: torch.device) -> torch.Tensor:
         """Sums of ``FACTS`` over this rank's tokens since :meth:`begin`."""
@@ -128,11 +128,11 @@ class DistillationLoss(ComparedLoss):
             if self._rehearsing:
                 return Known(out.new_zeros(batch.labels.numel(), self.teacher.head.matrix.shape[1]))
             return Known(self.teacher.take(batch.samples).flatten(0, -2))
-        if self.told is not None:
+        if self.scores is not None:
             like = out.new_empty(0, dtype=wide(out.dtype))
             if self._rehearsing:
-                return Known(None, *self.told.made_up(batch.labels.numel(), like))
-            return Known(None, *self.told.take(batch.samples, like))
+                return Known(None, *self.scores.empty(batch.labels.numel(), like))
+            return Known(None, *self.scores.of(batch.samples, like))
         said = batch.teacher
         assert said is not None, "a batch without a teacher"
         kind = wide(out.dtype)

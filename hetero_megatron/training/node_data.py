@@ -35,7 +35,7 @@ def _show(text: str) -> None:
 
 
 class NodeData:
-    """Builds the data sets of this rank; all ranks of ``world`` (those of the plan) make it at once. ``says``: the
+    """Builds the data sets of this rank; all ranks of ``world`` (those of the plan) make it at once. ``log``: the
     first one prints what they are.
 
     Attributes:
@@ -46,7 +46,7 @@ class NodeData:
         UserError: what is wrong with the data.
     """
 
-    def __init__(self, config: RunConfig, comm: Comm, world: Group, says: bool = True) -> None:
+    def __init__(self, config: RunConfig, comm: Comm, world: Group, log: bool = True) -> None:
         assert config.data is not None, "the command line refuses training without data"
         self._flags = config.data
         self._comm, self._world = comm, world
@@ -54,7 +54,7 @@ class NodeData:
         self.wrapped: dict[int, Dataset] = {}
         valid = config.evaluation.iterations * config.plan.global_batch_size
         sample_counts = (0 if config.skip_train else config.train_samples, valid, valid)
-        self._log = _show if says and world.index == 0 else (lambda _: None)
+        self._log = _show if log and world.index == 0 else (lambda _: None)
         # Ranks are at most one step apart, and each prepares the batch after its own.
         keep = 2 * config.plan.global_batch_size
         build: Callable[..., Datasets] = partial(

@@ -1,5 +1,5 @@
 """A teacher on the ranks of its student: its weights read, its tokenizer compared, and its forward before each step; or
-what a file says that it would say."""
+its scores from a file."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from hetero_megatron.training.runtime_options import RuntimeOptions
 def add_teacher(
     config: RunConfig, runtime: Runtime, platform: Platform, plugins: Plugins, tokenizer: Tokenizer | None
 ) -> None:
-    """Have the teacher of ``config`` speak before each step and evaluation of ``runtime``, or have what a file says of
-    their samples looked at by all ranks together. Called on all ranks.
+    """Run the teacher of ``config`` before each step and evaluation of ``runtime``, or have all ranks check the scores
+    in a file together. Called on all ranks.
 
     Raises:
         UserError: it has another vocabulary than ``tokenizer``, or other tensors than its configuration says.
     """
     if config.teacher is None:
-        runtime.hooks.before_forward = partial(_look_at_scores, runtime)
+        runtime.hooks.before_forward = partial(_check_scores, runtime)
         return
     teacher_config, compiled, world = config.teacher, config.compiled_teacher, runtime.world
     together(world, lambda: check_tokenizer(teacher_config.hf, tokenizer, "--teacher-hf") if world.index == 0 else None)
@@ -51,17 +51,17 @@ def add_teacher(
     runtime.hooks.before_forward = teacher.before_forward
 
 
-def _look_at_scores(runtime: Runtime, fetch: Fetch, first_sample: int, batch_size: int) -> None:
-    """UserError on all ranks where one finds that the file says nothing that can be used of a sample of the batch: else
-    that one would end, and the others lose a peer."""
+def _check_scores(runtime: Runtime, fetch: Fetch, first_sample: int, batch_size: int) -> None:
+    """UserError on all ranks where one finds no scores of a sample of the batch in the file, or damaged ones: else that
+    one would end, and the others lose a peer."""
 
-    def look() -> None:
+    def check() -> None:
         if isinstance(fetch, BatchLoader) and isinstance(fetch.dataset, ScoredDataset):
             for rows in runtime.step_work.samples(first_sample, batch_size)[1]:
                 for index in rows:
-                    fetch.dataset.said(index)
+                    fetch.dataset.scores(index)
 
-    together(runtime.world, look)
+    together(runtime.world, check)
 
 
 def check_tokenizer(directory: str, tokenizer: Tokenizer | None, flag: str) -> None:

@@ -26,15 +26,15 @@ from hetero_megatron.training.kernels import rank_kernels
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.teacher import check_tokenizer
-from hetero_megatron.training.teacher_line import (
+from hetero_megatron.training.teacher_client import (
     SPLITS,
     Answer,
-    Order,
-    Request,
+    BatchRequest,
+    Instruction,
     corpora,
     meet,
     meeting_group,
-    said_transfer,
+    score_transfer,
 )
 
 
@@ -51,47 +51,47 @@ def run_teacher(
         UserError: what ended the student's run, or kept this one from its part of it.
         CommError: a peer is gone.
     """
-    speaker = None
+    scorer = None
     with ExitStack() as open_loaders:
         try:
-            speaker = Speaker(config, comm, platform, plugins, open_loaders)
-            answer = Answer(data=speaker.corpora)
+            scorer = BatchScorer(config, comm, platform, plugins, open_loaders)
+            answer = Answer(data=scorer.corpora)
         except UserError as error:
             answer = Answer(Refusal.of(error))
         emulation.started()
-        order = _serve(config, comm, speaker, answer, exit)
-    if order.problem is not None:
-        raise order.problem.error()
-    return order.code
+        instruction = _serve(config, comm, scorer, answer, exit)
+    if instruction.problem is not None:
+        raise instruction.problem.error()
+    return instruction.code
 
 
 def _serve(
-    config: RunConfig, comm: Comm, speaker: Speaker | None, answer: Answer, exit: ExitConditions
-) -> Order:
-    """Do what the student's ranks say; returns their last word.
+    config: RunConfig, comm: Comm, scorer: BatchScorer | None, answer: Answer, exit: ExitConditions
+) -> Instruction:
+    """Follow the student's instructions; returns the last one.
 
     Args:
-        speaker: None: it could not be made, as ``answer`` says.
+        scorer: None: it could not be made, as ``answer`` says.
     """
-    meeting, transfer = meeting_group(config, comm), said_transfer(config, comm)
+    meeting, transfer = meeting_group(config, comm), score_transfer(config, comm)
     assert meeting is not None
-    request: Request | None = None
+    request: BatchRequest | None = None
     while True:
         exit.check(0)
         comm.activity = "waiting for the student"
-        order, answer = meet(meeting, config.plan.ranks[0], replace(answer, stop=exit.reason))
-        if order.ends:
-            return order
-        if answer.problem is not None and (request is None or order.take):
-            continue  # of the start, or of what is wanted: the student's ranks raise it, and say so
-        assert speaker is not None
-        if order.take and request is not None:
-            transfer.send(speaker.found, request.first, request.size)
-        request = order.next
-        answer = Answer() if request is None else speaker.speak(request)
+        instruction, answer = meet(meeting, config.plan.ranks[0], replace(answer, stop=exit.reason))
+        if instruction.ends:
+            return instruction
+        if answer.problem is not None and (request is None or instruction.send_scores):
+            continue  # at the start, or in a batch that is wanted: the student's ranks raise it, and end the run
+        assert scorer is not None
+        if instruction.send_scores and request is not None:
+            transfer.send(scorer.found, request.first, request.size)
+        request = instruction.next
+        answer = Answer() if request is None else scorer.score(request)
 
 
-class Speaker:
+class BatchScorer:
     """The teacher's model and data on one of its ranks.
 
     Attributes:
@@ -111,7 +111,7 @@ class Speaker:
         world = comm.group(plan.ranks)
         self._comm, self._world, self._hf = comm, world, teacher.hf
         own = replace(config, plan=plan, spec=spec, load_hf=teacher.hf, adapter=AdapterConfig())
-        weights, node_data = InitialWeights(own, world), NodeData(own, comm, world, says=False)
+        weights, node_data = InitialWeights(own, world), NodeData(own, comm, world, log=False)
         data = node_data.datasets
         check_tokenizer(teacher.hf, data.tokenizer, "--teacher-hf")
         self.corpora = corpora(data)
@@ -135,10 +135,10 @@ class Speaker:
 
     @property
     def found(self) -> Mapping[tuple[int, ...], torch.Tensor]:
-        """What was said of the last batch, of this rank's part of it."""
+        """Scores of this rank's micro-batches of the last batch."""
         return self._likeliest.found if self._likeliest is not None else {}
 
-    def speak(self, request: Request) -> Answer:
+    def score(self, request: BatchRequest) -> Answer:
         """Run forward on a batch. Called on all ranks."""
         loader, batches = self._loaders[request.split], dict[tuple[int, ...], Batch]()
         if self._likeliest is not None:
@@ -164,6 +164,6 @@ class Speaker:
             k = rows.shape[-1] // 2
             if rows[..., k:].contiguous().view(torch.float32).isnan().any():
                 raise UserError(
-                    f"what it says of sample {samples[0]} of {split} is not a number", field="--teacher-hf",
+                    f"its score of sample {samples[0]} of {split} is not a number", field="--teacher-hf",
                     value=self._hf, accepted="weights without NaN or Inf, or more range than fp16 has",
                 )  # fmt: skip

@@ -60,7 +60,7 @@ from hetero_megatron.utils.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
     from hetero_megatron.training.reference import Known
-    from hetero_megatron.training.teacher_line import TeacherLine
+    from hetero_megatron.training.teacher_client import TeacherClient
 
 
 def optimizer_factory(
@@ -107,14 +107,14 @@ class Resume(Protocol):
 
 def set_up(
     config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation,
-    resume: Resume | None = None, line: TeacherLine | None = None,
+    resume: Resume | None = None, client: TeacherClient | None = None,
 ) -> Training:  # fmt: skip
     """The run of this rank, up to its first step: model built, checkpoint loaded. Called on all ranks of the plan.
 
     Args:
         comm: in which the groups of ``config.compiled`` are created.
         resume: None: the weights are those of the seed, of --load-hf or of a checkpoint.
-        line: to a teacher on ranks of its own.
+        client: of a teacher on ranks of its own.
 
     Raises:
         UserError: something in the configuration cannot be honoured; all ranks raise it.
@@ -148,7 +148,7 @@ def set_up(
     runtime = build_runtime(config, comm, platform, plugins, initialize, alignment)
     if resume is None:
         weights.complete(runtime)
-    if config.distillation is not None and line is None:
+    if config.distillation is not None and client is None:
         from hetero_megatron.training.teacher import add_teacher
 
         add_teacher(config, runtime, platform, plugins, data.tokenizer)
@@ -179,8 +179,8 @@ def set_up(
     )  # fmt: skip
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
-    if line is not None:
-        line.begin(training)
+    if client is not None:
+        client.begin(training)
     return training
 
 
@@ -303,14 +303,14 @@ def train(
 
             return score(config, comm, platform, plugins, build_runtime)
 
-        def run(line: TeacherLine | None = None) -> int:
-            training = set_up(config, comm, platform, plugins, emulation, line=line)
+        def run(client: TeacherClient | None = None) -> int:
+            training = set_up(config, comm, platform, plugins, emulation, client=client)
             training.on_step = on_step
             return run_training(training)
 
         if not config.plan.roles:
             return run()
-        from hetero_megatron.training.teacher_line import beside_teacher
+        from hetero_megatron.training.teacher_client import beside_teacher
 
         return beside_teacher(config, comm, run)
 
@@ -363,7 +363,7 @@ def agree(
     comm.create_groups(config.groups)
     comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
     if config.plan.roles:
-        from hetero_megatron.training.teacher_line import meeting_group
+        from hetero_megatron.training.teacher_client import meeting_group
 
         meeting_group(config, comm)
     return config

@@ -23,11 +23,11 @@ def with_teacher(memory: Mapping[int, MemoryBytes], teacher: CompiledPlan, dtype
     return {rank: replace(m, teacher=weights[rank] + head_inputs.get(rank, 0)) for rank, m in memory.items()}
 
 
-def with_teacher_apart(
+def with_teacher_on_own_ranks(
     memory: Mapping[int, MemoryBytes], student: Plan, teacher: CompiledPlan, top_k: int, dtype: str, logits_bytes: int
 ) -> dict[int, MemoryBytes]:
-    """``memory`` of the student's ranks with what the teacher said of their samples, and that of the teacher's own
-    ranks: its weights, what it said, and at most what one layer's forward of one micro-batch works with beside the
+    """``memory`` of the student's ranks with the teacher's scores of their samples, and that of the teacher's own
+    ranks: its weights, its scores, and at most what one layer's forward of one micro-batch works with beside the
     inputs of the others."""
     plan, spec = teacher.plan, teacher.spec
     single = replace(
@@ -35,15 +35,15 @@ def with_teacher_apart(
         pipelines=tuple(replace(pipeline, num_micro_batches=1) for pipeline in plan.pipelines),
     ).with_stages(lambda stage: replace(stage, recompute=Recompute("full") if stage.num_layers else Recompute()))
     forward = estimate_memory(single, spec, dtype, 0, teacher.buckets, logits_bytes)
-    said = {**_said(student, top_k), **_said(plan, top_k)}
-    own = {rank: replace(m, teacher=m.teacher + said.get(rank, 0)) for rank, m in memory.items()}
-    apart = {rank: MemoryBytes(activations=m.activations, teacher=m.weights + said.get(rank, 0))
+    scores = {**_score_bytes(student, top_k), **_score_bytes(plan, top_k)}
+    own = {rank: replace(m, teacher=m.teacher + scores.get(rank, 0)) for rank, m in memory.items()}
+    apart = {rank: MemoryBytes(activations=m.activations, teacher=m.weights + scores.get(rank, 0))
              for rank, m in forward.items()}  # fmt: skip
     return dict(sorted((own | apart).items()))
 
 
-def _said(plan: Plan, top_k: int) -> dict[int, int]:
-    """By rank with a head, bytes of what is said of its positions of a step."""
+def _score_bytes(plan: Plan, top_k: int) -> dict[int, int]:
+    """By rank with a head, bytes of the scores of its positions of a step."""
     return {
         rank: unit.micro_batch_tokens * pipeline.num_micro_batches * (2 * top_k + 1) * 4
         for pipeline in plan.pipelines for stage in pipeline.stages if stage.head

@@ -1,5 +1,5 @@
-"""A teacher on ranks of its own: what it says reaches the student's ranks whole, under any two plans; and a run beside
-it is the run that learns from its scores in a file, also after a rank of it was killed."""
+"""A teacher on ranks of its own: its scores reach the student's ranks whole, under any two plans; and a run beside it
+is the run that learns from its scores in a file, also after a rank of it was killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.pipeline.told import SaidTransfer, head_parts
+from hetero_megatron.pipeline.teacher_scores import ScoreTransfer, head_parts
 from hetero_megatron.plans import Plan, plan_from_dict
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns
 from tests.support.hf_reference import make_hf
@@ -28,8 +28,8 @@ from tests.support.small_plans import LLAMA
 K = 2
 
 
-def said_of(samples: range, tokens: list[int]) -> torch.Tensor:
-    """Made up: [b, s, 2 k + 1] int32 by sample and position."""
+def scores_of(samples: range, tokens: list[int]) -> torch.Tensor:
+    """Numbers in the place of scores: [b, s, 2 k + 1] int32 by sample and position."""
     place = torch.tensor(samples)[:, None] * 1000 + torch.tensor(tokens, dtype=torch.int64)
     return (place[..., None] * 10 + torch.arange(2 * K + 1)).int()
 
@@ -38,22 +38,22 @@ def expected(plan: Plan, rank: int, first: int, size: int) -> dict[tuple[int, ..
     found = {}
     for begin, end, tokens in head_parts(plan, size).get(rank, []):
         samples = range(first + begin, first + end)
-        found[tuple(samples)] = said_of(samples, [t for a, b in tokens for t in range(a, b)])
+        found[tuple(samples)] = scores_of(samples, [t for a, b in tokens for t in range(a, b)])
     return found
 
 
 def pass_rank(comm: Comm, pairs: list[tuple[Plan, Plan, int, int]]) -> None:
     for teacher, student, first, size in pairs:
-        way = SaidTransfer(comm, teacher, student, K)
+        moved = ScoreTransfer(comm, teacher, student, K)
         if comm.rank in teacher.ranks:
-            way.send(expected(teacher, comm.rank, first, size), first, size)
+            moved.send(expected(teacher, comm.rank, first, size), first, size)
         elif comm.rank in student.ranks:
-            wanted, rows = expected(student, comm.rank, first, size), way.receive(first, size)
+            wanted, rows = expected(student, comm.rank, first, size), moved.receive(first, size)
             assert wanted.keys() == rows.keys()
             assert all(torch.equal(rows[samples], wanted[samples]) for samples in wanted)
 
 
-def test_what_is_said_comes_whole_under_any_two_plans() -> None:
+def test_scores_arrive_whole_under_any_two_plans() -> None:
     """Unequal micro-batches, pipelines, inner replicas, context and TP groups on both sides; batches that the plans do
     not divide, too."""
     rng, (_, spec), pairs = random.Random(1), make_hf(LLAMA, 1), []
@@ -87,14 +87,14 @@ def _kill_a_teacher() -> None:
         return
     from hetero_megatron.training import teacher_ranks
 
-    speak = teacher_ranks.Speaker.speak
+    score = teacher_ranks.BatchScorer.score
 
     def until_then(self: Any, request: Any) -> Any:
         if request.first == 16:
             os.kill(os.getpid(), signal.SIGKILL)
-        return speak(self, request)
+        return score(self, request)
 
-    teacher_ranks.Speaker.speak = until_then  # type: ignore[method-assign]
+    teacher_ranks.BatchScorer.score = until_then  # type: ignore[method-assign]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -102,7 +102,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def make_models(folder: Path, spoiled: bool = False) -> None:
-    """A student of two layers and a teacher of three, and chats; ``spoiled``: the teacher says what is no number."""
+    """A student of two layers and a teacher of three, and chats; ``spoiled``: the teacher's weights have a NaN."""
     for name, layers in (("base", 2), ("larger", 3)):
         config = LlamaConfig(vocab_size=330, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
                              num_attention_heads=4, max_position_embeddings=64)  # fmt: skip
@@ -131,7 +131,7 @@ def two_ranks(folder: Path) -> list[str]:
     ).split()
 
 
-def test_a_teacher_that_says_no_numbers_ends_the_run_in_one_line(tmp_path: Path) -> None:
+def test_a_teacher_whose_scores_are_nan_ends_the_run_in_one_line(tmp_path: Path) -> None:
     make_models(tmp_path, spoiled=True)
     _, err = run_ranks(2, two_ranks(tmp_path), code=2)
     lines = err.splitlines()

@@ -9,21 +9,21 @@ import pytest
 
 from hetero_megatron.comm.group import Refusal
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.teacher_line import Answer, Lookahead, Request, joint_answer, requests
+from hetero_megatron.training.teacher_client import Answer, BatchRequest, Lookahead, joint_answer, requests
 
 
-def run_of(steps: int, interval: int, iterations: int, stop: int | None = None) -> list[Request]:
+def run_of(steps: int, interval: int, iterations: int, stop: int | None = None) -> list[BatchRequest]:
     """The batches of a run of samples that begins at step 1 and grows its batch, in the order of the training loop."""
-    made, consumed, step, last = list[Request](), 4, 1, False
+    made, consumed, step, last = list[BatchRequest](), 4, 1, False
     while not last:
         size = 4 if consumed < 16 else 8
-        made.append(Request("train", consumed, size))
+        made.append(BatchRequest("train", consumed, size))
         step, consumed = step + 1, consumed + size
         last = step in (steps, stop)
         if step % interval == 0 and not last:
-            made += [Request("valid", 8 * i, 8) for i in range(iterations)]
+            made += [BatchRequest("valid", 8 * i, 8) for i in range(iterations)]
     ends = ["valid", "test"] if step == steps else ["valid"]
-    return made + [Request(split, 8 * i, 8) for split in ends for i in range(iterations)]
+    return made + [BatchRequest(split, 8 * i, 8) for split in ends for i in range(iterations)]
 
 
 def test_the_teacher_is_asked_for_the_batch_after_each_one() -> None:

@@ -1,5 +1,5 @@
-"""What a teacher on ranks of its own says of a batch: from the ranks that found it to those of the student that have
-the head for the same samples, by layout transfer.
+"""Scores of a teacher on ranks of its own, the log-probabilities of its likeliest next tokens: sent from the ranks with
+the teacher's head to those with the student's for the same samples, by layout transfer.
 
 Both plans cut a batch as they please. The index space is (sample of the batch, position); each rank with a head has the
 boxes of its micro-batches, and what the boxes of two ranks have in common is one message."""
@@ -20,8 +20,8 @@ from hetero_megatron.plans.shares import head_micro_batches
 Rows = Mapping[tuple[int, ...], torch.Tensor]
 
 
-class Told:
-    """What was said of the batch that a student works on.
+class TeacherScores:
+    """The teacher's scores of the batch that a student works on.
 
     Attributes:
         top_k: k of the rows; rows: of this rank's micro-batches.
@@ -31,15 +31,15 @@ class Told:
         self.top_k = top_k
         self.rows: Rows = {}
 
-    def take(self, samples: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def of(self, samples: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of b s positions: ids int64 [b s, k], log-probabilities [b s, k] and [b s] of all others, of ``like``'s
         dtype."""
         ids, logps = self.rows[samples].flatten(0, 1).split([self.top_k, self.top_k + 1], -1)
         logps = logps.contiguous().view(torch.float32).to(like.dtype)
         return ids.long(), logps[:, :-1], logps[:, -1]
 
-    def made_up(self, positions: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same where nobody has said anything, and nothing that is computed counts."""
+    def empty(self, positions: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same for a rehearsal, where there are no scores and nothing that is computed counts."""
         zeros = torch.zeros(positions, self.top_k + 1, dtype=like.dtype, device=like.device)
         return zeros[:, :-1].long(), zeros[:, :-1], zeros[:, -1]
 
@@ -80,15 +80,15 @@ def head_layout(plan: Plan, batch_size: int) -> Layout:
     return Layout((batch_size, plan.seq_length), boxes)
 
 
-class SaidTransfer:
+class ScoreTransfer:
     """Of one rank, of either model; all ranks with a head call :meth:`send` or :meth:`receive` for every batch.
 
     Args:
-        speaker, listener: plans of the teacher and the student; top_k: of what is found.
+        source, target: plans of the teacher and the student; top_k: of what is found.
     """
 
-    def __init__(self, comm: Comm, speaker: Plan, listener: Plan, top_k: int) -> None:
-        self._comm, self._plans, self._width = comm, (speaker, listener), 2 * top_k + 1
+    def __init__(self, comm: Comm, source: Plan, target: Plan, top_k: int) -> None:
+        self._comm, self._plans, self._width = comm, (source, target), 2 * top_k + 1
         self._known: dict[int, Transfer] = {}
         self._connected: set[int] = set()
 
@@ -106,7 +106,7 @@ class SaidTransfer:
             work.wait()
 
     def receive(self, first_sample: int, batch_size: int) -> Rows:
-        """What was said of this rank's micro-batches."""
+        """The scores of this rank's micro-batches."""
         incoming = [
             (boxes, self._comm.irecv(self._empty(sum(box.size for box in boxes), self._width).view(-1), peer, 0))
             for peer, boxes in self._boxes(batch_size, sends=False).items()

@@ -1,9 +1,10 @@
-"""What the student's ranks and those of a teacher beside them tell each other, and the student's side of it.
+"""The messages between a student and a teacher on ranks of its own, and the student's side of them.
 
-The student's first rank and the teacher's ranks meet once for each batch: the teacher's say how the last one went, the
-student's what comes next, and whether what was said of the last one is wanted. So the teacher works on the batch after
-the one that the student trains on, and who is quicker waits. The student alone knows what comes: it takes its steps as
-if it would go on to the end, and what the teacher has said of a batch that does not come is left where it is.
+The student's first rank and all ranks of the teacher exchange messages once for each batch: the teacher's report how
+the last one went, the student's which one comes next, and whether to send the scores of the last one. So the teacher
+works on the batch after the one that the student trains on, and the faster one waits. Only the student knows which
+batch comes: the teacher is given those of a run that goes on to its end, and scores of a batch that does not come are
+dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hetero_megatron.data import Datasets
 from hetero_megatron.data.batch import BatchLoader
 from hetero_megatron.errors import UserError
 from hetero_megatron.pipeline.distillation import DistillationLoss
-from hetero_megatron.pipeline.told import SaidTransfer, Told
+from hetero_megatron.pipeline.teacher_scores import ScoreTransfer, TeacherScores
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT
 from hetero_megatron.training.config import RunConfig
 
@@ -31,7 +32,7 @@ SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """A batch: the samples ``[first, first + size)`` of one of the data sets."""
 
     split: str
@@ -40,12 +41,12 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Order:
-    """Of the student's ranks: the batch that comes next (None: that is not known yet), and whether what was said of the
-    last one is wanted; or that the run ends, with an exit code, or because of a ``problem``."""
+class Instruction:
+    """Of the student: the batch that comes next (None: that is not known yet), and whether to send the scores of the
+    last one; or that the run ends, with an exit code, or because of a ``problem``."""
 
-    next: Request | None = None
-    take: bool = False
+    next: BatchRequest | None = None
+    send_scores: bool = False
     ends: bool = False
     code: int = 0
     problem: Refusal | None = None
@@ -67,17 +68,17 @@ def meeting_group(config: RunConfig, comm: Comm) -> Group | None:
     return comm.background_group((config.plan.ranks[0], *config.compiled_teacher.plan.ranks), WRITE_TIMEOUT)
 
 
-def meet(group: Group, student: int, message: Order | Answer) -> tuple[Order, Answer]:
-    """Exchange the order of rank ``student`` and the answers of the others. Called on all ranks of the group.
+def meet(group: Group, student: int, message: Instruction | Answer) -> tuple[Instruction, Answer]:
+    """Exchange the instruction of rank ``student`` and the answers of the others. Called on all ranks of the group.
 
     Returns:
-        the order, and what the others answer together; equal on all.
+        the instruction, and what the others answer together; equal on all.
     """
-    messages = dict(zip(group.ranks, group.gather_objects(message, Order | Answer), strict=True))
-    order = messages.pop(student)
+    messages = dict(zip(group.ranks, group.gather_objects(message, Instruction | Answer), strict=True))
+    instruction = messages.pop(student)
     answers = {rank: answer for rank, answer in messages.items() if isinstance(answer, Answer)}
-    assert isinstance(order, Order) and len(answers) == len(messages), f"unlike messages: {order}, {messages}"
-    return order, joint_answer(tuple(answers), tuple(answers.values()))
+    assert isinstance(instruction, Instruction) and len(answers) == len(messages), f"{instruction}, {messages}"
+    return instruction, joint_answer(tuple(answers), tuple(answers.values()))
 
 
 def joint_answer(ranks: Sequence[int], answers: Sequence[Answer]) -> Answer:
@@ -92,9 +93,9 @@ def joint_answer(ranks: Sequence[int], answers: Sequence[Answer]) -> Answer:
     return replace(first, problem=problems[0] if problems else None, stop=stop)
 
 
-def said_transfer(config: RunConfig, comm: Comm) -> SaidTransfer:
+def score_transfer(config: RunConfig, comm: Comm) -> ScoreTransfer:
     assert config.teacher is not None
-    return SaidTransfer(comm, config.compiled_teacher.plan, config.plan, config.teacher.top_k)
+    return ScoreTransfer(comm, config.compiled_teacher.plan, config.plan, config.teacher.top_k)
 
 
 def corpora(data: Datasets) -> dict[str, str]:
@@ -102,17 +103,17 @@ def corpora(data: Datasets) -> dict[str, str]:
     return {f"data ({name})": f"{mark} {data.corpora[name]}" for name, mark in data.fingerprints.items()}
 
 
-def requests(config: RunConfig, step: int, consumed: int, tests: bool) -> Iterator[Request]:
+def requests(config: RunConfig, step: int, consumed: int, tests: bool) -> Iterator[BatchRequest]:
     """The batches of a run that goes on after ``step`` steps and ``consumed`` samples, unless it is stopped; ``tests``:
     it ends with the test set."""
     evaluation, size = config.evaluation, config.plan.global_batch_size
 
-    def evaluated(split: str) -> Iterator[Request]:
-        return (Request(split, i * size, size) for i in range(evaluation.iterations))
+    def evaluated(split: str) -> Iterator[BatchRequest]:
+        return (BatchRequest(split, i * size, size) for i in range(evaluation.iterations))
 
     while not config.skip_train and step < config.steps:
         batch = config.batch_size.at(consumed)
-        yield Request("train", consumed, batch)
+        yield BatchRequest("train", consumed, batch)
         step, consumed = step + 1, consumed + batch
         if step % evaluation.interval == 0 and step < config.steps:
             yield from evaluated("valid")
@@ -128,27 +129,27 @@ class Lookahead:
         next: of them; None: there is none, or that is not known any more.
     """
 
-    def __init__(self, upcoming: Iterator[Request]) -> None:
+    def __init__(self, upcoming: Iterator[BatchRequest]) -> None:
         self._upcoming, self.next = upcoming, next(upcoming, None)
 
-    def pass_by(self, request: Request) -> None:
+    def pass_by(self, request: BatchRequest) -> None:
         """``request`` has come; perhaps without those that were to come before it."""
         while self.next is not None and self.next != request:
             self.next = next(self._upcoming, None)
         self.next = next(self._upcoming, None)
 
 
-class TeacherLine:
-    """The student's end; made on all of its ranks, as soon as there are groups."""
+class TeacherClient:
+    """The student's side; made on all of its ranks, as soon as there are groups."""
 
     def __init__(self, config: RunConfig, comm: Comm) -> None:
         assert config.teacher is not None
         self._comm, self._meeting, self._first = comm, meeting_group(config, comm), config.plan.ranks[0]
         self._world: Group = comm.group(config.plan.ranks)
-        self._told, self._transfer = Told(config.teacher.top_k), said_transfer(config, comm)
+        self._scores, self._transfer = TeacherScores(config.teacher.top_k), score_transfer(config, comm)
         self._lookahead = Lookahead(iter(()))
-        self._asked: Request | None = None  # of the teacher
-        self._taken: Request | None = None
+        self._asked: BatchRequest | None = None  # of the teacher
+        self._taken: BatchRequest | None = None
         self._stop: Callable[[str], None] = lambda reason: None
 
     def begin(self, training: Training) -> None:
@@ -164,7 +165,7 @@ class TeacherLine:
             requests(training.config, training.step, training.consumed, data.test is not None)
         )
         self._asked = self._lookahead.next
-        answer = self._meet(Order(self._asked))
+        answer = self._meet(Instruction(self._asked))
         if answer.problem is not None:
             raise answer.problem.error()
         for name, mark in corpora(data).items():
@@ -172,40 +173,40 @@ class TeacherLine:
                 problem = f"the teacher's ranks read {answer.data.get(name)}, the student's {mark}"
                 raise UserError(problem, field=name, accepted="the same data on every rank")
         if isinstance(runtime.loss, DistillationLoss):
-            runtime.loss.told = self._told
+            runtime.loss.scores = self._scores
         runtime.hooks.before_forward = self.before_forward
 
     def before_forward(self, fetch: Fetch, first_sample: int, batch_size: int) -> None:
         """See :class:`~hetero_megatron.training.runtime_options.StepHooks`."""
         assert isinstance(fetch, BatchLoader)
         split = next(name for name in SPLITS if getattr(self._data, name) is fetch.dataset)
-        request = Request(split, first_sample, batch_size)
+        request = BatchRequest(split, first_sample, batch_size)
         if request == self._taken:  # a step that is done again
             return
         while self._asked != request:
             self._asked = request
-            self._meet(Order(request))
+            self._meet(Instruction(request))
         self._lookahead.pass_by(request)
         self._asked = self._lookahead.next
-        answer = self._meet(Order(self._asked, take=True))
+        answer = self._meet(Instruction(self._asked, send_scores=True))
         if answer.problem is not None:
             raise answer.problem.error()
-        self._told.rows = {}  # before there is memory for the next ones
-        self._told.rows = self._transfer.receive(first_sample, batch_size)
+        self._scores.rows = {}  # before there is memory for the next ones
+        self._scores.rows = self._transfer.receive(first_sample, batch_size)
         self._taken = request
 
-    def end(self, order: Order) -> None:
-        """The run is over for the teacher's ranks, too. Only the first rank says so: after an error others may be
+    def end(self, instruction: Instruction) -> None:
+        """The run is over for the teacher's ranks, too. Only the first rank tells them: after an error others may be
         gone."""
         if self._meeting is not None:
             self._comm.activity = "the end of the teacher's run"
-            meet(self._meeting, self._first, order)
+            meet(self._meeting, self._first, instruction)
 
-    def _meet(self, order: Order) -> Answer:
+    def _meet(self, instruction: Instruction) -> Answer:
         self._comm.activity = "waiting for the teacher"
         began = self._comm.clock.wait_begins()
         try:
-            answer = meet(self._meeting, self._first, order)[1] if self._meeting is not None else None
+            answer = meet(self._meeting, self._first, instruction)[1] if self._meeting is not None else None
             found: Answer = self._world.gather_objects(answer, Answer | None)[0]
         finally:
             self._comm.clock.wait_ends(began, True)
@@ -214,14 +215,14 @@ class TeacherLine:
         return found
 
 
-def beside_teacher(config: RunConfig, comm: Comm, run: Callable[[TeacherLine], int]) -> int:
-    """``run`` on a rank of the student; however it ends, the teacher's ranks hear of it. Returns the exit code."""
-    line = TeacherLine(config, comm)
+def beside_teacher(config: RunConfig, comm: Comm, run: Callable[[TeacherClient], int]) -> int:
+    """``run`` on a rank of the student; however it ends, the teacher's ranks are told. Returns the exit code."""
+    client = TeacherClient(config, comm)
     try:
-        code = run(line)
+        code = run(client)
     except UserError as error:
         with suppress(CommError):  # what was wrong is not that a teacher is gone, too
-            line.end(Order(ends=True, problem=Refusal.of(error)))
+            client.end(Instruction(ends=True, problem=Refusal.of(error)))
         raise
-    line.end(Order(ends=True, code=code))
+    client.end(Instruction(ends=True, code=code))
     return code
