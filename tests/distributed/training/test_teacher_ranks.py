@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hetero_megatron.cli.main import main
 from hetero_megatron.comm import Comm
 from hetero_megatron.pipeline.teacher_scores import ScoreTransfer, head_parts
 from hetero_megatron.plans import Plan, plan_from_dict
@@ -56,7 +57,7 @@ def pass_rank(comm: Comm, pairs: list[tuple[Plan, Plan, int, int]]) -> None:
 def test_scores_arrive_whole_under_any_two_plans() -> None:
     """Unequal micro-batches, pipelines, inner replicas, context and TP groups on both sides; batches that the plans do
     not divide, too."""
-    rng, (_, spec), pairs = random.Random(1), make_hf(LLAMA, 1), []
+    rng, (_, spec), pairs = random.Random(1), make_hf(LLAMA, 1), list[tuple[Plan, Plan, int, int]]()
     while len(pairs) < 12:
         count = rng.choice([2, 3, 4])
         made = [random_plan(rng, spec.num_layers, spec.num_heads, 14, ranks=n) for n in (count, 6 - count)]
@@ -201,3 +202,24 @@ def test_a_teacher_that_is_killed_beside_its_student_changes_nothing(tmp_path: P
     wanted, found = ([{key: row[key] for key in row if "loss" in key or "distill" in key or "norm" in key}
                       for row in metrics(tmp_path / name)] for name in ("file", "run"))  # fmt: skip
     assert wanted == found and len(wanted) == 8
+
+
+def test_no_search_and_no_other_plan_changes_the_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a plan with roles: nothing replaces it by one whose teacher is on the student's ranks."""
+    make_models(tmp_path)
+    words = [*two_ranks(tmp_path)[2:], "--load", str(tmp_path / "run")]
+    (tmp_path / "one.yaml").write_text(TOP + TWO.splitlines()[-1].replace("ranks: 1", "ranks: 0"))
+    run = ["run", "--plan", str(tmp_path / "plan.yaml")]
+    capsys.readouterr()
+    drift = ["--cluster", "examples/clusters/testbed.yaml", "--", *words, "--replan-on-drift", "1.5"]
+    for given, refused in (
+        (["--fallback-plan", str(tmp_path / "one.yaml"), "--", *words], "--fallback-plan"),
+        (["--on-failure", "replan", "--cluster", "examples/clusters/testbed.yaml", "--", *words], "--on-failure"),
+        (drift, "--replan-on-drift"),
+    ):
+        assert main([*run, *given]) == 2
+        told = capsys.readouterr().err
+        assert refused in told and "roles" in told and told.count("\n") == 1, told
+    assert main(["predict", "--plan", str(tmp_path / "plan.yaml"), "--cluster", "examples/clusters/testbed.yaml",
+                 "--model", str(tmp_path / "base")]) == 2  # fmt: skip
+    assert "which model the teacher is" in capsys.readouterr().err
