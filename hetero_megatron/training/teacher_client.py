@@ -89,7 +89,8 @@ def joint_answer(ranks: Sequence[int], answers: Sequence[Answer]) -> Answer:
             if answer.data.get(name) != mark:
                 problem = f"rank {rank} reads {answer.data.get(name)}, rank {ranks[0]} reads {mark}"
                 problems.append(Refusal(problem, name, None, "the same data on every rank", ""))
-    stop = next((answer.stop for answer in answers if answer.stop), "")
+    stops = (f"{answer.stop} (rank {rank}, of the teacher)" for rank, answer in zip(ranks, answers) if answer.stop)
+    stop = next(stops, "")
     return replace(first, problem=problems[0] if problems else None, stop=stop)
 
 

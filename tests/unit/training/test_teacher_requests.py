@@ -56,4 +56,6 @@ def test_unlike_data_and_problems_of_any_rank_are_everyone_s() -> None:
     assert found is not None
     with pytest.raises(UserError, match="rank 4 reads b, rank 3 reads a"):
         raise found.error()
-    assert joint_answer((3, 4), (alike, Answer(problem, stop="told to"))) == Answer(problem, "told to", data)
+    assert joint_answer((3, 4), (alike, Answer(problem, stop="asked"))) == Answer(
+        problem, "asked (rank 4, of the teacher)", data
+    )
