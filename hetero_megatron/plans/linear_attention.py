@@ -17,14 +17,14 @@ from hetero_megatron.plans.shares import merged
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Tokens of a sequence that follow each other on one member; ``heads``: the key heads of its ranks."""
 
     tokens: Interval
     heads: Layout
 
 
-def chain(context: StageContext) -> tuple[Run, ...]:
+def chain(context: StageContext) -> tuple[TokenRun, ...]:
     """All runs, in the order of their tokens."""
     assert context.spec.delta is not None
     held: dict[Interval, dict[int, tuple[Box, ...]]] = {}
@@ -32,10 +32,10 @@ def chain(context: StageContext) -> tuple[Run, ...]:
         a, b = member.held.key_heads
         for tokens in member.tokens:
             held.setdefault(tokens, {})[member.rank] = (Box((a,), (b,)),)
-    return tuple(Run(tokens, Layout((context.spec.delta.key_heads,), held[tokens])) for tokens in sorted(held))
+    return tuple(TokenRun(tokens, Layout((context.spec.delta.key_heads,), held[tokens])) for tokens in sorted(held))
 
 
-def state_moves(runs: Sequence[Run]) -> tuple[Transfer, ...]:
+def state_moves(runs: Sequence[TokenRun]) -> tuple[Transfer, ...]:
     """How states move from each run to the next, over (key head,)."""
     return tuple(transfer(before.heads, after.heads) for before, after in zip(runs, runs[1:]))
 
