@@ -147,7 +147,8 @@ def test_random_ragged_members_equal_whole_documents() -> None:
 
 def test_bytes_are_those_that_are_priced_and_do_not_grow_with_the_length() -> None:
     """States are in fp32 where activations have 16 bits."""
-    sent, fp64, bf16 = [], (torch.float64, 8, 8), (torch.bfloat16, 2, 4)  # dtype, bytes of activations and states
+    sent = []
+    fp64, bf16 = (torch.float64, 8, 8), (torch.bfloat16, 2, 4)  # dtype, bytes of an activation, of a state's element
     for length, (dtype, item, wide) in ((60, fp64), (300, fp64), (60, bf16)):
         spelled = stage([0, 1, 2, 3], [0, 1], tp_split=[[2, 1], [1], [1]], context=[
             {"ranks": [[0, 1]], "tokens": [length // 2], "heads": [4]},

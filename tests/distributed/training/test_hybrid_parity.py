@@ -78,7 +78,7 @@ def test_states_pass_through_context_groups(case: tuple[str, str, bool]) -> None
 DIVIDED: dict[str, Any] = {
     "tp_split": [[2, 1], [1]], "context": [{"ranks": [[0, 1], [2]], "tokens": [3, 7], "heads": [1, 3]}],
 }  # fmt: skip
-BESIDE = {  # (kinds of layers, plan, what else)
+BESIDE: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {  # kinds of layers, plan, what else
     # The module is like the last layer, and the stage with context groups has nothing but it.
     "modules": ([FULL, LINEAR], plan([pipe(2, 2, stage([3], [0, 2]), stage([0, 1, 2], [], **DIVIDED))]),
                 {"predictions": 1}),
