@@ -61,12 +61,12 @@ $(VENV)-2.11/.installed: setup.py constraints.txt
 	@tools/make_venv.sh "$(VENV)-2.11" "$(EXTRAS)" "$(PYTHON)" "torch==2.11.0 triton==3.6.0 setuptools==81.0.0 numpy==2.3.5"
 	@touch $@
 
-test-slow: env  ## fresh install, the commands of README and docs, testbeds, all cases of laws
+test-slow: env  ## fresh install, the commands of README and docs, testbeds, more cases of laws
 	@code=0; $(PY) -m pytest -o timeout=1800 -m "slow and quiet" tests/slow tests/testbed $(ARGS) || [ $$? = 5 ] || code=1; \
 	$(PY) -m pytest -o timeout=1800 -n $(SLOW_WORKERS) --dist loadscope -m "slow and not scale and not quiet and not exhaustive" $(SLOW) $(ARGS) && exit $$code
 
 test-exhaustive: env  ## all other cases of laws, which CI leaves out
-	$(PY) -m pytest -o timeout=1800 -n $(SLOW_WORKERS) -m "exhaustive and not scale" tests $(ARGS)
+	$(PY) -m pytest -o timeout=1800 -n $(SLOW_WORKERS) --dist loadscope -m "exhaustive and not scale" tests $(ARGS)
 
 test-parity: env  ## N random plans against one process: make test-parity N=500 SEED=1
 	@seed="$(SEED)"; seed="$${seed:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}"; \

@@ -79,7 +79,8 @@ def kept(
     if out.device.type == "cpu":  # NumPy takes a third to all of torch's time for these integers
         step, drawn, at_least = max(_CHUNK // max(end - first, 1), 1), out.numpy(), np.greater_equal
         groups, key = groups.numpy(), int(key)
-        flat = [x if isinstance(x, int) else x.numpy() for x in flat]
+        # Products of Python's integers do not wrap, and NumPy takes none of more than 64 bits.
+        flat = [np.broadcast_to(x, (count, 1)) if isinstance(x, int) else x.numpy() for x in flat]
     for a in range(0, count, step):
         part = [x if isinstance(x, int) else x[a : a + step] for x in flat]
         for i, word in enumerate(philox((groups, *part), words(key))):

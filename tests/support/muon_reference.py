@@ -39,8 +39,8 @@ def in_full_precision() -> Iterator[None]:
 
 
 def muon_has(name: str, values: torch.Tensor) -> bool:
-    """Whether Muon updates a logical tensor: [out, in], or [experts, out, in]."""
-    return ".layers." in name and values.dim() >= 2 and not name.endswith("bias")
+    """Whether Muon updates a logical tensor: [out, in], or [experts, out, in]. Filters of convolutions are none."""
+    return ".layers." in name and values.dim() >= 2 and not name.endswith(("bias", "_conv.weight"))
 
 
 class LogicalMuon:

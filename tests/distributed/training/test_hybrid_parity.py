@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.moe_models import HYBRIDS
@@ -71,3 +73,34 @@ def test_states_pass_through_context_groups(case: tuple[str, str, bool]) -> None
     model, name, packed = case
     config = HYBRIDS[model] | {"num_hidden_layers": 3, "layer_types": ORDER[model]}
     check_case(fixed_case(config, CONTEXT[name], packed=packed, masked=packed), shared_pool())
+
+
+DIVIDED: dict[str, Any] = {
+    "tp_split": [[2, 1], [1]], "context": [{"ranks": [[0, 1], [2]], "tokens": [3, 7], "heads": [1, 3]}],
+}  # fmt: skip
+BESIDE: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {  # kinds of layers, plan, what else
+    # The module is like the last layer, and the stage with context groups has nothing but it.
+    "modules": ([FULL, LINEAR], plan([pipe(2, 2, stage([3], [0, 2]), stage([0, 1, 2], [], **DIVIDED))]),
+                {"predictions": 1}),
+    "muon": ([LINEAR, FULL], plan([pipe(2, 2, stage([0, 1, 2], [0, 2], **DIVIDED))]), {"optimizer": "muon"}),
+    "activations_in_host_memory": (
+        [LINEAR, FULL, LINEAR],
+        plan([pipe(2, 3, stage([0, 1, 2], [0, 2], activations={"offload": "all"}, **DIVIDED), stage([3], [2, 3]))]),
+        {"packed": True},
+    ),
+    "chunks": (
+        [LINEAR, FULL, LINEAR, LINEAR],
+        plan([pipe(2, 3, stage([0, 1, 2], [[0, 1], [2, 3]], recompute="selective", **DIVIDED),
+                   stage([3, 4], [[1, 2], [3, 4]], context=[{"ranks": [3, 4], "tokens": [6, 4], "heads": [2, 2]}]))],
+             schedule="interleaved"),
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE)
+def test_states_pass_beside(name: str) -> None:
+    kinds, divided, more = BESIDE[name]
+    config = HYBRIDS["qwen3_next"] | {"num_hidden_layers": len(kinds), "layer_types": kinds}
+    check_case(fixed_case(config, divided, **more), shared_pool())

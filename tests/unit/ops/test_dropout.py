@@ -54,6 +54,12 @@ def test_masks_are_defined_by_philox_word_by_word() -> None:
         word = philox((column // 8, 3 + i, 7, j), words(key))[column % 8 // 2]
         number = word >> 16 if column % 2 else word & 0xFFFF
         assert found[i, j, column - 13] == (number >= dropped)
+    for counters in ((7, 9), (2**32 - 1, 2**32 - 1)):  # of which no product fits into 64 bits
+        numbers = kept(key, dropped, (0, 8), (*counters, torch.arange(2)), (2,))
+        for j in range(2):
+            made = philox((0, *counters, j), words(key))
+            expected = [half >= dropped for word in made for half in (word & 0xFFFF, word >> 16)]
+            assert numbers[j].tolist() == expected
 
 
 def test_the_mask_of_a_part_is_the_part_of_the_mask() -> None:
