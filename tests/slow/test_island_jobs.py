@@ -43,7 +43,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
         ("kill", ["0"], "fast", "small"),
         pytest.param("kill", ["1"], "slow-0", "two", marks=pytest.mark.exhaustive),
         pytest.param("freeze", ["2"], "slow-1", "two", marks=pytest.mark.exhaustive),
-        ("cut", ["fast", "slow-0", "fast", "slow-1"], "fast", "small"),
+        pytest.param("cut", ["fast", "slow-0", "fast", "slow-1"], "fast", "small", marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_a_fault_in_an_island(

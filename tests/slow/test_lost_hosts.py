@@ -135,6 +135,7 @@ def test_a_host_that_loses_its_power_and_comes_back(
     assert hosts.no_orphans() == []
 
 
+@pytest.mark.exhaustive
 def test_two_hosts_that_are_cut_off_from_each_other(
     hosts: NamespaceHosts, tmp_path: Path, undisturbed: list[float]
 ) -> None:
