@@ -13,6 +13,7 @@ from functools import cached_property
 from hetero_megatron.predictor.cost.modelled_operators import ModelledOperators, Seconds
 from hetero_megatron.predictor.cost.product_cost import nearest
 from hetero_megatron.predictor.cost.rates import LayerRow
+from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.model_spec import module_layer
 from hetero_megatron.utils.cached_method import cached_method
@@ -251,3 +252,10 @@ def _split(backward: float, weight_share: float) -> Seconds:
     measured backwards are as fast as modelled ones, and splitting costs nothing."""
     weight = backward * weight_share
     return backward - weight, weight
+
+
+def heads_and_columns(spec: ModelSpec, tp_split: tuple[int, ...], t: int) -> tuple[float, float]:
+    """(share of heads, share of columns) that TP rank ``t`` computes; exactly 1/tp where the axes divide evenly."""
+    share = shares(spec, tp_split)[t]
+    heads = (share.q_heads[1] - share.q_heads[0]) / spec.num_heads
+    return heads, (share.ffn[1] - share.ffn[0]) / spec.ffn_hidden_size

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hetero_megatron.plans import Stage, Unit
 from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES, CostModel
-from hetero_megatron.predictor.cost.operator_cost import Operators
-from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.predictor.cost.operator_cost import Operators, heads_and_columns
+from hetero_megatron.spec import ModelSpec
 
 Pair = tuple[float, float]  # forward, backward
 
@@ -38,10 +38,3 @@ class MemberCost:
         """(seconds of one gather or scatter-sum of a TP member, seconds of it on the host)."""
         size = unit.micro_batch_tokens * self.model.model.hidden_size * self.model.item
         return self.network.tp_exchange(unit.ranks, size)
-
-
-def heads_and_columns(spec: ModelSpec, tp_split: tuple[int, ...], t: int) -> tuple[float, float]:
-    """(share of heads, share of columns) that TP rank ``t`` computes; exactly 1/tp where the axes divide evenly."""
-    share = shares(spec, tp_split)[t]
-    heads = (share.q_heads[1] - share.q_heads[0]) / spec.num_heads
-    return heads, (share.ffn[1] - share.ffn[0]) / spec.ffn_hidden_size

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from hetero_megatron.plans import Stage, Unit
 from hetero_megatron.plans.context_plan import StageContext, stage_contexts
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds, exchanges_of_head
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Port
-from hetero_megatron.predictor.simulate.member_cost import MemberCost, heads_and_columns
+from hetero_megatron.predictor.cost.operator_cost import heads_and_columns
+from hetero_megatron.predictor.simulate.member_cost import MemberCost
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic, Passage, Volumes
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad
@@ -32,8 +33,12 @@ class ContextSeconds:
     """Prices of context stages; ``traffic``: cache by stage, added to."""
 
     def __init__(self, model: CostModel, traffic: dict[Stage, list[LayerTraffic]] | None = None) -> None:
-        self.model, self.network, self.members = model, model.links, MemberCost(model)
+        self.model, self.network = model, model.links
         self._traffic = {} if traffic is None else traffic
+
+    @cached_property
+    def members(self) -> MemberCost:
+        return MemberCost(self.model)
 
     def traffic(self, stage: Stage) -> list[LayerTraffic]:
         """One per inner replica."""

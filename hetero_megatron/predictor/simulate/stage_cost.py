@@ -19,8 +19,8 @@ from hetero_megatron.plans.routing import LayerLoads, Popularity, layer_kinds, l
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Flow
+from hetero_megatron.predictor.cost.operator_cost import heads_and_columns
 from hetero_megatron.predictor.simulate.divided_cost import DividedCost
-from hetero_megatron.predictor.simulate.member_cost import heads_and_columns
 from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.predictor.simulate.sync_structure import SyncStructure
