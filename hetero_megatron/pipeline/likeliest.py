@@ -81,6 +81,13 @@ def head_ranks(plan: Plan) -> set[int]:
     return {unit.ranks[0] for stage in plan.stages if stage.head for unit in stage.units}
 
 
+def unpacked(rows: torch.Tensor) -> Rows:
+    """[.., 2 k + 1] int32, as :attr:`Likeliest.found` has them: k ids, and k + 1 log-probabilities in fp32."""
+    k = rows.shape[-1] // 2
+    logps = rows[..., k:].contiguous().view(torch.float32)
+    return rows[..., :k], logps[..., :k], logps[..., k]
+
+
 def gather_rows(
     comm: Comm, plan: Plan, first_sample: int, batch_size: int, k: int, mine: Likeliest | None
 ) -> Iterator[tuple[range, list[int], Rows]]:
@@ -103,9 +110,7 @@ def gather_rows(
         else:
             found = torch.empty(len(rows), unit.num_tokens, 2 * k + 1, dtype=torch.int32, device=comm.device)
             comm.irecv(found, source, tag).wait()
-        ids, others = found.cpu().split([k, k + 1], -1)
-        logps = others.contiguous().view(torch.float32)
-        yield rows, [t for i, j in unit.tokens for t in range(i, j)], (ids, logps[..., :k], logps[..., k])
+        yield rows, [t for i, j in unit.tokens for t in range(i, j)], unpacked(found.cpu())
     for send in sends:
         send.wait()
     if mine is not None:

@@ -13,6 +13,7 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box, Layout, Transfer, transfer
+from hetero_megatron.pipeline.likeliest import unpacked
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.shares import head_micro_batches
 
@@ -34,9 +35,8 @@ class TeacherScores:
     def of(self, samples: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of b s positions: ids int64 [b s, k], log-probabilities [b s, k] and [b s] of all others, of ``like``'s
         dtype."""
-        ids, logps = self.rows[samples].flatten(0, 1).split([self.top_k, self.top_k + 1], -1)
-        logps = logps.contiguous().view(torch.float32).to(like.dtype)
-        return ids.long(), logps[:, :-1], logps[:, -1]
+        ids, logps, others = unpacked(self.rows[samples].flatten(0, 1))
+        return ids.long(), logps.to(like.dtype), others.to(like.dtype)
 
     def empty(self, positions: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same for a rehearsal, where there are no scores and nothing that is computed counts."""

@@ -13,7 +13,7 @@ from hetero_megatron.comm.group import Refusal, together
 from hetero_megatron.data.batch import Batch, BatchLoader
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.errors import UserError
-from hetero_megatron.pipeline.likeliest import Likeliest
+from hetero_megatron.pipeline.likeliest import Likeliest, unpacked
 from hetero_megatron.pipeline.stage_model import RankStage, StageModel
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.platform import DTYPES
@@ -161,8 +161,8 @@ class BatchScorer:
 
     def _check(self, split: str) -> None:
         for samples, rows in self.found.items():
-            k = rows.shape[-1] // 2
-            if rows[..., k:].contiguous().view(torch.float32).isnan().any():
+            _, logps, others = unpacked(rows)
+            if logps.isnan().any() or others.isnan().any():
                 raise UserError(
                     f"its score of sample {samples[0]} of {split} is not a number", field="--teacher-hf",
                     value=self._hf, accepted="weights without NaN or Inf, or more range than fp16 has",

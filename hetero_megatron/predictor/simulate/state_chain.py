@@ -47,11 +47,10 @@ def _heads(spec: ModelSpec, unit: Unit, t: int) -> float:
 def _passing(prices: MemberCost, context: StageContext, rows: int) -> Pair:
     """(forward, backward) seconds in which what convolutions look back at, and then states, pass."""
     looked_at, *states = passed_bytes(context, prices.model.item, prices.model.wide)
-    forward = _exchange(prices, looked_at, rows, "all_to_all", False) + sum(
-        _exchange(prices, volumes, rows, None, False) for volumes in states
-    )
-    backward = _exchange(prices, looked_at, rows, "all_to_all", True) + sum(
-        _exchange(prices, volumes, rows, None, True) for volumes in states
+    forward, backward = (
+        _exchange(prices, looked_at, rows, "all_to_all", back)
+        + sum(_exchange(prices, volumes, rows, None, back) for volumes in states)
+        for back in (False, True)
     )
     return forward, backward
 
