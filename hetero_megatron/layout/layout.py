@@ -90,6 +90,11 @@ class Layout:
         """Whether all ranks hold the same boxes."""
         return len(set(self.boxes.values())) == 1
 
+    @cached_property
+    def most(self) -> int:
+        """Elements of the rank that has most."""
+        return max(self._counts.values(), default=0)
+
     def elements(self, rank: int) -> int:
         return self._counts.get(rank, 0)
 

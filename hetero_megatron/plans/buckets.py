@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TypeVar, cast
 
@@ -105,6 +105,16 @@ class Bucket:
         return elements_held, elements_owned
 
 
+def with_counts(buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, Ints, Ints]]:
+    """Buckets of one plan with their :meth:`Bucket.counts`, which are summed up once for those of equal layouts."""
+    counts: dict[tuple[object, ...], tuple[Ints, Ints]] = {}
+    for bucket in buckets:
+        key = bucket.layout_key
+        if key not in counts:
+            counts[key] = bucket.counts()
+        yield bucket, *counts[key]
+
+
 def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
     """For every logical tensor, which box each rank of the plan holds; layers on the same stages share layouts."""
     stages = plan.stages
@@ -177,6 +187,11 @@ def backward_order(tensors: Iterable[LogicalTensor]) -> list[list[LogicalTensor]
     return [_backwards(segments[key]) for key in sorted(segments)]
 
 
+@lru_cache(maxsize=16)
+def _trained_segments(spec: ModelSpec) -> tuple[list[LogicalTensor], ...]:
+    return tuple(backward_order(t for t in logical_tensors(spec) if t.trained))
+
+
 def _backwards(tensors: list[LogicalTensor]) -> list[LogicalTensor]:
     runs = [list(run) for _, run in groupby(tensors, lambda tensor: tensor.joint or tensor.name)]
     return [tensor for run in reversed(runs) for tensor in run]
@@ -194,10 +209,10 @@ def make_buckets(
         from hetero_megatron.plans.matrices import in_order, matrix_owners
     buckets = list[Bucket]()
     for layouts in _apart(plan, holders):
-        segments, whole_owners = backward_order(t for t in logical_tensors(spec) if t.trained), dict[str, Layout]()
+        segments, whole_owners = _trained_segments(spec), dict[str, Layout]()
         if muon:
             whole_owners = matrix_owners((t for segment in segments for t in segment), layouts, owner_weights(plan))
-            segments = in_order(segments)
+            segments = tuple(in_order(segments))
         rows = [
             [(t.name, (layouts[t.name].ranks, t.wide, _dividing(sharding, layouts[t.name]) and t.layer,
                        t.name in whole_owners)) for t in segment] for segment in segments
@@ -261,7 +276,7 @@ def _runs(
     """Tensors of one kind that follow one another, up to ``most`` elements on a rank. ``rows``: (name, kind)."""
     run, kind, size = list[str](), None, 0
     for name, tensor_kind in (name_and_kind for row in rows for name_and_kind in row):
-        size_of_tensor = int(holders[name].counts().max())
+        size_of_tensor = holders[name].most
         if run and (tensor_kind != kind or size + size_of_tensor > most):
             yield cast(Kind, kind), run
             run, size = [], 0

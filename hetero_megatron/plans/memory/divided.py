@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket
+from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, with_counts
 from hetero_megatron.plans.canonical import Plan, Stage
 from hetero_megatron.plans.program import splits_backward
 
@@ -37,9 +37,8 @@ def divided_bytes(plan: Plan, tied: bool, buckets: Iterable[Bucket], item: int) 
     stages, gradient_bytes = plan.sharding_stages, max(item, 4)
     sizes, messages = (defaultdict[int, dict[Step, int]](lambda: defaultdict(int)) for _ in range(2))
     gradients: dict[int, dict[Step, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-    for bucket in (b for b in buckets if b.weights is not None):
+    for bucket, held_elements, owned_elements in with_counts(b for b in buckets if b.weights is not None):
         assert bucket.segment is not None
-        held_elements, owned_elements = bucket.counts()
         element_bytes, copies = 1 if bucket.int8 else item, held_elements.sum() / owned_elements.sum()
         moving = buffer_bytes(held_elements, owned_elements, copies, item, bucket.dense)[0]
         columns = (column.tolist() for column in (held_elements, owned_elements, moving))
@@ -63,9 +62,9 @@ def owned_bytes(buckets: Iterable[Bucket], item: int, moments: int) -> dict[int,
     """By rank, what it keeps of divided weights: frozen ones as they are stored, of others masters, moments and sums of
     gradients."""
     by_rank: dict[int, int] = defaultdict(int)
-    for bucket in buckets:
+    for bucket, _, owned_elements in with_counts(buckets):
         element_bytes = max(item, 4) * (moments + 2) if bucket.trained else 1 if bucket.int8 else item
-        for rank, elements in zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True):
+        for rank, elements in zip(bucket.ranks, owned_elements.tolist(), strict=True):
             by_rank[rank] += elements * element_bytes
     return by_rank
 
@@ -88,11 +87,10 @@ def _under_way(stage: Stage, messages: Mapping[Step, int]) -> int:
 def frozen_bytes(buckets: Iterable[Bucket], item: int) -> dict[int, int]:
     """By rank, bytes that frozen weights take less because their stage divides them, which keeps what ranks own."""
     by_rank: dict[int, int] = defaultdict(int)
-    for bucket in (b for b in buckets if not b.trained):
-        for rank, held_elements, owned_elements in zip(
-            bucket.ranks, *(x.tolist() for x in bucket.counts()), strict=True
-        ):
-            by_rank[rank] += (held_elements - owned_elements) * (1 if bucket.int8 else item)
+    for bucket, held_elements, owned_elements in with_counts(b for b in buckets if not b.trained):
+        away = (held_elements - owned_elements) * (1 if bucket.int8 else item)
+        for rank, bytes_of_rank in zip(bucket.ranks, away.tolist(), strict=True):
+            by_rank[rank] += bytes_of_rank
     return by_rank
 
 
