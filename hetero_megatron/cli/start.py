@@ -35,9 +35,10 @@ def console() -> int:
         outlive_terminal()
         with at_once():
             from hetero_megatron.cli.main import main
-        code = main()
-        sys.stdout.flush()
-        return code
+        try:
+            return main()
+        finally:  # also of argparse's exits: at the end of the interpreter it would be too late
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

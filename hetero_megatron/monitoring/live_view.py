@@ -40,6 +40,7 @@ class RankLoad:
 class LiveView:
     """Attributes:
     seconds: of a step; eta: seconds left; None: not known; silent: seconds since the last step was written.
+    changed: how ranks of an elastic run came or went last, and how long that took; empty: they did not.
     """
 
     step: int
@@ -52,6 +53,7 @@ class LiveView:
     losses: Sequence[float]
     ranks: Sequence[RankLoad]
     events: Sequence[str]
+    changed: str
     ended: str
 
 
@@ -72,7 +74,8 @@ def live_view(run: RunFiles, now: float | None = None, written: float | None = N
         last["step"], steps, last["loss"], seconds, median(s["tokens"] / max(s["step_seconds"], 1e-9) for s in recent),
         0.0 if ended else seconds_left, max(0.0, now - (now if written is None else written)),
         [s["loss"] for s in run.steps[-BAR:] if s["loss"] is not None], _loads(recent, start),
-        [e["text"] for e in run.events if e["kind"] not in ("timeline", "start")][-MOST_EVENTS:], ended,
+        [e["text"] for e in run.events if e["kind"] not in ("timeline", "start", "elastic")][-MOST_EVENTS:],
+        str((run.last("elastic") or {}).get("text", "")), ended,
     )  # fmt: skip
 
 
@@ -118,6 +121,8 @@ def render(view: LiveView, name: str) -> Group:
     parts: list[Any] = [head, Text(f"loss {sparkline(view.losses)}", style="cyan"), table]
     if len(view.ranks) > MOST_RANKS:
         parts.append(Text(f"and {len(view.ranks) - MOST_RANKS} more ranks"))
+    if view.changed:
+        parts.append(Text(printable(view.changed), style="magenta"))
     parts += [Text(printable(text), style="yellow", overflow="ellipsis", no_wrap=True) for text in view.events]
     return Group(Panel(Group(*parts), title=escape(name)))
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.dump import to_dict
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from hetero_megatron.predictor.simulate.step import Prediction, StepSimulator
 
 FILE = "events.jsonl"
+# All that there are: ``run_files`` says what each holds.
+EventKind = Literal["start", "timeline", "experts", "elastic", "end", "straggler", "error", "launcher"]
 
 
-def add_event(directory: str | Path, kind: str, text: str, **more: Any) -> None:
+def add_event(directory: str | Path, kind: EventKind, text: str, **more: Any) -> None:
     """Append one event; UserError if the file cannot be written."""
     line = json.dumps({"time": time.time(), "kind": kind, "text": text, **more}, separators=(",", ":"))
     try:

@@ -15,7 +15,15 @@ from hetero_megatron.errors import UserError, printable
 from hetero_megatron.monitoring.console import ConsoleLine, format_line, format_short, format_validation
 from hetero_megatron.monitoring.log_sinks import tell
 from hetero_megatron.monitoring.metrics import MetricsWriter, Resumed, StepMetrics, perplexity_of, set_aside
-from hetero_megatron.monitoring.record import FILE, add_event, expectation, expected_busy, measured_rows, start_event
+from hetero_megatron.monitoring.record import (
+    FILE,
+    EventKind,
+    add_event,
+    expectation,
+    expected_busy,
+    measured_rows,
+    start_event,
+)
 from hetero_megatron.monitoring.throughput import (
     ExpertFigures,
     ExpertTotals,
@@ -129,7 +137,7 @@ class Reporter:
         if self.speaks:
             print(printable(text), flush=True)
 
-    def event(self, kind: str, text: str, **more: Any) -> None:
+    def event(self, kind: EventKind, text: str, **more: Any) -> None:
         """Add to ``events.jsonl`` in the --save directory, if there is one; from the rank that speaks."""
         if self.speaks and self.config.logging.save is not None:
             try:

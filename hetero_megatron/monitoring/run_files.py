@@ -56,13 +56,15 @@ _TIMELINE = {
     "step": f.integer(), "seconds": _SECONDS,
     "ranks": f.numbered(f.array(f.row(f.one_of(*KINDS), f.number(), _SECONDS, f.integer(-1)))),
 }  # fmt: skip
-_EVENTS = {
+_EVENTS: Mapping[record.EventKind, f.Check] = {
     "start": f.record(
         {**_EVENT, **_START}, {"nodes": f.numbered(f.text), "steps": f.integer(), "outer": f.array(f.text)}
     ),
     "timeline": f.record({**_EVENT, **_TIMELINE}),
     "experts": f.record({**_EVENT, "step": f.integer(), "layers": f.numbered(f.some(f.array(f.integer())))}),
-    **dict.fromkeys(("end", "straggler", "error", "launcher"), f.record(_EVENT, {"step": f.integer()})),
+    "elastic": f.record({**_EVENT, "step": f.integer(), "seconds": f.mapping(_SECONDS), "bytes": f.integer()}),
+    "straggler": f.record({**_EVENT, "step": f.integer()}, {"rank": f.integer(), "ratio": f.number(0)}),
+    **dict.fromkeys(("end", "error", "launcher"), f.record(_EVENT, {"step": f.integer()})),
 }
 
 

@@ -23,7 +23,7 @@ from hetero_megatron.html.pictures import (
 )
 from hetero_megatron.monitoring.run_experts import EXPERT_STYLE, expert_sections
 from hetero_megatron.monitoring.run_files import RunFiles, read_run
-from hetero_megatron.monitoring.run_pictures import plan_picture
+from hetero_megatron.monitoring.run_pictures import changes_picture, plan_picture
 from hetero_megatron.predictor.report.prediction import format_seconds
 from hetero_megatron.testbed.report import MEANING
 
@@ -86,7 +86,7 @@ def run_page(run: RunFiles) -> str:
         parts += [section("Plan", note), *_outer(start), plan_picture(start), *_memory(start)]
     losses = Line("loss", [(s["step"], s["loss"]) for s in run.steps], COLORS[0])
     checks = Line("validation", [(v["step"], v["validation_loss"]) for v in run.validations], COLORS[1])
-    marks = [(e["step"], e["text"]) for e in run.events if e["kind"] in ("straggler", "error") and "step" in e]
+    marks = [(e["step"], e["text"]) for e in run.events if e["kind"] in ("straggler", "error", "elastic") and "step" in e]
     marks += [(e["first_step"], e["text"]) for e in run.events if e["kind"] == "start" and e["first_step"] > 1]
     parts += [section("Loss", "nats per token by step; red lines: events"), curve([losses, checks], marks)]
     parts += [section("Step time", "seconds by step"), curve(_times(run), marks)]
@@ -94,6 +94,8 @@ def run_page(run: RunFiles) -> str:
     if any(s.get("busy_seconds") for s in run.steps):
         parts += [section("Load of ranks", "median seconds of forward and backward"), _ranks(run, start)]
         parts += [section("Load over time", "share of the step in which ranks compute, by chip"), _load(run, start)]
+    if changes := [e for e in run.events if e["kind"] == "elastic"]:
+        parts += [section("Changes of ranks", "seconds until the run went on, by phase"), changes_picture(changes)]
     parts += expert_sections(run, start)
     parts += [section("One step on the time axis", "predicted beside measured"), _timeline(run, start)]
     parts += [section("Events", "stragglers, restarts, new plans, ends"), _events(run)]

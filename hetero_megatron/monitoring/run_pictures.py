@@ -1,20 +1,24 @@
-"""The plan of a run as blocks, from what its log says."""
+"""Pictures of what the log of a run says: its plan as blocks, and how long each change of its ranks took."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_megatron.html.pictures import (
+    COLORS,
+    Bar,
     PipelineBlock,
     StageBlock,
+    bars,
     chip_colors,
     legend,
     plan_blocks,
     share_caption,
 )
 from hetero_megatron.monitoring import log_fields as f
+from hetero_megatron.predictor.report.prediction import format_seconds
 from hetero_megatron.utils.text import plural, rank_ranges
 
 MOST_RANKS = 1 << 17
@@ -34,6 +38,20 @@ def plan_picture(start: Mapping[str, Any]) -> str:
         shares = (pipeline.get("repeat", 1), pipeline["num_micro_batches"], pipeline["micro_batch_size"])
         blocks.append(PipelineBlock(share_caption(number, *shares), tuple(stages)))
     return legend(colors) + plan_blocks(blocks, colors)
+
+
+def changes_picture(events: Sequence[Mapping[str, Any]]) -> str:
+    """A bar for each ``elastic`` event, of what it took until the run went on."""
+    phases = dict.fromkeys(phase for event in events for phase in event["seconds"])
+    colors = {phase: COLORS[i % len(COLORS)] for i, phase in enumerate(phases)}
+    rows = []
+    for event in events:
+        seconds = event["seconds"]
+        tips = tuple(f"{phase}: {format_seconds(took)}" for phase, took in seconds.items())
+        text = f"{format_seconds(sum(seconds.values()))}, {event['bytes'] / 1e6:.1f} MB moved"
+        parts = tuple((colors[phase], took) for phase, took in seconds.items())
+        rows.append(Bar(f"after step {event['step']}", text, parts, tips=tips))
+    return legend(colors) + bars(rows)
 
 
 def _stage(stage: Mapping[str, Any]) -> tuple[int, str, str]:

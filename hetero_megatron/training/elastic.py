@@ -227,6 +227,8 @@ class ElasticRank:
         if phases is not None:
             phases.seconds |= seconds | {"move": time.perf_counter() - since}
         elastic.begin = time.perf_counter()
+        if training.step >= training.config.steps:
+            elastic.tell()
         return training
 
     def _same_schedule(self, comm: Comm) -> RunConfig:
@@ -265,7 +267,7 @@ class ElasticRank:
         again_text = f", {plural(furthest - step, 'step')} again" if furthest > step else ""
         count = plural(len(training.config.plan.ranks), "rank")
         text = f"epoch {epoch.number}: {epoch.event}; {count} went on after step {step} {origin}{again_text}"
-        return Phases(text, {"notice": epoch.notice, "plan": epoch.plan_seconds}, moved)
+        return Phases(text, step, {"notice": epoch.notice, "plan": epoch.plan_seconds}, moved)
 
     def _on_step(self, step: int, stats: StepStats) -> None:
         self.furthest = max(self.furthest, step)

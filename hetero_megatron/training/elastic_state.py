@@ -31,9 +31,11 @@ class HandOver(Exception):
 
 @dataclass
 class Phases:
-    """What it took until this epoch's first step was done, by phase, in seconds; and what happened."""
+    """What it took until this epoch's first step was done, by phase, in seconds; and what happened, after which step,
+    and how many bytes moved."""
 
     text: str
+    step: int
     seconds: dict[str, float]
     moved: int = 0
 
@@ -59,8 +61,7 @@ class ElasticState:
         optimizer = training.runtime.optimizer
         assert optimizer is not None
         self.all_leave = False
-        self.optimizer, self._updates = optimizer, optimizer.updates
-        self._had_states = bool(optimizer.inner is not None and optimizer.inner.state)
+        self.optimizer = optimizer
         if replicas is not None:
             training.runtime.hooks.before_commit = replicas.wait
 
@@ -85,8 +86,7 @@ class ElasticState:
         Raises:
             HandOver: it goes on in another epoch.
         """
-        self._updates = self.optimizer.updates
-        self._tell()
+        self.tell()
         if stop and not final:
             self._stop(training)
         if stop or final:
@@ -96,19 +96,15 @@ class ElasticState:
         return False
 
     def held(self) -> list[Held]:
-        """What this rank has after it was torn from whatever it did: copies, and the live state, which is that of the
-        step under way if the optimizer has taken it."""
-        training = self.training
-        step, consumed, scale = training.step, training.consumed, training.loss_scale
-        if self.optimizer.updates > self._updates:
-            step, consumed, scale = step + 1, consumed + training.config.batch_size.at(consumed), scale.update(False)
+        """What this rank has after it was torn from whatever it did: copies, and the live state."""
         copies = self.replicas.held() if self.replicas is not None else []
-        return [*copies, self._live(step, consumed, scale)]
+        return [*copies, self._live()]
 
-    def _live(self, step: int, consumed: int, scale: LossScale) -> Held:
-        """What this rank owns, in the optimizer's own memory, at a moment."""
+    def _live(self) -> Held:
+        """What this rank owns, in the optimizer's own memory."""
         tensors, numbers = owned_state(self.optimizer, self.training.config.spec)
-        return Held(Moment(step, consumed, scale.state_dict(), numbers), tensors)
+        moment = self.training.in_memory
+        return Held(Moment(moment.step, moment.consumed, moment.loss_scale.state_dict(), numbers), tensors)
 
     def _stop(self, training: Training) -> None:
         """Whether some leave or join, or all stop."""
@@ -124,7 +120,7 @@ class ElasticState:
         leaves = self.node in leaving
         if not leaving:
             raise HandOver(leaves, ())
-        live_state = self._live(training.step, training.consumed, training.loss_scale)
+        live_state = self._live()
         raise HandOver(leaves, hand_over(runtime.world, self.node, live_state.moment, live_state.tensors, leaves))
 
     def _wish(self, training: Training) -> str:
@@ -137,19 +133,21 @@ class ElasticState:
         training, replicas = self.training, self.replicas
         assert replicas is not None
         training.runtime.comm.activity = "copying the optimizer's state to a peer"
-        live_state = self._live(training.step, training.consumed, training.loss_scale)
-        replicas.start(live_state.moment, live_state.tensors, self._had_states or self.optimizer.updates > 0)
+        live_state = self._live()
+        replicas.start(live_state.moment, live_state.tensors, self.optimizer.updates > 0)
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Once: how this epoch began, when its first step is done, or where it has none to do."""
         phases, self.phases = self.phases, None
         if phases is None:
             return
-        phases.seconds["first step"] = time.perf_counter() - self.begin
+        if self.training.step > phases.step:
+            phases.seconds["first step"] = time.perf_counter() - self.begin
         times_text = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.seconds.items())
         text = f"{phases.text}: {times_text}; {phases.moved / 1e6:.1f} MB moved"
         reporter = self.training.reporter
         reporter.say(f"elastic: {text}")
-        reporter.event("elastic", text, step=self.training.step, seconds=phases.seconds, bytes=phases.moved)
+        reporter.event("elastic", text, step=phases.step, seconds=phases.seconds, bytes=phases.moved)
 
 
 def scale_at(config: RunConfig, moment: Moment) -> LossScale:

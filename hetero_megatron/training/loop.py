@@ -34,6 +34,28 @@ from hetero_megatron.utils.text import notice_line
 OnStep = Callable[[int, StepStats], None]  # number of the step, and how it went
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come, said as one value: whoever interrupts the loop finds the number of a step, its samples
+    and its loss scale together.
+
+    Attributes:
+        step, consumed: optimizer steps, and sequences of them, that are done; those of runs before are counted.
+        loss_scale: of the next step.
+        updates: of the optimizer by then (:attr:`~hetero_megatron.parallel.optimizer.ShardedOptimizer.updates`): where
+            it has made more, its memory holds the state after the next step.
+    """
+
+    step: int
+    consumed: int
+    loss_scale: LossScale
+    updates: int
+
+    def after(self, size: int, skipped: bool, updates: int) -> Progress:
+        """After one more step, of ``size`` sequences; ``skipped``: its gradients overflowed."""
+        return Progress(self.step + 1, self.consumed + size, self.loss_scale.update(skipped), updates)
+
+
 class Elastic(Protocol):
     """What an elastic run does beside its steps."""
 
@@ -55,8 +77,7 @@ class Training:
 
     Attributes:
         config: with the schedule that counts, which may be a checkpoint's.
-        step, consumed: optimizer steps, and sequences of them, that are done; those of runs before are counted.
-        loss_scale: of the next step.
+        progress: what the loop has done, and reported or is about to.
         trained: some step of this run changed the weights, or there was none to do.
         on_step: told of every step.
         elastic: what survives lost ranks; None: nothing does.
@@ -75,14 +96,26 @@ class Training:
     profiler: Profiler
     alignment: Alignment
     emulation: Emulation
-    step: int
-    consumed: int
-    loss_scale: LossScale
+    progress: Progress
     on_step: OnStep | None = None
     elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
         self.trained = self.step >= self.config.steps
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    @property
+    def consumed(self) -> int:
+        return self.progress.consumed
+
+    @property
+    def in_memory(self) -> Progress:
+        """Of which moment the optimizer's memory is, whatever this rank was interrupted in."""
+        done, updates = self.progress, updates_of(self.runtime)
+        return done if updates == done.updates else done.after(self.config.batch_size.at(done.consumed), False, updates)
 
     def run(self) -> int:
         """Train, evaluate, save and export.
@@ -131,14 +164,15 @@ class Training:
             with self.profiler.step(step):
                 stats = self.guard.step(
                     self.runtime, loader, step, self.consumed, size, lr, decay, config.optimizer.clip_grad,
-                    self.loss_scale.scale, stop=self._wants_to_stop(step),
+                    self.progress.loss_scale.scale, stop=self._wants_to_stop(step),
                 )  # fmt: skip
             last = stats.stop or step == config.steps
             if not last:
                 loader.advance(size)
             self.alignment.after_step(step, self.runtime)
-            self.step, self.consumed = step, self.consumed + size
-            self._report(stats, size, lr, begin, last)
+            scale = self.progress.loss_scale.scale
+            self.progress = self.progress.after(size, stats.skipped, updates_of(self.runtime))
+            self._report(stats, size, lr, scale, begin, last)
             if self.on_step is not None:
                 self.on_step(step, stats)
             self.replicas.after_step(step)
@@ -154,13 +188,12 @@ class Training:
         elastic_asks = self.elastic is not None and self.elastic.asks
         return self.exit.check(step) or self.checkpoints.failed or elastic_asks
 
-    def _report(self, stats: StepStats, size: int, lr: float, begin: float, last: bool) -> None:
-        """Log a step of ``size`` sequences, and adapt the loss scale to how it went.
+    def _report(self, stats: StepStats, size: int, lr: float, scale: float, begin: float, last: bool) -> None:
+        """Log a step of ``size`` sequences.
 
         Raises:
             UserError: the loss scale cannot fall, and gradients overflow again and again.
         """
-        scale, self.loss_scale = self.loss_scale.scale, self.loss_scale.update(stats.skipped)
         self.stragglers.step(self.step, stats.busy, size)
         seconds = time.perf_counter() - begin
         self.reporter.step(self.step, self.consumed, size, lr, scale, stats, seconds)
@@ -168,10 +201,10 @@ class Training:
             self.reporter.say(summary)
         self.trained |= not stats.skipped
         if self.config.dtype == "fp16":
-            self.loss_scale.check(self.step, last and not self.trained)
+            self.progress.loss_scale.check(self.step, last and not self.trained)
 
     def _save(self) -> None:
-        self.checkpoints.save(ConsumedSamples(self.step, self.consumed), self.loss_scale)
+        self.checkpoints.save(ConsumedSamples(self.step, self.consumed), self.progress.loss_scale)
 
     def _evaluate(self, split: str) -> None:
         """Mean loss per token, or per preference pair, over the batches of ``validation`` or ``test``; the same
@@ -199,3 +232,8 @@ class Training:
             )
         means = {name: total / max(tokens, 1) for name, total in sums.items()}
         self.reporter.evaluated(self.step, loss, split, means)
+
+
+def updates_of(runtime: Runtime) -> int:
+    """How often its optimizer has changed the weights; 0 without one."""
+    return runtime.optimizer.updates if runtime.optimizer is not None else 0

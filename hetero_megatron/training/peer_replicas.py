@@ -15,7 +15,7 @@ from hetero_megatron.comm import Group
 from hetero_megatron.comm.work import Work
 from hetero_megatron.layout import Box
 from hetero_megatron.plans.memory.replicas import choose_holders
-from hetero_megatron.training.held_state import Boxed, Held, Moment, as_bytes
+from hetero_megatron.training.held_state import OPTIMIZER, Boxed, Held, Moment, as_bytes
 
 ALIGNED = 8  # bytes: any element may begin there
 
@@ -127,6 +127,11 @@ class CopyExchange:
         return sum(entry.padded for entry in self.entries[index])
 
     @property
+    def has_states(self) -> bool:
+        """Whether any rank's optimizer has states, which it has not before its first step, and some never have."""
+        return any(entry.name.startswith(f"{OPTIMIZER}.") for entries in self.entries for entry in entries)
+
+    @property
     def held(self) -> list[int]:
         """Whose copies this rank holds."""
         return [i for i, holder in enumerate(self.holders) if holder == self.group.index]
@@ -172,7 +177,7 @@ class PeerReplicas:
         self.group, self.every, self.node = group, every, node
         self._exchange: CopyExchange | None = None
         self._slots: list[PackedState] = []
-        self._stepped: bool | None = None
+        self._updated = False
         self._under_way: Work | None = None
 
     @property
@@ -183,15 +188,17 @@ class PeerReplicas:
     def due(self, step: int) -> bool:
         return self.group.size > 1 and step % self.every == 0
 
-    def start(self, moment: Moment, tensors: Boxed, stepped: bool) -> None:
+    def start(self, moment: Moment, tensors: Boxed, updated: bool) -> None:
         """Begin to copy. Called on all ranks, with none under way.
 
         Args:
-            stepped: whether the optimizer has states, of which it has none before its first step; equal on all ranks.
+            updated: whether the optimizer has taken a step since it was built, so that there may be states now of which
+                there were none; equal on all ranks, though those that own nothing have no states.
         """
         assert self._under_way is None
-        if self._exchange is None or stepped != self._stepped:
-            self._exchange, self._stepped = CopyExchange(self.group, self.node, tensors), stepped
+        if self._exchange is None or updated and not self._updated and not self._exchange.has_states:
+            self._exchange = CopyExchange(self.group, self.node, tensors)
+        self._updated = updated
         older = self._slots[0] if len(self._slots) == 2 else None
         same_layout = older is not None and older.entries is self._exchange.entries
         self._slots = [*self._slots[-1:], older if older is not None and same_layout else self._exchange.memory()]

@@ -41,8 +41,8 @@ class Happening:
     Attributes:
         member: who.
         when: ``step``: its step ``at`` is complete; ``update``: its optimizer has taken step ``at``, and sent nothing;
-            ``copy``: a copy of step ``at`` is about to travel; ``join`` and ``move``: it connects, and moves state, in
-            epoch ``at``.
+            ``copy``: a copy of step ``at`` is about to travel; ``hashes``, ``save`` and ``evaluation``: it begins what
+            follows step ``at``; ``join`` and ``move``: it connects, and moves state, in epoch ``at``.
         what: ``kill``, ``leave`` (SIGTERM), ``freeze``, or ``wait``: until a host is about to join.
     """
 
@@ -59,7 +59,8 @@ class Happening:
 def _instrument(mine: Sequence[Happening]) -> Callable[[int, Any], None]:
     """Make them happen in this process; returns what is to be told of every step."""
     from hetero_megatron.parallel.optimizer import ShardedOptimizer
-    from hetero_megatron.training import elastic, held_state, peer_replicas
+    from hetero_megatron.training import checkpointing, elastic, failure, held_state, peer_replicas
+    from hetero_megatron.training.runtime import Runtime
 
     waits = [one for one in mine if one.what == "wait"]
 
@@ -100,6 +101,19 @@ def _instrument(mine: Sequence[Happening]) -> Callable[[int, Any], None]:
         progress["step"] = step
         due("step", step)
 
+    def after(owner: type, name: str, when: str) -> None:
+        """What this method does comes after a step."""
+        method = getattr(owner, name)
+
+        def wrapped(*arguments: Any) -> Any:
+            due(when, progress["step"])
+            return method(*arguments)
+
+        setattr(owner, name, wrapped)
+
+    after(failure.ReplicaCheck, "after_step", "hashes")
+    after(checkpointing.Checkpointing, "save", "save")
+    after(Runtime, "evaluate_pairs", "evaluation")
     ShardedOptimizer.all_gather = all_gather  # type: ignore[method-assign]
     held_state._move, peer_replicas.PeerReplicas.start = moving, copying  # type: ignore[assignment, method-assign]
     elastic.ElasticRank._join = joining  # type: ignore[method-assign]
@@ -284,7 +298,7 @@ def run_elastic(
         process.join(10)
         process.kill()
     steps, events = (_lines(directory / "run" / name) for name in ("metrics.jsonl", "events.jsonl"))
-    epochs = [(e["text"], e["step"] - 1) for e in events if e["kind"] == "elastic"]
+    epochs = [(e["text"], e["step"]) for e in events if e["kind"] == "elastic"]
     output = (log.read_text() if log.exists() else "") + "\n".join(said)
     return ElasticRun(code, output, [s for s in steps if "loss" in s], epochs)
 

@@ -7,12 +7,13 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from hetero_megatron.monitoring.run_page import read_run, run_page
 from hetero_megatron.plans import load_plan
 from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.memory.replicas import replica_bytes
@@ -43,11 +44,14 @@ PLANS = {
 STEPS = 9
 
 
-def _plans(directory: Path) -> dict[int, Path]:
+Plans = Mapping[int, str]
+
+
+def _plans(directory: Path, plans: Plans = PLANS) -> dict[int, Path]:
     directory.mkdir(parents=True, exist_ok=True)
-    paths = {count: directory / f"plan-{count}.yaml" for count in PLANS}
+    paths = {count: directory / f"plan-{count}.yaml" for count in plans}
     for count, path in paths.items():
-        path.write_text(HEAD + PLANS[count].lstrip("\n"))
+        path.write_text(HEAD + plans[count].lstrip("\n"))
     return paths
 
 
@@ -63,22 +67,24 @@ def _words(directory: Path, *more: str) -> list[str]:
 
 def run(
     directory: Path, ranks: int, happenings: Sequence[Happening], *more: str, grace: float = 30.0,
-    hosts: Sequence[Host] = (),
+    hosts: Sequence[Host] = (), plans_by_count: Plans = PLANS,
 ) -> ElasticRun:  # fmt: skip
-    plans = _plans(directory)
+    plans = _plans(directory, plans_by_count)
     words = _words(directory, *(more or ("--peer-replicas-every", "1")))
     fits = lambda count: plans.get(min(count, len(plans)))  # noqa: E731
     return run_elastic(directory, [plans[ranks]], words, ranks, happenings, fits, grace, hosts=hosts)
 
 
-def check(directory: Path, ranks: int, found: ElasticRun, *more: str) -> list[int]:
+def check(directory: Path, ranks: int, found: ElasticRun, *more: str, plans_by_count: Plans = PLANS) -> list[int]:
     """The run against one that is begun anew at the same steps; returns after which steps these were."""
     assert found.code == 0, found.output
     assert [s["step"] for s in found.steps] == list(range(1, STEPS + 1)), found.output
+    page = run_page(read_run(str(directory / "run")))
+    assert "Changes of ranks" in page and all(f"after step {step}" in page for _, step in found.epochs)
     counts = [int(re.search(r"; (\d+) ranks? went on", text)[1]) for text, _ in found.epochs]  # type: ignore[index]
     switched = [step for _, step in found.epochs]
     apart = directory / "undisturbed"
-    plans = _plans(apart)
+    plans = _plans(apart, plans_by_count)
     starts = [(0, ranks)]  # (step, ranks of the plan from there on) of what counts: steps may be done again
     for step, count in zip(switched, counts, strict=True):
         starts = [*(one for one in starts if one[0] < step), (step, count)]
@@ -169,6 +175,25 @@ def test_whatever_happens(name: str, tmp_path: Path) -> None:
     found = run(tmp_path, 4, happenings, *flags, grace=grace)
     check(tmp_path, 4, found)
     assert found.epochs and said in found.epochs[-1][0], found.output
+
+
+# One rank owns all; the others are lost in what follows a step, with nothing that could tell which step that was.
+OWNERS = {
+    count: "\n".join(
+        f"  - {{micro_batch_size: 1, num_micro_batches: {size}, stages: [{{ranks: {rank}, layers: [0, 6]{share}}}]}}"
+        for rank, size, share in zip(range(count), sizes, ["", *[", optimizer: {share: 0}"] * 3], strict=False)
+    ) + "\n"
+    for count, sizes in {4: (1, 1, 1, 1), 3: (2, 1, 1), 2: (3, 1), 1: (4,)}.items()
+}  # fmt: skip
+AFTER_STEPS = "--eval-interval 3 --eval-iters 1 --save-interval 7 --check-weight-hash-across-dp-replicas-interval 5"
+
+
+@pytest.mark.slow
+def test_no_step_is_left_out_whatever_follows_it(tmp_path: Path) -> None:
+    happenings = [Happening(3, "evaluation", 3), Happening(2, "hashes", 5), Happening(1, "save", 7)]
+    flags = AFTER_STEPS.split()
+    found = run(tmp_path, 4, happenings, *flags, "--peer-replicas-every", "1", plans_by_count=OWNERS)
+    assert check(tmp_path, 4, found, *flags, plans_by_count=OWNERS) == [3, 5, 7], found.output
 
 
 # Name -> (ranks, happenings, the host that joins, what one of the lines says); of the host's processes 0 and 1.

@@ -18,6 +18,7 @@ from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cli.start import NOBODY_READS
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
+from tests.support.selection import each
 
 CLUSTER = ["--cluster", "examples/clusters/two_nodes.yaml", "--model", "tiny"]
 PLAN = ["plan", *CLUSTER, "--seq-length", "64", "--global-batch-size", "4"]
@@ -140,6 +141,19 @@ def test_nothing_is_printed_beside_json(tmp_path: Path) -> None:
     words = ["bash", "-c", line, "-", sys.executable, "-m", "hetero_megatron", "doctor", "--chips", "--json"]
     ended = subprocess.run(words, capture_output=True, text=True)
     assert ended.returncode in (0, NOBODY_READS) and not ended.stderr, ended  # read or not: nothing of it is said
+
+
+@each("words", ["hetero_megatron.cli.main report --help", "hetero_megatron report --version", "hetero_megatron top none"])
+def test_where_nobody_reads_nothing_is_said(words: str) -> None:
+    """However the command is started and ends: by its own return, an exit of argparse, or an error."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        done = subprocess.run([sys.executable, "-m", *words.split()], stdout=writes, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writes)
+    errors = ["error: "] if "none" in words else []
+    assert done.returncode in (0, 2, NOBODY_READS) and [line[:7] for line in done.stderr.splitlines()] == errors, done
 
 
 def test_every_command_prints_json_by_itself(

@@ -7,20 +7,23 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.main import main
 from hetero_megatron.html.pictures import nice_ticks
-from hetero_megatron.monitoring import metrics, record
+from hetero_megatron.monitoring import metrics, record, run_files
 from hetero_megatron.monitoring.run_page import measured_chart, read_run, run_page, summary
 from hetero_megatron.monitoring.run_pictures import plan_picture
 from hetero_megatron.spec.preference import Preference
 from hetero_megatron.training.config import RunConfig, TeacherConfig
+from hetero_megatron.training.elastic_state import ElasticState, Phases
 
 WORDS = "--plan examples/plans/demo.yaml --cluster examples/clusters/testbed.yaml --model tiny --mock-data --lr 1e-3"
 STEPS = 12
@@ -222,3 +225,28 @@ def test_forwards_before_a_step_are_in_its_prediction(tmp_path: Path) -> None:
     (alone, busy), (beside, busy_beside), (dpo, busy_dpo), (kto, _) = found.values()
     assert beside > alone and beside == pytest.approx(dpo) and busy_beside == pytest.approx(busy_dpo)
     assert kto - alone == pytest.approx(3 * (dpo - alone)) and all(busy_beside[r] > busy[r] for r in busy)
+
+
+def test_an_elastic_run_has_its_changes_on_the_page(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Written by the code that a run writes it with."""
+    optimizer = SimpleNamespace(inner=None, updates=0)
+    for epoch, (step, done) in enumerate([(3, 4), (12, 12)], 1):  # the second has no step to do
+        reporter = SimpleNamespace(say=print, event=partial(record.add_event, run_dir))
+        training = SimpleNamespace(step=done, runtime=SimpleNamespace(optimizer=optimizer), reporter=reporter)
+        phases = Phases(f"epoch {epoch}: lost rank 2 <node>", step, {"notice": 0.5, "groups": 0.25, "move": 1.0}, 4_600_000)
+        ElasticState(training, None, "node", None, phases).tell()  # type: ignore[arg-type]
+    run = read_run(str(run_dir))
+    events = [event for event in run.events if event["kind"] == "elastic"]
+    assert [(event["step"], "first step" in event["seconds"]) for event in events] == [(3, True), (12, False)]
+    page = Page()
+    text = run_page(run)
+    page.feed(text)
+    assert page.open == [] and "Changes of ranks" in page.text and "4.6 MB moved" in page.text
+    assert text.count("move: 1 s") == 2 and text.count("first step: ") == 1 and "after step 12" in page.text
+    assert main(["top", str(run_dir)]) == 0
+    assert "epoch 2: lost rank 2 <node>" in capsys.readouterr().out.split("done: 12 steps")[1]
+
+
+def test_every_kind_of_event_is_known_to_the_reader() -> None:
+    """Which kinds are written, the type checker sees."""
+    assert set(run_files._EVENTS) == set(get_args(record.EventKind))
