@@ -305,6 +305,20 @@ class SimulatedMembers:
     def kill(self) -> None: ...
 
 
+class Known:
+    """A search that takes no time; see :class:`~hetero_megatron.launch.plan_search.Search`."""
+
+    problem = ""
+
+    def __init__(self, planner: supervise.Planner, seats: Sequence[Seat], cluster: Path | None) -> None:
+        self.plan = planner(seats, cluster)
+
+    def done(self) -> bool:
+        return True
+
+    def abandon(self) -> None: ...
+
+
 def elastic(trace: Trace, rates: Sequence[float], args: argparse.Namespace, notice: bool) -> tuple[float, int]:
     """(tokens, epochs) under the launcher of an elastic job, which waits for machines when all were taken."""
     trace.advance(trace.events[0][0])
@@ -314,7 +328,7 @@ def elastic(trace: Trace, rates: Sequence[float], args: argparse.Namespace, noti
         setup = Setup(Path("1.yaml"), (Seat(members.nodes[0], 0),))
         one = InPlaceSupervisor(
             setup, members.start, lambda seats, cluster: Path(f"{len(seats)}.yaml"), 1 << 30, FOREVER, Path(folder),
-            lambda text: None, wait=FOREVER,
+            lambda text: None, wait=FOREVER, search=Known,
         )  # fmt: skip
         one.log = print if args.verbose else lambda text: None  # type: ignore[method-assign, assignment]
         one.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from hetero_megatron.comm.epochs import Epoch, EpochStore
 from hetero_megatron.comm.job_store import JobStore
 from hetero_megatron.launch.admission import Admission
 from hetero_megatron.launch.jobs import Seat, Setup
+from hetero_megatron.launch.plan_search import PlanSearch, Search
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR, Planner, left_without, say_code
 from hetero_megatron.monitoring.record import add_event
 from hetero_megatron.training.exit import ECHO_SECONDS, handled, note_hang_up
@@ -51,6 +52,23 @@ class NextEpoch:
 
 
 @dataclass
+class Change:
+    """An epoch is over, and the next one is being prepared.
+
+    Attributes:
+        notice: seconds until all members that are left had stopped.
+        begin: when they had, by the monotonic clock.
+        spare: those that are ready to join, and for whom there is no plan.
+        failed: some member was lost, or saw a failure.
+    """
+
+    notice: float
+    begin: float
+    spare: set[int] = field(default_factory=set)
+    failed: bool = False
+
+
+@dataclass
 class InPlaceSupervisor:
     """Runs a job to its end, in epochs; member i is the process that was started as rank i. Those that join have
     numbers of their own, and the launchers of their hosts say how they end.
@@ -67,6 +85,7 @@ class InPlaceSupervisor:
         address: of this host, for others; None: only processes of this host take part.
         least_speed: of devices that join, as a share of what others of their kind compute.
         wait: seconds that the job outlives its last rank, for hosts to come and go on from its checkpoint.
+        search: has the planner begin to look for a plan.
     """
 
     setup: Setup
@@ -80,6 +99,7 @@ class InPlaceSupervisor:
     address: str | None = None
     least_speed: float = 0.5
     wait: float = 0.0
+    search: Callable[[Planner, Sequence[Seat], Path | None], Search] = PlanSearch
     members: list[int] = field(init=False)  # by rank of the present epoch
 
     def __post_init__(self) -> None:
@@ -102,6 +122,8 @@ class InPlaceSupervisor:
         self._asked: tuple[list[int], list[int]] | None = None  # who was there when a plan was asked, and who ready
         self._deserted = False  # no rank is left, and that was said
         self._prepared: NextEpoch | None = None  # with those that are about to join
+        self._sought: tuple[list[int], NextEpoch, Search | None] | None = None  # for whom a plan is, or was, looked for
+        self._change: Change | None = None
         self._signalled: int | None = None
         self._signalled_at, self._again = 0.0, False
         if self.open_to is not None:
@@ -120,6 +142,7 @@ class InPlaceSupervisor:
                 time.sleep(LOOK_SECONDS)
             return code
         finally:
+            self._forget_search()
             self._store.end_job()
             self._job.kill()
             if self._admission.admitted:
@@ -160,12 +183,13 @@ class InPlaceSupervisor:
             return self._next(self._lost) if self._prepared is not None else None
         if not self._alive or refusing and self._overdue():
             return self._end()
-        if self._signalled is not None:  # no epoch begins any more
+        stopped = self._store.has_stopped(self._number, self._alive)
+        if self._signalled is not None and len(stopped) < len(self._alive):  # they end; where all wait, one more step
             return self._end() if any(self._codes.get(m) for m in self.members) and self._overdue() else None
         if refusing:
             return None
-        self._let_join()
-        stopped = self._store.has_stopped(self._number, self._alive)
+        if self._signalled is None:
+            self._let_join()
         if not stopped and not self._lost:
             return None
         self._since = self._since or time.monotonic()
@@ -248,16 +272,33 @@ class InPlaceSupervisor:
             self.log(line)
         if not (ready := self._admission.ready()):
             return
+        if (prepared := self._who_goes_on([*alive, *ready])) is None:
+            return
         self._asked = alive, ready
-        prepared = self._who_goes_on([*alive, *ready])
         if prepared.plan is None or alive and prepared.plan == self._plan:
             self.log(f"{', '.join(self._where(m) for m in ready)}: spare, as no plan is better for it")
         else:
             self._prepared = prepared
             self._store.pause(self._number)
 
-    def _who_goes_on(self, members: list[int]) -> NextEpoch:
-        """Their order, plan and cluster file: those of the cluster file's ranks, or as they came."""
+    def _who_goes_on(self, members: list[int]) -> NextEpoch | None:
+        """Their order, plan and cluster file: those of the cluster file's ranks, or as they came. None: the plan is still
+        being looked for; a search for other members ends here."""
+        if self._sought is None or self._sought[0] != members:
+            self._forget_search()
+            self._sought = (members, *self._look_for(members))
+        _, found, search = self._sought
+        if search is None:
+            return found
+        if not search.done():
+            return None
+        if search.problem:
+            self.log(f"the search for a plan {search.problem}")
+        self._sought = members, replace(found, plan=search.plan), None
+        return self._sought[1]
+
+    def _look_for(self, members: list[int]) -> tuple[NextEpoch, Search | None]:
+        """(all but the plan, which is looked for; None: it is there, too)."""
         nodes = {self._seats[m].node for m in members}
         file = self._admission.cluster_with(nodes) or self._cluster
         seats = tuple(self._seats[m] for m in members)
@@ -268,35 +309,46 @@ class InPlaceSupervisor:
             by_seat = {(self._seats[m].node, self._seats[m].local): m for m in members}
             members = [by_seat[rank.node, rank.local] for rank in load_cluster(cluster).ranks]
             seats_left = [self._seats[m] for m in members]
-        is_unchanged = tuple(seats_left) == self.setup.seats and file == self.setup.cluster
-        plan = self.setup.plan if is_unchanged else self.planner(seats_left, cluster) if seats_left else None
-        return NextEpoch(members, plan, self.setup.cluster if is_unchanged else cluster, file)
+        if tuple(seats_left) == self.setup.seats and file == self.setup.cluster:
+            return NextEpoch(members, self.setup.plan, file, file), None
+        found = NextEpoch(members, None, cluster, file)
+        return found, self.search(self.planner, seats_left, cluster) if seats_left else None
+
+    def _forget_search(self) -> None:
+        if self._sought is not None and self._sought[2] is not None:
+            self._sought[2].abandon()
+        self._sought = None
 
     def _next(self, failed: bool) -> int | None:
-        """The next epoch, with all that are there."""
-        assert self._since is not None
-        notice, begin = time.monotonic() - self._since, time.monotonic()
-        if failed or self._lost:
-            self._losses += 1
-            if self._losses > self.max_losses:
-                self.log(f"gave up after {plural(self.max_losses, 'loss', 'losses')}")
-                return self._end() or PEER_ERROR
+        """The next epoch, with all that are there, once its plan is found. Called again and again until then: members
+        may be lost meanwhile, and hosts become ready."""
+        if self._change is None:
+            assert self._since is not None
+            self._change = Change(time.monotonic() - self._since, time.monotonic())
+        change = self._change
+        if (failed or self._lost) and not change.failed:
+            change.failed, self._losses = True, self._losses + 1
+        if self._losses > self.max_losses:
+            self.log(f"gave up after {plural(self.max_losses, 'loss', 'losses')}")
+            return self._end() or PEER_ERROR
         lost_nodes = {self._seats[m].node for m in self._gone}
-        ready = self._admission.ready()
+        ready = [m for m in self._admission.ready() if m not in change.spare]
         members = [*(m for m in self._alive if self._seats[m].node not in lost_nodes), *ready]
-        self._left |= {*self._gone, *self.members} - {*members}
         next_epoch = self._prepared
         if next_epoch is None or set(next_epoch.members) != set(members):
             next_epoch = self._who_goes_on(members)
+        if next_epoch is None:
+            return None
         if next_epoch.plan is None and ready:  # as well as it goes without those that join
-            members, ready = [m for m in members if m not in ready], []
-            next_epoch = self._who_goes_on(members)
+            change.spare |= set(ready)
+            return None
         if next_epoch.plan is None:
             ranks_left = plural(len(members), "rank")
             self.log(f"no plan for the {ranks_left} that are left without {', '.join(sorted(lost_nodes))}; accepted: a "
                      f"--fallback-plan for at most {ranks_left}")  # fmt: skip
             return USER_ERROR
-        self._publish(next_epoch, ready, notice, time.monotonic() - begin)
+        self._left |= {*self._gone, *self.members} - {*members}
+        self._publish(next_epoch, ready, change.notice, time.monotonic() - change.begin)
         return None
 
     def _publish(self, chosen: NextEpoch, joined: list[int], notice: float, took: float) -> None:
@@ -311,6 +363,8 @@ class InPlaceSupervisor:
             self._store.admit(member, self._number)
         self.members, self._new, self._plan, self._cluster = chosen.members, set(joined), chosen.plan, chosen.whole
         self._gone, self._lost, self._since, self._prepared, self._deserted = {}, False, None, None, False
+        self._change = None
+        self._forget_search()
 
     def _rank(self, member: int) -> int:
         return self.members.index(member) if member in self.members else member

@@ -86,7 +86,8 @@ def run_page(run: RunFiles) -> str:
         parts += [section("Plan", note), *_outer(start), plan_picture(start), *_memory(start)]
     losses = Line("loss", [(s["step"], s["loss"]) for s in run.steps], COLORS[0])
     checks = Line("validation", [(v["step"], v["validation_loss"]) for v in run.validations], COLORS[1])
-    marks = [(e["step"], e["text"]) for e in run.events if e["kind"] in ("straggler", "error", "elastic") and "step" in e]
+    marked = [e for e in run.events if e["kind"] in ("straggler", "error", "elastic") and "step" in e]
+    marks = [(e["step"], e["text"]) for e in marked]
     marks += [(e["first_step"], e["text"]) for e in run.events if e["kind"] == "start" and e["first_step"] > 1]
     parts += [section("Loss", "nats per token by step; red lines: events"), curve([losses, checks], marks)]
     parts += [section("Step time", "seconds by step"), curve(_times(run), marks)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -141,3 +143,61 @@ def test_the_cluster_file_that_a_host_brings_counts_from_then_on(tmp_path: Path)
     fits = lambda seats, _: tmp_path / f"{len(seats)}"  # noqa: E731
     one = InPlaceSupervisor(setup, job.start, fits, 10, 60.0, tmp_path, said.append)
     assert one.run() == 0 and job.failed == [], said
+
+
+def test_the_launcher_looks_after_ranks_while_a_plan_is_searched(tmp_path: Path) -> None:
+    """The search for two takes for ever: a host that asks meanwhile is answered, and a rank that is lost counts; each
+    time the search begins anew for those who are there."""
+
+    def script(job: Played) -> None:
+        one = job.join("one")
+        job.store.ready(one, Speed("cpu", 1.0))
+        until(lambda: (tmp_path / "two").exists())
+        other = job.join("other")
+        job.store.ready(other, Speed("cpu", 1.0))
+        until(lambda: job.store.paused(0))
+        job.store.stopped(0, 0, by_failure=False)
+        until(lambda: (epoch := job.store.find(1)) is not None and epoch.members == [0, one, other])
+        (tmp_path / "two").unlink()
+        job.codes[0] = -9
+        for member in (one, other):
+            job.store.stopped(1, member, by_failure=True)
+        until(lambda: (tmp_path / "two").exists())
+        job.store.ended(one, -9)
+        until(lambda: (epoch := job.store.find(2)) is not None and epoch.members == [other])
+        job.store.ended(other, 0)
+
+    def fits(seats: Sequence[Seat], _: object) -> Path:
+        if len(seats) == 2:
+            (tmp_path / "two").touch()
+            time.sleep(600)
+        return tmp_path / f"{len(seats)}.yaml"
+
+    job, said = Played(script), list[str]()
+    setup = Setup(tmp_path / "plan", (Seat("first", 0),))
+    one = InPlaceSupervisor(setup, job.start, fits, 1, 60.0, tmp_path, said.append)
+    assert one.run() == 0 and job.failed == [], said
+    assert multiprocessing.active_children() == []
+
+
+def test_a_search_that_fails_says_why_and_the_job_goes_on(tmp_path: Path) -> None:
+    def script(job: Played) -> None:
+        for node in ("one", "two"):
+            job.store.ready(job.join(node), Speed("cpu", 1.0))
+            until(lambda node=node: any(f"{node}, chip 0: spare" in line for line in said))  # type: ignore[misc]
+        job.store.leave(0, "all were told to leave")
+        job.codes[0] = 0
+
+    def fails(seats: Sequence[Seat], _: object) -> None:
+        if len(seats) == 2:
+            raise ValueError("no such chip")
+        os._exit(3)
+
+    job, said = Played(script), list[str]()
+    setup = Setup(tmp_path / "plan", (Seat("first", 0),))
+    InPlaceSupervisor(setup, job.start, fails, 1, 60.0, tmp_path, said.append).run()
+    assert job.failed == [], said
+    assert [line for line in said if "search" in line] == [
+        "launcher: the search for a plan failed: ValueError: no such chip",
+        "launcher: the search for a plan ended with exit code 3",
+    ]

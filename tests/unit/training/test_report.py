@@ -233,7 +233,8 @@ def test_an_elastic_run_has_its_changes_on_the_page(run_dir: Path, capsys: pytes
     for epoch, (step, done) in enumerate([(3, 4), (12, 12)], 1):  # the second has no step to do
         reporter = SimpleNamespace(say=print, event=partial(record.add_event, run_dir))
         training = SimpleNamespace(step=done, runtime=SimpleNamespace(optimizer=optimizer), reporter=reporter)
-        phases = Phases(f"epoch {epoch}: lost rank 2 <node>", step, {"notice": 0.5, "groups": 0.25, "move": 1.0}, 4_600_000)
+        seconds = {"notice": 0.5, "groups": 0.25, "move": 1.0}
+        phases = Phases(f"epoch {epoch}: lost rank 2 <node>", step, seconds, 4_600_000)
         ElasticState(training, None, "node", None, phases).tell()  # type: ignore[arg-type]
     run = read_run(str(run_dir))
     events = [event for event in run.events if event["kind"] == "elastic"]
