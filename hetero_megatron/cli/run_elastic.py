@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from hetero_megatron.launch.jobs import LocalJob, Setup
 from hetero_megatron.launch.supervise import Planner
 from hetero_megatron.monitoring.stragglers import diagnoses_at
 
+# torch writes a stack of C++ for each connection that closes; what that means is said in a line of ours.
+_QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")
 FLAGS = ("--join", "--node", "--nproc-per-node", "--cluster")
 MOST_RANKS = 1 << 16
 
@@ -39,6 +42,7 @@ def run_elastic(
         scratch: where hosts find the job that join it.
         address: of this host, as others reach it; None: only this host's processes take part.
     """
+    os.environ.setdefault(*_QUIET)
     from hetero_megatron.launch.in_place import InPlaceSupervisor
     from hetero_megatron.launch.joining import JOB_FILE, JobFile
 
@@ -60,6 +64,7 @@ def run_elastic(
 
 def join(argv: Sequence[str], program: Sequence[str]) -> int:
     """This host's part of a running job; ``program``: what starts a rank. Returns the exit code."""
+    os.environ.setdefault(*_QUIET)
     from hetero_megatron.launch.joining import Joining
 
     options: dict[str, str] = {}

@@ -11,19 +11,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 
-import torch.distributed as dist
-
-from hetero_megatron.comm.job_store import Records, connect_store
+from hetero_megatron.comm.job_store import KeyStore, LastingStore, Records, StoreGone
 from hetero_megatron.environment.launcher import LauncherEnvironment
 
 SCOPE = "elastic"
 LOOK_SECONDS = 0.02  # interval at which a member looks whether the next epoch is there
 WATCH_SECONDS = 0.05  # the same of its thread, whether this one is over
-PATIENCE = timedelta(seconds=30)
+PATIENCE = 30.0  # seconds that the launcher's store may not answer
 
 
 @dataclass(frozen=True)
@@ -90,13 +86,13 @@ class EpochStore:
         store: the launcher's, for keys of this job only.
     """
 
-    def __init__(self, store: dist.Store, secret: bytes) -> None:
+    def __init__(self, store: KeyStore, secret: bytes) -> None:
         self._records = Records(store, secret, SCOPE)
 
     @staticmethod
     def of_member(launcher: LauncherEnvironment) -> EpochStore:
         """A connection of its own: a thread's waits hold up no other's."""
-        return EpochStore(connect_store(*launcher.rendezvous_address, PATIENCE, SCOPE), launcher.secret)
+        return EpochStore(LastingStore(*launcher.rendezvous_address, PATIENCE, SCOPE), launcher.secret)
 
     def publish(self, epoch: Epoch) -> None:
         self._records.set(f"epoch/{epoch.number}", epoch)
@@ -212,10 +208,11 @@ class EpochWatch:
     Attributes:
         called_off: why the job is to stop; empty: it is not.
         paused: whether this epoch is to end at a step's end.
+        gone: why there is no launcher any more; empty: there is.
     """
 
     def __init__(self, store: EpochStore) -> None:
-        self._store, self.called_off, self.paused = store, "", False
+        self._store, self.called_off, self.paused, self.gone = store, "", False, ""
         self._number, self._broken, self._ended = 0, False, False
         self._lock = threading.Lock()
         threading.Thread(target=self._run, daemon=True, name="epochs").start()
@@ -226,22 +223,25 @@ class EpochWatch:
             self._number, self._broken, self.paused = number, False, False
 
     def broken(self) -> bool:
-        """Whether a member of this epoch is lost, as far as this process knows."""
-        return self._broken
+        """Whether a member of this epoch is lost, or the launcher, as far as this process knows."""
+        return self._broken or bool(self.gone)
 
     def close(self) -> None:
         self._ended = True
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # the launcher is gone, and this process with it
-            while not self._ended:
-                number = self._number
+        while not self._ended and not self.gone:
+            number = self._number
+            try:
                 broken, paused = self._store.broken(number), self._store.paused(number)
                 self.called_off = self.called_off or self._store.called_off()
-                with self._lock:
-                    if number == self._number:
-                        self._broken, self.paused = self._broken or broken, self.paused or paused
-                time.sleep(WATCH_SECONDS)
+            except StoreGone as error:
+                self.gone = str(error)
+                return
+            with self._lock:
+                if number == self._number:
+                    self._broken, self.paused = self._broken or broken, self.paused or paused
+            time.sleep(WATCH_SECONDS)
 
 
 def await_epoch(store: EpochStore, number: int, seconds: float) -> Epoch | None:

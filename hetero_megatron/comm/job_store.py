@@ -6,10 +6,10 @@ import errno
 import hmac
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -70,6 +70,74 @@ def await_listener(host: str, port: int, timeout: timedelta) -> None:
             time.sleep(0.2)
 
 
+class StoreGone(RuntimeError):
+    """Nobody answers where the job's store was."""
+
+
+class LastingStore:
+    """A client of a store whose connection is made anew where it breaks, so that a hiccup of the network is no loss.
+
+    Args:
+        seconds: for which nobody has to answer before the store counts as gone; at once where its host says that nobody
+            listens there any more.
+    """
+
+    def __init__(self, host: str, port: int, seconds: float, prefix: str) -> None:
+        self._host, self._port, self._seconds, self._prefix = host, port, seconds, prefix
+        self._store: dist.Store | None = None
+
+    def set(self, key: str, value: str) -> None:
+        def write(store: dist.Store) -> None:
+            store.set(key, value)
+            store.check([key])  # nothing answers a set: what is asked behind it, over one connection, says that it came
+
+        self._ask(write)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask(lambda store: store.check(keys))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._ask(lambda store: store.multi_get(keys))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._ask(lambda store: store.compare_set(key, expected, desired))
+
+    def _ask(self, request: Callable[[dist.Store], Any]) -> Any:
+        """Every request may be made twice: what it writes is then there already.
+
+        Raises:
+            StoreGone.
+        """
+        end = time.monotonic() + self._seconds
+        while True:
+            try:
+                self._store = self._store or self._connect()
+                return request(self._store)
+            except (RuntimeError, OSError) as error:
+                self._store = None
+                if isinstance(error, ConnectionRefusedError) or time.monotonic() >= end:
+                    place, reason = f"{self._host}:{self._port}", str(error).splitlines()[0]
+                    raise StoreGone(f"the launcher does not answer at {place} any more ({reason})") from None
+            time.sleep(0.2)
+
+    def _connect(self) -> dist.Store:
+        # First a look: torch's own client tries for long, and logs what it sees.
+        socket.create_connection((self._host, self._port), timeout=5.0).close()
+        return connect_store(self._host, self._port, timedelta(seconds=self._seconds), self._prefix)
+
+
+class KeyStore(Protocol):
+    """What records need of a store; requests raise RuntimeError where it is gone."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
 def open_listener(launcher: LauncherEnvironment) -> socket.socket:
     """The socket of rank 0's store: on the loopback interface if all ranks are on this host, else on all interfaces.
 
@@ -92,7 +160,7 @@ def open_listener(launcher: LauncherEnvironment) -> socket.socket:
 class Records:
     """Typed values in a store, by key; ``scope``: what they are valid for, e.g. the round of the job."""
 
-    store: dist.Store
+    store: KeyStore
     secret: bytes
     scope: str
 

@@ -282,8 +282,8 @@ class InPlaceSupervisor:
             self._store.pause(self._number)
 
     def _who_goes_on(self, members: list[int]) -> NextEpoch | None:
-        """Their order, plan and cluster file: those of the cluster file's ranks, or as they came. None: the plan is still
-        being looked for; a search for other members ends here."""
+        """Their order, plan and cluster file: those of the cluster file's ranks, or as they came. None: the plan is
+        still being looked for; a search for other members ends here."""
         if self._sought is None or self._sought[0] != members:
             self._forget_search()
             self._sought = (members, *self._look_for(members))

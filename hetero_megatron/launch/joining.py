@@ -19,7 +19,7 @@ from typing import Protocol
 
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.comm.epochs import SCOPE, EpochStore, JoinAnswer, JoinRequest
-from hetero_megatron.comm.job_store import await_listener, connect_store
+from hetero_megatron.comm.job_store import LastingStore, StoreGone, await_listener
 from hetero_megatron.environment.launcher import JOINS, gloo_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Seat, Setup
@@ -31,7 +31,7 @@ from hetero_megatron.utils.text import plural
 
 JOB_FILE = "elastic.json"
 LOOK_SECONDS = 0.05
-CONNECT = timedelta(seconds=20)
+CONNECT_SECONDS = 20.0  # that the launcher may not answer
 ANSWER_SECONDS = 60.0
 _JOB = record({
     "host": text, "port": integer(1, 65535), "secret": text, "plan": text, "cluster": text, "words": array(text),
@@ -128,7 +128,7 @@ class Joining:
         self.cluster = cluster.absolute() if cluster is not None else None
         try:
             await_listener(self.job.host, self.job.port, timedelta(0))  # torch tries again and again
-            store = connect_store(self.job.host, self.job.port, CONNECT, SCOPE)
+            store = LastingStore(self.job.host, self.job.port, CONNECT_SECONDS, SCOPE)
         except RuntimeError:
             raise UserError(
                 f"its launcher does not answer at {self.job.host}:{self.job.port}: the job is over, or this host does "
@@ -139,6 +139,13 @@ class Joining:
 
     def run(self) -> int:
         """Until this host's processes have ended. Returns the exit code."""
+        try:
+            return self._run()
+        except StoreGone:
+            self.log(f"{self.node}: the launcher is gone")
+            return PEER_ERROR
+
+    def _run(self) -> int:
         answer = self._ask()
         self.log(f"{self.node}: admitted with {plural(self.chips, 'process', 'processes')}, which load what they need")
         seats = tuple(Seat(self.node, i, None if self._file else i) for i in range(self.chips))
@@ -175,24 +182,20 @@ class Joining:
     def _watch(self, job: HostJob) -> int:
         codes_told: dict[int, int] = {}
         forwarded = 0
-        try:
-            while len(codes_told) < len(job.ranks):
-                for member, code in job.poll().items():
-                    if member not in codes_told:
-                        codes_told[member] = code
-                        self.store.ended(member, code)
-                if self._signal and not forwarded:  # they hand over after the step, and leave
-                    forwarded = self._signal
-                    job.signal(signal.SIGTERM)
-                if refusal := self.store.refused(job.ranks[0]):
-                    raise UserError(refusal, field="--join", value=self.node)
-                if self.store.job_ended() and not any(self.store.first_epoch(m) is not None for m in job.ranks):
-                    self.log(f"{self.node}: the job ended before it joined")
-                    return 0
-                time.sleep(LOOK_SECONDS)
-        except RuntimeError:
-            self.log(f"{self.node}: the launcher is gone")
-            return PEER_ERROR
+        while len(codes_told) < len(job.ranks):
+            for member, code in job.poll().items():
+                if member not in codes_told:
+                    codes_told[member] = code
+                    self.store.ended(member, code)
+            if self._signal and not forwarded:  # they hand over after the step, and leave
+                forwarded = self._signal
+                job.signal(signal.SIGTERM)
+            if refusal := self.store.refused(job.ranks[0]):
+                raise UserError(refusal, field="--join", value=self.node)
+            if self.store.job_ended() and not any(self.store.first_epoch(m) is not None for m in job.ranks):
+                self.log(f"{self.node}: the job ended before it joined")
+                return 0
+            time.sleep(LOOK_SECONDS)
         failed = {member: code for member, code in codes_told.items() if code}
         for member, code in failed.items():
             self.log(f"{self.node}: process {member} ended with {say_code(code)}")

@@ -56,7 +56,7 @@ _TIMELINE = {
     "step": f.integer(), "seconds": _SECONDS,
     "ranks": f.numbered(f.array(f.row(f.one_of(*KINDS), f.number(), _SECONDS, f.integer(-1)))),
 }  # fmt: skip
-_EVENTS: Mapping[record.EventKind, f.Check] = {
+EVENTS: Mapping[str, f.Check] = {
     "start": f.record(
         {**_EVENT, **_START}, {"nodes": f.numbered(f.text), "steps": f.integer(), "outer": f.array(f.text)}
     ),
@@ -128,9 +128,9 @@ def _events(path: Path) -> Iterator[Mapping[str, Any]]:
         return
     for position, line in json_lines(path):
         kind = line.get("kind")
-        if not isinstance(kind, str) or kind not in _EVENTS:
-            raise UserError("is not an event", field="kind", value=kind, accepted=", ".join(_EVENTS), where=position)
-        f.require(line, _EVENTS[kind], f"what an event of kind {kind} holds", position)
+        if not isinstance(kind, str) or kind not in EVENTS:
+            raise UserError("is not an event", field="kind", value=kind, accepted=", ".join(EVENTS), where=position)
+        f.require(line, EVENTS[kind], f"what an event of kind {kind} holds", position)
         yield line
 
 

@@ -15,6 +15,7 @@ import torch
 
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm, world_group
 from hetero_megatron.comm.epochs import Epoch, EpochStore, EpochWatch, Speed, await_epoch, await_first_epoch
+from hetero_megatron.comm.job_store import StoreGone
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
@@ -98,6 +99,12 @@ class ElasticRank:
 
     def run(self) -> int:
         """Until the run ends, or goes on without this rank. Returns its exit code."""
+        try:
+            return self._run()
+        except StoreGone as error:
+            raise CommError(f"rank {self.launcher.rank} ends: {error}", self.launcher.rank) from None
+
+    def _run(self) -> int:
         if self.launcher.joins:
             self._peak = measured_peak_flops(self.platform, DTYPES[self.config.dtype])
             self.store.ready(self.member, self._speed(self._peak))

@@ -7,12 +7,18 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from hetero_megatron.comm.epochs import EpochStore
+from hetero_megatron.comm.job_store import LastingStore
+from hetero_megatron.launch.joining import JobFile
 from hetero_megatron.monitoring.run_page import read_run, run_page
 from hetero_megatron.plans import load_plan
 from hetero_megatron.plans.buckets import make_buckets
@@ -222,6 +228,34 @@ def test_a_host_joins(name: str, tmp_path: Path) -> None:
     found = run(tmp_path, ranks, happenings, hosts=[host])
     check(tmp_path, ranks, found)
     assert any(said in text for text, _ in found.epochs), found.output
+
+
+SERVER = """
+import sys
+from hetero_megatron.comm.job_store import JobStore
+store = JobStore()
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_host_whose_launcher_is_gone_says_so_in_one_line(tmp_path: Path) -> None:
+    """And nothing of torch's own, which knows C++ only."""
+    pipes = {"stdin": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, **pipes) as server:  # type: ignore[call-overload]
+        port = int(server.stdout.readline())
+        JobFile("127.0.0.1", port, "s" * 32, "", "", [], str(tmp_path)).write(tmp_path)
+        words = [sys.executable, "-m", "hetero_megatron", "run", "--join", str(tmp_path), "--node", "late"]
+        with subprocess.Popen(words, stderr=subprocess.PIPE, **pipes) as host:  # type: ignore[call-overload]
+            store = EpochStore(LastingStore("127.0.0.1", port, 30.0, "elastic"), b"s" * 32)
+            end = time.monotonic() + 100
+            while store.join_request(0) is None:
+                assert time.monotonic() < end and host.poll() is None
+                time.sleep(0.05)
+            server.kill()
+            said = host.stderr.read()
+    assert host.returncode == 3 and said == "late: the launcher is gone\n", said
 
 
 def random_events(dice: random.Random) -> tuple[list[Happening], list[Host]]:

@@ -250,4 +250,4 @@ def test_an_elastic_run_has_its_changes_on_the_page(run_dir: Path, capsys: pytes
 
 def test_every_kind_of_event_is_known_to_the_reader() -> None:
     """Which kinds are written, the type checker sees."""
-    assert set(run_files._EVENTS) == set(get_args(record.EventKind))
+    assert set(run_files.EVENTS) == set(get_args(record.EventKind))
