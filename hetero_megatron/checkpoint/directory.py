@@ -40,8 +40,9 @@ class CheckpointDirectory:
 
     Args:
         log: for notices.
-        check: raises UserError if the path no longer leads to the directory that the run began with (moved, removed or
-            unmounted), which must not be created again. None: not locked; ``begin`` creates it.
+        check: asked before every change; raises an error if this process is not to write: UserError where the path no
+            longer leads to the directory that the run began with (moved, removed or unmounted), which must not be
+            created again; CommError where the job went on without it. None: not locked; ``begin`` creates it.
     """
 
     def __init__(
@@ -133,6 +134,11 @@ class CheckpointDirectory:
 
     # Writing
 
+    def allowed(self) -> None:
+        """Raises what ``check`` does."""
+        if self.check is not None:
+            self.check()
+
     def begin(self, step: int) -> Path:
         """Make an empty directory to write into; removes incomplete checkpoints of earlier jobs."""
         if self.check is not None:
@@ -154,8 +160,7 @@ class CheckpointDirectory:
         """Rename the complete directory, then update ``latest``. Every rename follows an fsync."""
         final, old, work = self.at(step), self._old(step), self.work(step)
         sync_directory(work)
-        if self.check is not None:
-            self.check()
+        self.allowed()
         if os.path.lexists(final):
             final.rename(old)
         work.rename(final)
@@ -165,14 +170,14 @@ class CheckpointDirectory:
 
     def abandon(self, step: int) -> None:
         """Remove the files of a failed save, if possible."""
-        with suppress(OSError, UserError):
-            if self.check is not None:
-                self.check()  # otherwise it is another run's
+        with suppress(OSError, UserError, RuntimeError):
+            self.allowed()  # otherwise it is another run's
             shutil.rmtree(self.work(step))
 
     def prune(self, keep: int, retain_interval: int | None, newest: int) -> None:
         """Remove all checkpoints but the ``keep`` newest up to ``newest`` (0: keep all) and multiples of
         ``retain_interval``; what cannot be removed stays, with a notice."""
+        self.allowed()
         old = [s for s in self.steps() if s <= newest]
         for step in old[:-keep] if keep else []:
             if not (retain_interval and step % retain_interval == 0):
@@ -200,6 +205,7 @@ class CheckpointDirectory:
             if path.is_dir() and not path.is_symlink():
                 path.rename(self._free_name(path))
         write_synced(new_path, text.encode())
+        self.allowed()
         new_path.replace(latest)
         sync_directory(self.path)
 

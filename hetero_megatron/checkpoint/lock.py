@@ -12,6 +12,7 @@ from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 
 WAIT_SECONDS = 5.0  # a process of the previous round may still be ending
+TAKEN, ACCEPTED = "another run is writing there", "a directory of its own for each run"
 _held: set[str] = set()  # directories of this process: a run that failed may not be collected yet
 
 
@@ -45,6 +46,10 @@ class DirectoryLock:
         self._handle = handle
         return True
 
+    def watch(self) -> None:
+        """Without the lock, which somebody else holds for this run: only notice when the directory is lost."""
+        self._handle = os.open(self._name, os.O_RDONLY | os.O_DIRECTORY)
+
     def lost(self) -> str:
         """Why the path no longer leads to the locked directory; empty while it does, or without a lock."""
         if self._handle is None:
@@ -77,18 +82,24 @@ class DirectoryLock:
         self.release()
 
 
-def lock_directory(path: str, group: Group) -> DirectoryLock:
+def lock_directory(path: str, group: Group, by_launcher: bool = False) -> DirectoryLock:
     """A lock held by the first rank of the group while the result is referenced; UserError on all ranks if another run
-    holds it."""
+    holds it.
+
+    Args:
+        by_launcher: it is the launcher that locks the directory for the job; a rank that hangs would hold it for ever.
+    """
     lock = DirectoryLock(path)
     problem = ""
     if group.index == 0:
         try:
-            if not lock.take():
-                problem = "another run is writing there"
+            if by_launcher:
+                lock.watch()
+            elif not lock.take():
+                problem = TAKEN
         except OSError as error:
             problem = f"cannot be opened: {error.strerror}"
     first = group.gather_objects(problem, str)[0]
     if first:
-        raise UserError(first, field="--save", value=path, accepted="a directory of its own for each run")
+        raise UserError(first, field="--save", value=path, accepted=ACCEPTED)
     return lock

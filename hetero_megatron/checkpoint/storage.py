@@ -78,6 +78,7 @@ class BoxWriter(StorageWriter):
         results = []
         self._require_finite(plan, tensors)
         if tensors:
+            self.directory.allowed()  # else the folder of this name may be that of those who went on
             name = f"rank_{self.rank:05d}.safetensors"
             entries = {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()}
             digest, _ = write_file(self.directory.work(self.step) / name, entries, tensors.__getitem__)

@@ -128,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
         planner = largest_that_fits(words, [setup.plan, *fallbacks]) if fallbacks else planner
         least_speed, wait = _number(options, "--least-speed", 0.5), _number(options, "--wait-for-hosts", 0)
         limits = ElasticLimits(int(restarts), grace, least_speed, wait)
-        return run_elastic(setup, words, planner, limits, scratch, log, options.get("--address"))
+        return run_elastic(setup, words, planner, limits, scratch, log, options.get("--address"), config)
     replanner = replanned(words, scratch) if config.failure.replan_on_drift else None
     replans = int(_number(options, "--max-replans", 2))
     if replanner is not None and not replans:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.environment.launcher import gloo_towards
@@ -14,6 +15,10 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Setup
 from hetero_megatron.launch.supervise import Planner
 from hetero_megatron.monitoring.stragglers import diagnoses_at
+from hetero_megatron.training.config import RunConfig
+
+if TYPE_CHECKING:
+    from hetero_megatron.checkpoint.lock import DirectoryLock
 
 # torch writes a stack of C++ for each connection that closes; what that means is said in a line of ours.
 _QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -34,11 +39,13 @@ class ElasticLimits:
 
 def run_elastic(
     setup: Setup, words: Sequence[str], planner: Planner, limits: ElasticLimits, scratch: Path,
-    log: Callable[[str], None], address: str | None,
+    log: Callable[[str], None], address: str | None, config: RunConfig,
 ) -> int:  # fmt: skip
-    """The job of ``setup``, to its end; its exit code.
+    """The job of ``setup``, to its end; its exit code. The directory of its checkpoints is locked by this process: a
+    rank that hangs, perhaps on another host, would keep it from those that go on.
 
     Args:
+        config: what a rank makes of the words.
         scratch: where hosts find the job that join it.
         address: of this host, as others reach it; None: only this host's processes take part.
     """
@@ -53,6 +60,7 @@ def run_elastic(
         plan, cluster = (str(file.absolute()) if file is not None else "" for file in (setup.plan, setup.cluster))
         JobFile(host, port, secret.decode(), plan, cluster, list(words), str(Path.cwd())).write(scratch)
 
+    lock = _locked(config)
     try:
         return InPlaceSupervisor(
             setup, start, planner, limits.losses, limits.grace, scratch, log, opened, address, limits.least_speed,
@@ -60,6 +68,22 @@ def run_elastic(
         ).run()  # fmt: skip
     finally:
         (scratch / JOB_FILE).unlink(missing_ok=True)
+        if lock is not None:
+            lock.release()
+
+
+def _locked(config: RunConfig) -> DirectoryLock | None:
+    """None: the run writes no checkpoints. UserError: another one writes there."""
+    from hetero_megatron.checkpoint.lock import ACCEPTED, TAKEN, DirectoryLock
+    from hetero_megatron.training.save_directory import writes_checkpoints
+
+    if not writes_checkpoints(config):
+        return None
+    assert config.checkpoint.save is not None
+    lock = DirectoryLock(config.checkpoint.save)
+    if not lock.take():
+        raise UserError(TAKEN, field="--save", value=config.checkpoint.save, accepted=ACCEPTED)
+    return lock
 
 
 def join(argv: Sequence[str], program: Sequence[str]) -> int:

@@ -59,6 +59,7 @@ class Comm:
         load_direct: has a direct backend of this rank's platform registered with torch.
         sockets: the connections of its groups, where somebody may want to cut them; None: nobody.
         over: whether the job goes on without these groups, so that waiting is in vain.
+        fence: asked before anything is written that others read; CommError where the job went on without these groups.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Comm:
         self.load_direct: Callable[[str], None] = lambda _: None
         self.sockets: Sockets | None = None
         self.over: Callable[[], bool] = lambda: False
+        self.fence: Callable[[], None] = lambda: None
         self._waiters = threading.local()  # a thread waits for one transfer at a time
         self._groups: dict[tuple[int, ...], list[Group]] = {}
         self._background: dict[tuple[int, ...], Group | None] = {}

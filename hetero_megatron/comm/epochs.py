@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hetero_megatron.comm.job_store import KeyStore, LastingStore, Records, StoreGone
+from hetero_megatron.comm.work import CommError
 from hetero_megatron.environment.launcher import LauncherEnvironment
 
 SCOPE = "elastic"
@@ -99,6 +100,9 @@ class EpochStore:
 
     def find(self, number: int) -> Epoch | None:
         return self._one(f"epoch/{number}", Epoch)  # type: ignore[return-value]
+
+    def has_begun(self, number: int) -> bool:
+        return self._has(f"epoch/{number}")
 
     def break_off(self, number: int) -> None:
         """All members of epoch ``number`` are to stop what they do: one is lost."""
@@ -200,6 +204,34 @@ class EpochStore:
 
     def _one(self, key: str, kind: type) -> object | None:
         return self._records.get([key], kind)[0] if self._has(key) else None
+
+
+class Fence:
+    """What a member asks before it writes something that outlasts it: whether its epoch is still the newest. One that
+    hung, and was counted as lost, finds out when it wakes up.
+
+    Args:
+        store: a connection for this alone.
+        rank: for messages.
+    """
+
+    def __init__(self, store: EpochStore, number: int, rank: int) -> None:
+        self._store, self._number, self._rank, self._lock = store, number, rank, threading.Lock()
+
+    def check(self) -> None:
+        """From any thread.
+
+        Raises:
+            CommError: it is not, or there is no launcher any more to say so.
+        """
+        try:
+            with self._lock:
+                is_over = self._store.has_begun(self._number + 1)
+        except StoreGone as error:
+            raise CommError(f"rank {self._rank} writes nothing more: {error}", self._rank) from None
+        if is_over:
+            problem = f"epoch {self._number} of the job is over, and it goes on in a later one"
+            raise CommError(f"rank {self._rank} writes nothing more: {problem}", self._rank)
 
 
 class EpochWatch:

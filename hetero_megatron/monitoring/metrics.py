@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -128,6 +128,7 @@ class MetricsWriter:
         resumed: None: what ``directory`` holds is of another run.
         interval: of dashboards: steps that are no multiple of it are left out.
         purge_step: what the TensorBoard directory holds of this step and later ones is hidden; None: nothing is.
+        allowed: asked before anything is written; raises an error where the run goes on without this process.
 
     Raises:
         UserError: a dashboard was asked for and is not installed, or the directory cannot be written.
@@ -143,7 +144,10 @@ class MetricsWriter:
         tensorboard_queue_size: int = 1000,
         interval: int = 1,
         purge_step: int | None = None,
+        allowed: Callable[[], None] = lambda: None,
     ) -> None:
+        self._allowed = allowed
+        allowed()
         self._file: LineFile | None = None
         self._evaluated: int | None = None  # the step whose evaluation is logged already
         folder, is_resumed = None if directory is None else Path(directory), resumed is not None
@@ -207,6 +211,7 @@ class MetricsWriter:
         self._scalars(values, step)
 
     def _line(self, record: Mapping[str, Any]) -> None:
+        self._allowed()
         if self._file is not None:
             self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
 

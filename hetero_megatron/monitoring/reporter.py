@@ -105,6 +105,7 @@ class Reporter:
             tensorboard_queue_size=logging.tensorboard_queue_size,
             interval=logging.tensorboard_interval,
             purge_step=begins if trains else None,
+            allowed=self.runtime.comm.fence,
         )
 
     def _goes_on(self) -> bool:
@@ -140,6 +141,7 @@ class Reporter:
     def event(self, kind: EventKind, text: str, **more: Any) -> None:
         """Add to ``events.jsonl`` in the --save directory, if there is one; from the rank that speaks."""
         if self.speaks and self.config.logging.save is not None:
+            self.runtime.comm.fence()
             try:
                 add_event(self.config.logging.save, kind, text, **more)
             except UserError as error:

@@ -75,9 +75,15 @@ class Checkpointing:
 
             self.saver = CheckpointSaver(
                 options.save, group, options.keep, options.retain_interval, options.asynchronous, synchronize,
-                check=lock.check if lock is not None else None, dtype=runtime.stage_model.dtype,
+                check=self._check, dtype=runtime.stage_model.dtype,
             )  # fmt: skip
             runtime.hooks.before_update = self.saver.staged
+
+    def _check(self) -> None:
+        """Whether this process still writes there; raises UserError or CommError where it does not."""
+        self.runtime.comm.fence()
+        if self._lock is not None:
+            self._lock.check()
 
     @property
     def failed(self) -> bool:

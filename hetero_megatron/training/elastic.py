@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm, world_group
-from hetero_megatron.comm.epochs import Epoch, EpochStore, EpochWatch, Speed, await_epoch, await_first_epoch
+from hetero_megatron.comm.epochs import Epoch, EpochStore, EpochWatch, Fence, Speed, await_epoch, await_first_epoch
 from hetero_megatron.comm.job_store import StoreGone
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import LauncherEnvironment
@@ -184,6 +184,7 @@ class ElasticRank:
         comm = start_comm(
             self.platform, timeout, place, self.launcher, emulation.hooks(), transport, over=self.watch.broken
         )
+        comm.fence = Fence(EpochStore.of_member(self.launcher), self.number, comm.rank).check
         return comm, emulation
 
     def _set_up(self, comm: Comm, emulation: Emulation) -> Training | None:

@@ -138,7 +138,7 @@ def restore(
     owners = {name: layout for bucket in compiled.buckets for name, layout in bucket.owners.items()}
     sent = 0
     for names in _batches(source.layouts):
-        pieces = [(name, *_piece(piece, source)) for name in names for piece in _moves(name, source, owners)]
+        pieces = [(name, *_piece(piece, source)) for name in names for piece in moves(name, source, owners)]
         sent += _move(pieces, tensors_by_holder, taken, group)
     if optimizer is not None:
         optimizer.all_gather()
@@ -155,7 +155,7 @@ def _batches(layouts: Mapping[str, Layout]) -> Iterator[list[str]]:
         yield list(names)
 
 
-def _moves(name: str, source: HeldMoment, owners: Mapping[str, Layout]) -> tuple[Piece, ...]:
+def moves(name: str, source: HeldMoment, owners: Mapping[str, Layout]) -> tuple[Piece, ...]:
     """From holders to owners, of which rank r has the number -1 - r; where it can, nothing leaves its rank."""
     logical = name.split(".", 1 if name.startswith(MODEL + ".") else 2)[-1]
     layout = owners[logical]

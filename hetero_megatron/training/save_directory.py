@@ -37,7 +37,7 @@ def claim_directory(config: RunConfig, group: Group) -> DirectoryLock | None:
 
     assert options.save is not None
     check_writable(options.save, group)
-    lock = lock_directory(options.save, group)
+    lock = lock_directory(options.save, group, config.elastic is not None)
     # Only now: while another run held the lock it may have saved.
     steps = CheckpointDirectory(options.save).held() if group.index == 0 else []
     newest = group.gather_objects(steps[-1] if steps else None, int | None)[0]

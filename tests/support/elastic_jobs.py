@@ -43,7 +43,9 @@ class Happening:
         when: ``step``: its step ``at`` is complete; ``update``: its optimizer has taken step ``at``, and sent nothing;
             ``copy``: a copy of step ``at`` is about to travel; ``hashes``, ``save`` and ``evaluation``: it begins what
             follows step ``at``; ``join`` and ``move``: it connects, and moves state, in epoch ``at``.
-        what: ``kill``, ``leave`` (SIGTERM), ``freeze``, or ``wait``: until a host is about to join.
+            ``publish``: its checkpoint of step ``at`` is about to appear.
+        what: ``kill``, ``leave`` (SIGTERM), ``freeze``, ``doze``: freeze, and go on when others have done two steps
+            more, or ``wait``: until a host is about to join.
     """
 
     member: int
@@ -51,13 +53,26 @@ class Happening:
     at: int
     what: str = "kill"
 
-    def happen(self) -> None:
-        number = {"kill": signal.SIGKILL, "leave": signal.SIGTERM, "freeze": signal.SIGSTOP}[self.what]
-        os.kill(os.getpid(), number)
+    def happen(self, metrics: Path) -> None:
+        if self.what == "doze":
+            _wake(os.getpid(), metrics, self.at + 2)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "leave": signal.SIGTERM}.get(self.what, signal.SIGSTOP))
 
 
-def _instrument(mine: Sequence[Happening]) -> Callable[[int, Any], None]:
+def _wake(process: int, metrics: Path, step: int) -> None:
+    """Somebody who lets a process go on once this step is done."""
+    if os.fork():
+        return
+    end = time.monotonic() + DEADLINE
+    while time.monotonic() < end and not any(line.get("step", 0) >= step for line in _lines(metrics)):
+        time.sleep(0.02)
+    os.kill(process, signal.SIGCONT)
+    os._exit(0)
+
+
+def _instrument(mine: Sequence[Happening], run: Path) -> Callable[[int, Any], None]:
     """Make them happen in this process; returns what is to be told of every step."""
+    from hetero_megatron.checkpoint.directory import CheckpointDirectory
     from hetero_megatron.parallel.optimizer import ShardedOptimizer
     from hetero_megatron.training import checkpointing, elastic, failure, held_state, peer_replicas
     from hetero_megatron.training.runtime import Runtime
@@ -67,7 +82,7 @@ def _instrument(mine: Sequence[Happening]) -> Callable[[int, Any], None]:
     def due(when: str, at: int) -> None:
         for one in mine:
             if (one.when, one.at) == (when, at) and one.what != "wait":
-                one.happen()
+                one.happen(run / "metrics.jsonl")
             elif (one.when, one.at) == (when, at) and one in waits:  # once, though steps may be done again
                 waits.remove(one)
                 while not progress["rank"].watch.paused:
@@ -111,6 +126,13 @@ def _instrument(mine: Sequence[Happening]) -> Callable[[int, Any], None]:
 
         setattr(owner, name, wrapped)
 
+    publish = CheckpointDirectory.publish
+
+    def publishing(self: CheckpointDirectory, step: int) -> None:
+        due("publish", step)
+        publish(self, step)
+
+    CheckpointDirectory.publish = publishing  # type: ignore[method-assign]
     after(failure.ReplicaCheck, "after_step", "hashes")
     after(checkpointing.Checkpointing, "save", "save")
     after(Runtime, "evaluate_pairs", "evaluation")
@@ -208,7 +230,8 @@ def _rank(words: list[str], environment: dict[str, str], output: str, mine: Sequ
         if config.elastic is None:
             code = train(config, launcher)
         else:
-            code = train_elastic(config, launcher, partial(under_plan, words, environment), _instrument(mine))
+            on_step = _instrument(mine, Path(config.checkpoint.save or "."))
+            code = train_elastic(config, launcher, partial(under_plan, words, environment), on_step)
     except Exception as error:
         code = end_rank(error, launcher, environment)
     sys.stdout.flush()

@@ -258,6 +258,19 @@ def test_a_host_whose_launcher_is_gone_says_so_in_one_line(tmp_path: Path) -> No
     assert host.returncode == 3 and said == "late: the launcher is gone\n", said
 
 
+@pytest.mark.slow
+def test_a_writer_on_another_host_hangs_and_wakes_up_late(tmp_path: Path) -> None:
+    """The job's launcher cannot end it; the others go on without it, and its checkpoint never appears."""
+    hosts = [Host("late", 1, 1, (Happening(0, "publish", 6, "doze"),)), Host("other", 4)]
+    happenings = [Happening(0, "step", 2, "wait"), Happening(0, "step", 4, "wait"), Happening(0, "step", 5)]
+    flags = ["--save-interval", "6", "--distributed-timeout-minutes", "0.1"]
+    found = run(tmp_path, 1, happenings, *flags, "--peer-replicas-every", "1", grace=3.0, hosts=hosts)
+    check(tmp_path, 1, found, *flags)
+    assert "rank 0 (late, chip 0) did not stop in 3 s" in found.output, found.output
+    assert "it goes on in a later one" in found.output, found.output
+    assert not (tmp_path / "run" / "iter_0000006").exists(), found.output
+
+
 def random_events(dice: random.Random) -> tuple[list[Happening], list[Host]]:
     """What happens to four ranks, of which one stays, and to a host that joins perhaps."""
 

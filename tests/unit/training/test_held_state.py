@@ -6,11 +6,11 @@ import random
 
 import numpy as np
 
-from hetero_megatron.layout import Box
+from hetero_megatron.layout import Box, Layout
 from hetero_megatron.plans.memory.replicas import choose_holders
 from hetero_megatron.spec import trained_tensors
 from hetero_megatron.spec.presets import load_model
-from hetero_megatron.training.held_state import Holding, Moment, newest
+from hetero_megatron.training.held_state import HeldMoment, Holding, Moment, moves, newest
 
 SPEC = load_model("tiny")
 
@@ -63,6 +63,66 @@ def test_nothing_of_a_step_is_taken_from_another() -> None:
     assert found is not None and found.moment.step == 4 and first in found.layouts
     assert newest([said[0], [Holding(_moment(4), {first: whole[first]})]], SPEC) is None
     assert newest([[]], SPEC) is None
+
+
+def _cut(box: Box, chance: random.Random, parts: int) -> list[Box]:
+    """Boxes that tile this one."""
+    boxes = [box]
+    while len(boxes) < parts and any(max(one.shape) > 1 for one in boxes):
+        one = boxes.pop(chance.randrange(len(boxes)))
+        axis = max(range(len(one.shape)), key=one.shape.__getitem__)
+        if one.shape[axis] > 1:
+            at = one.lo[axis] + chance.randrange(1, one.shape[axis])
+            ends = [list(one.lo), list(one.hi)]
+            ends[0][axis] = ends[1][axis] = at
+            boxes += [Box(one.lo, tuple(ends[1])), Box(tuple(ends[0]), one.hi)]
+        else:
+            boxes.append(one)
+    return boxes
+
+
+def test_no_more_moves_than_must() -> None:
+    """Random holders, some on one rank, copies among them, and random owners: every element comes to its owner once,
+    from somebody who has it, and only what no holder on the owner's rank has leaves its rank."""
+    chance = random.Random(11)
+    for _ in range(150):
+        shape = (chance.randrange(1, 9), chance.randrange(1, 9))
+        ranks, whole = chance.randrange(1, 5), Box.whole(shape)
+        holders = tuple(chance.randrange(ranks) for _ in range(chance.randrange(1, 6)))
+        holds: dict[int, list[Box]] = {i: [] for i in range(len(holders))}
+        for box in _cut(whole, chance, 6):  # once at least, and copies
+            for i in {chance.randrange(len(holders)) for _ in range(chance.randrange(1, 3))}:
+                holds[i].append(box)
+        owns: dict[int, list[Box]] = {rank: [] for rank in range(ranks)}
+        for box in _cut(whole, chance, 5):
+            owns[chance.randrange(ranks)].append(box)
+        source = HeldMoment(_moment(1), (), {"model.x": _layout(shape, holds)}, holders)
+        found = moves("model.x", source, {"x": _layout(shape, owns)})
+        has = {i: _mask(shape, boxes) for i, boxes in holds.items()}
+        came = {rank: np.zeros(shape, int) for rank in owns}
+        crossed = 0
+        for piece in found:
+            assert has[piece.src][piece.box.slices()].all()
+            came[-1 - piece.dst][piece.box.slices()] += 1
+            crossed += piece.box.size * (holders[piece.src] != -1 - piece.dst)
+        least = 0
+        for rank, boxes in owns.items():
+            here = np.logical_or.reduce([np.zeros(shape, bool), *(has[i] for i, r in enumerate(holders) if r == rank)])
+            wanted = _mask(shape, boxes)
+            assert (came[rank] == wanted).all()
+            least += int((wanted & ~here).sum())
+        assert crossed == least
+
+
+def _layout(shape: tuple[int, ...], boxes: dict[int, list[Box]]) -> Layout:
+    return Layout(shape, {holder: tuple(parts) for holder, parts in boxes.items() if parts})
+
+
+def _mask(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
+    mask = np.zeros(shape, bool)
+    for box in boxes:
+        mask[box.slices()] = True
+    return mask
 
 
 def test_copies_lie_on_another_node_and_are_spread() -> None:

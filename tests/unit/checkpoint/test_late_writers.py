@@ -1,0 +1,67 @@
+"""A process that hung while the job went on without it: when it wakes up, it writes nothing more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_megatron.comm import CommError
+from hetero_megatron.comm.epochs import SCOPE, Epoch, EpochStore, Fence
+from hetero_megatron.comm.job_store import JobStore
+from hetero_megatron.monitoring.metrics import MetricsWriter, Resumed, StepMetrics
+from tests.support.tiny_checkpoint import load, save, values
+
+LATE = "writes nothing more: epoch 1 of the job is over"
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+class Job:
+    """One whose only writer hangs as it asks for the ``at``-th time whether it may write, until others have gone on,
+    and saved ``steps``."""
+
+    def __init__(self, directory: Path, at: int, steps: list[int]) -> None:
+        directory.mkdir()
+        self.directory, self.asked, self.at, self.steps = directory, 0, at, steps
+        self._store = EpochStore(JobStore().keys(SCOPE), b"")
+        self.late = Fence(self._store, 1, 0)
+        self.left: dict[str, bytes] = {}
+        self.found = None
+
+    def check(self) -> None:
+        self.asked += 1
+        if self.asked == self.at:
+            self._store.publish(Epoch(2, [1], "", "", [], "lost rank 0", 0.0, 0.0))
+            for step in self.steps:
+                save(self.directory, step, seed=10 + step, check=Fence(self._store, 2, 0).check)
+            self.left, self.found = content(self.directory), load(self.directory)
+        self.late.check()
+
+
+@pytest.mark.parametrize("steps", [[], [2], [2, 3]])
+def test_what_hung_writes_nothing_when_it_wakes_up(steps: list[int], tmp_path: Path) -> None:
+    """At whatever moment of its save of step 2 it hung. The metrics, too."""
+    for at in range(1, 100):
+        job = Job(tmp_path / str(at), at, steps)
+        save(job.directory, 1, seed=1, check=job.late.check)
+        metrics = MetricsWriter(str(job.directory), resumed=Resumed(0), allowed=job.late.check)
+        metrics.step(StepMetrics(1, 4, 2.0, 1.0, 1e-3, 100, 0.5))
+        try:
+            save(job.directory, 2, seed=2, check=job.check)
+        except RuntimeError as error:
+            assert LATE in str(error), error
+        if job.asked < at:
+            break  # it did not hang
+        with pytest.raises(CommError, match=LATE):
+            metrics.step(StepMetrics(2, 8, 2.0, 1.0, 1e-3, 100, 0.5))
+        now, found = content(job.directory), load(job.directory)
+        assert {name: now[name] for name in job.left} == job.left, at
+        assert all(".incomplete/" in name for name in now.keys() - job.left.keys()), at
+        assert found is not None and job.found is not None and found[0] == job.found[0]
+        seed = 10 + steps[-1] if steps else found[0]
+        assert all(torch.equal(found[2][name], tensor) for name, tensor in values(seed).items())
+    assert at >= 5
