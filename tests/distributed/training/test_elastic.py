@@ -63,7 +63,7 @@ def _plans(directory: Path, plans: Plans = PLANS) -> dict[int, Path]:
 
 def _words(directory: Path, *more: str) -> list[str]:
     run = str(directory / "run")
-    dtype = () if {"--bf16", "--fp16"} & set(more) else ("--fp64",)
+    dtype = () if {"--bf16", "--fp16", "--dtype"} & set(more) else ("--fp64",)
     model = () if "--num-layers" in more else ("--model", "tiny")
     return [
         *(*model, "--mock-data", *dtype, "--lr", "1e-3", "--train-iters", str(STEPS)),
@@ -175,6 +175,22 @@ def test_whatever_the_state_is(words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", quick(["weights: {shard: [1, 3]} --dtype fp64", "activations: {offload: all} --dtype fp32"], [])
+)
+def test_whatever_the_ranks_hold(words: str, tmp_path: Path) -> None:
+    """Weights that two ranks divide, and activations that wait in host memory; in fp32, too."""
+    what, dtype = words.split(" --dtype ")
+    stage = f"ranks: [0, 1], layers: [0, 6], dp_split: [1, 1], {what}"
+    plans = {**PLANS, 2: f"  - {{micro_batch_size: 2, num_micro_batches: 2, stages: [{{{stage}}}]}}\n"}
+    found = run(
+        tmp_path, 2, [Happening(1, "step", 4)], "--dtype", dtype, "--peer-replicas-every", "1", plans_by_count=plans
+    )
+    assert len(check(tmp_path, 2, found, "--dtype", dtype, plans_by_count=plans)) == 1, found.output
+    assert "from memory" in found.epochs[0][0], found.output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(CASES, [], EVERY_TIME))
 def test_whatever_happens(name: str, tmp_path: Path) -> None:
     happenings, flags, said, grace = CASES[name]
@@ -271,16 +287,27 @@ def test_a_writer_on_another_host_hangs_and_wakes_up_late(tmp_path: Path) -> Non
     assert not (tmp_path / "run" / "iter_0000006").exists(), found.output
 
 
+FOLLOWS = [
+    *("--eval-interval", "3", "--eval-iters", "1", "--save-interval", "4"),
+    *("--check-weight-hash-across-dp-replicas-interval", "2"),
+]
+
+
 def random_events(dice: random.Random) -> tuple[list[Happening], list[Host]]:
     """What happens to four ranks, of which one stays, and to a host that joins perhaps."""
 
     def happening(member: int) -> Happening:
-        when = dice.choice(["step", "step", "update", "copy", "move", "join"])
+        when = dice.choice(["step", "step", "update", "copy", "move", "join", "evaluation", "hashes", "save"])
         at = 1 if when in ("move", "join") else dice.randint(2, STEPS - 1)
+        at = {"evaluation": 3 * dice.randint(1, 2), "hashes": 2 * dice.randint(1, 4)}.get(when, at)  # as in FOLLOWS
         what = dice.choice(["kill", "leave"]) if when == "step" else dice.choice(["kill", "kill", "freeze"])
-        return Happening(member, when, at, what)
+        return Happening(member, when, 4 * dice.randint(1, 2) if when == "save" else at, what)
 
     some = [happening(member) for member in dice.sample(range(4), 3) if dice.random() < 0.6]
+    if dice.random() < 0.3:  # a rank and, at once or a step later, the one that has its copy (all of plan 4's)
+        first, at = dice.randrange(4), dice.randint(2, STEPS - 3)
+        second = Happening((first + 1) % 4, dice.choice(["step", "copy"]), at + dice.randint(0, 1))
+        some = [Happening(first, "step", at), second]
     if dice.random() < 0.4:
         return some, []
     chips = dice.randint(1, 2)
@@ -298,8 +325,8 @@ def test_random_events(tmp_path: Path) -> None:
         directory = tmp_path / str(seed)
         directory.mkdir()
         try:
-            found = run(directory, 4, happenings, grace=4.0, hosts=hosts)
-            check(directory, 4, found)
+            found = run(directory, 4, happenings, *FOLLOWS, "--peer-replicas-every", "1", grace=4.0, hosts=hosts)
+            check(directory, 4, found, *FOLLOWS)
         except BaseException:
             print(f"SEED={seed} EVENTS=1: {happenings}, {hosts}")
             raise

@@ -30,7 +30,7 @@ class Job:
         self._store = EpochStore(JobStore().keys(SCOPE), b"")
         self.late = Fence(self._store, 1, 0)
         self.left: dict[str, bytes] = {}
-        self.found = None
+        self.found: tuple[int, int, dict[str, torch.Tensor]] | None = None
 
     def check(self) -> None:
         self.asked += 1
