@@ -32,9 +32,9 @@ STRUCTURES = 40  # scored: single pipelines, and several
 BESIDE = 3  # of the latter, on the same chips, and one of each other micro-batch size
 HALVINGS = 12  # of the interval in which their time lies
 SLOW = 1.5  # estimates above this multiple of the best are not scored
-UNLIKE = 300  # of unlike pipelines that are fitted with unequal shares
+UNLIKE = 60  # of unlike pipelines that are fitted with unequal shares
 STARTS, EFFORT, NEAR = 8, 240, 1.25  # climbed from, if so near to the best; neighbours tried from each
-FITTED = 60  # templates whose states are placed exactly
+FITTED = 20  # templates whose states are placed exactly
 
 
 class SmallClusters:
