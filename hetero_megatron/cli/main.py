@@ -13,9 +13,9 @@ from importlib import import_module
 from hetero_megatron.cli.arguments import version_line
 from hetero_megatron.cli.commands import COMMANDS, GROUPS
 from hetero_megatron.cli.log import say_error
-from hetero_megatron.cli.output import json_alone
+from hetero_megatron.cli.output import json_alone, while_read
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.exit import at_once
+from hetero_megatron.training.exit import at_once, outlive_terminal
 from hetero_megatron.utils.exit_codes import INTERRUPTED
 from hetero_megatron.utils.out_of_memory import out_of_memory
 from hetero_megatron.utils.text import did_you_mean
@@ -85,7 +85,6 @@ def usage() -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":  # older scripts' name for the command
-    from hetero_megatron.cli.start import console
-
-    sys.exit(console())
+if __name__ == "__main__":
+    outlive_terminal()
+    sys.exit(while_read(main))

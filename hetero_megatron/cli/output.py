@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -14,7 +15,25 @@ from hetero_megatron.training.exit import LastingStream
 from hetero_megatron.utils.outputs import try_file, unwritable, write_text
 
 __all__ = ["check_writable", "json_alone", "print_json", "unwritable", "write_text"]
+NOBODY_READS = 128 + signal.SIGPIPE  # exit code, as of any program that a closed pipe ends
 _STARTERS = ("launch", "run", "testbed")  # what they start may print an answer of its own
+
+
+def while_read(program: Callable[[], int]) -> int:
+    """The exit code of a program, which ends quietly where whoever reads its output has enough, as in ``… | head``."""
+    try:
+        try:
+            return program()
+        finally:  # also of argparse's exits: at the end of the interpreter it would be too late
+            sys.stdout.flush()
+    except BrokenPipeError:
+        return nobody_reads()
+
+
+def nobody_reads() -> int:
+    """The exit code then; what is printed from now on goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return NOBODY_READS
 
 
 def check_writable(name: str | None, flag: str) -> None:

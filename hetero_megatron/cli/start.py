@@ -10,19 +10,17 @@ import hetero_megatron.environment.interrupt  # noqa: F401  # first
 
 # isort: split
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
-from hetero_megatron.cli.output import json_alone
+from hetero_megatron.cli.output import json_alone, nobody_reads, while_read
 from hetero_megatron.environment.launcher import is_first
 from hetero_megatron.training.exit import at_once, end_with_parent, outlive_terminal
 from hetero_megatron.utils.exit_codes import INTERRUPTED
 
-NOBODY_READS = 128 + signal.SIGPIPE  # as of any program that a closed pipe ends
 # Commands that run as the ranks of a job, started alone or once per rank by a launcher.
 RANKS = ("pretrain", "finetune", "generate")
 
@@ -35,20 +33,9 @@ def console() -> int:
         outlive_terminal()
         with at_once():
             from hetero_megatron.cli.main import main
-        try:
-            return main()
-        finally:  # also of argparse's exits: at the end of the interpreter it would be too late
-            sys.stdout.flush()
+        return while_read(main)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        return _nobody_reads()
-
-
-def _nobody_reads() -> int:
-    """Whoever reads the output has enough, as in ``… | head``."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return NOBODY_READS
 
 
 def train(command: str, words: Sequence[str]) -> NoReturn:
@@ -63,7 +50,7 @@ def train(command: str, words: Sequence[str]) -> NoReturn:
         try:
             code = module.main(command, words) if module.asks_for_ranks(words) else _as_rank(command, words)
         except BrokenPipeError:
-            code = _nobody_reads()
+            code = nobody_reads()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads it any more
             stream.flush()

@@ -14,8 +14,7 @@ import pytest
 
 from hetero_megatron.cli import main as cli
 from hetero_megatron.cli.main import main
-from hetero_megatron.cli.output import check_writable, write_text
-from hetero_megatron.cli.start import NOBODY_READS
+from hetero_megatron.cli.output import NOBODY_READS, check_writable, write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from tests.support.selection import each
