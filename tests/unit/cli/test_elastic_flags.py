@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.pretrain import main as pretrain
 from hetero_megatron.cli.run import main
 from hetero_megatron.errors import UserError
+from hetero_megatron.launch.in_place import InPlaceSupervisor
 from hetero_megatron.training.config import ElasticConfig, RunConfig
 
 BASE = "--model tiny --mock-data --seq-length 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-3"
@@ -104,3 +107,27 @@ def test_a_dry_run_says_what_copies_take(tmp_path: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     # Two ranks with 12 bytes of every element that they own: each holds its own and the other's, of two moments.
     assert "copies for peers: up to " in out and "every 4 steps up to " in out
+
+
+def test_the_launcher_locks_the_directory_for_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that hangs on another host could keep it for ever; what another run holds is refused before ranks start."""
+    started: list[bool] = []
+
+    def launched(self: InPlaceSupervisor) -> None:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        started.append(True)
+
+    monkeypatch.setattr(InPlaceSupervisor, "__post_init__", launched)
+    monkeypatch.setattr(InPlaceSupervisor, "run", lambda self: 0)
+    plan, save = tmp_path / "plan.yaml", str(tmp_path)
+    plan.write_text(PLAN)
+    words = ["--elastic", "--plan", str(plan), "--fallback-plan", str(plan), "--", "--model", "tiny", "--mock-data"]
+    words += ["--train-iters", "2", "--lr", "1e-3", "--save", save, "--load", save]
+    handle = os.open(save, os.O_RDONLY)
+    assert main(words) == 0 and started
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was given back
+    with pytest.raises(UserError, match="another run is writing there"):
+        main(words)
+    assert len(started) == 1
+    os.close(handle)
