@@ -305,7 +305,7 @@ class SimulatedMembers:
     def kill(self) -> None: ...
 
 
-class Known:
+class InstantSearch:
     """A search that takes no time; see :class:`~hetero_megatron.launch.plan_search.Search`."""
 
     problem = ""
@@ -328,7 +328,7 @@ def elastic(trace: Trace, rates: Sequence[float], args: argparse.Namespace, noti
         setup = Setup(Path("1.yaml"), (Seat(members.nodes[0], 0),))
         one = InPlaceSupervisor(
             setup, members.start, lambda seats, cluster: Path(f"{len(seats)}.yaml"), 1 << 30, FOREVER, Path(folder),
-            lambda text: None, wait=FOREVER, search=Known,
+            lambda text: None, wait=FOREVER, search=InstantSearch,
         )  # fmt: skip
         one.log = print if args.verbose else lambda text: None  # type: ignore[method-assign, assignment]
         one.run()

@@ -35,7 +35,7 @@ OnStep = Callable[[int, StepStats], None]  # number of the step, and how it went
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How far a run has come, said as one value: whoever interrupts the loop finds the number of a step, its samples
     and its loss scale together.
 
@@ -51,9 +51,9 @@ class Progress:
     loss_scale: LossScale
     updates: int
 
-    def after(self, size: int, skipped: bool, updates: int) -> Progress:
+    def after(self, size: int, skipped: bool, updates: int) -> RunProgress:
         """After one more step, of ``size`` sequences; ``skipped``: its gradients overflowed."""
-        return Progress(self.step + 1, self.consumed + size, self.loss_scale.update(skipped), updates)
+        return RunProgress(self.step + 1, self.consumed + size, self.loss_scale.update(skipped), updates)
 
 
 class Elastic(Protocol):
@@ -96,7 +96,7 @@ class Training:
     profiler: Profiler
     alignment: Alignment
     emulation: Emulation
-    progress: Progress
+    progress: RunProgress
     on_step: OnStep | None = None
     elastic: Elastic | None = None
 
@@ -112,7 +112,7 @@ class Training:
         return self.progress.consumed
 
     @property
-    def in_memory(self) -> Progress:
+    def in_memory(self) -> RunProgress:
         """Of which moment the optimizer's memory is, whatever this rank was interrupted in."""
         done, updates = self.progress, updates_of(self.runtime)
         return done if updates == done.updates else done.after(self.config.batch_size.at(done.consumed), False, updates)

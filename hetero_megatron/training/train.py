@@ -36,7 +36,7 @@ from hetero_megatron.training.exit import ExitConditions
 from hetero_megatron.training.failure import ReplicaCheck, StepGuard
 from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.kernels import agree_on_kernels, check_kernels, rank_kernels
-from hetero_megatron.training.loop import OnStep, Progress, Training, updates_of
+from hetero_megatron.training.loop import OnStep, RunProgress, Training, updates_of
 from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.profile import profiler_of
@@ -175,7 +175,7 @@ def set_up(
         stragglers=StragglerReport(config, reporter, exit),
         profiler=profiler_of(config, runtime, platform),
         alignment=alignment, emulation=emulation,
-        progress=Progress(done.step, done.consumed, loss_scale, updates_of(runtime)),
+        progress=RunProgress(done.step, done.consumed, loss_scale, updates_of(runtime)),
     )  # fmt: skip
     if config.deterministic:
         torch.use_deterministic_algorithms(True)

@@ -20,7 +20,7 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
-class Job:
+class HungWriter:
     """One whose only writer hangs as it asks for the ``at``-th time whether it may write, until others have gone on,
     and saved ``steps``."""
 
@@ -46,7 +46,7 @@ class Job:
 def test_what_hung_writes_nothing_when_it_wakes_up(steps: list[int], tmp_path: Path) -> None:
     """At whatever moment of its save of step 2 it hung. The metrics, too."""
     for at in range(1, 100):
-        job = Job(tmp_path / str(at), at, steps)
+        job = HungWriter(tmp_path / str(at), at, steps)
         save(job.directory, 1, seed=1, check=job.late.check)
         metrics = MetricsWriter(str(job.directory), resumed=Resumed(0), allowed=job.late.check)
         metrics.step(StepMetrics(1, 4, 2.0, 1.0, 1e-3, 100, 0.5))
