@@ -12,7 +12,7 @@ from hetero_megatron.errors import UserError
 Unread = tuple[str, str]  # (of what it is: turns, parts, tool_calls, tools; empty: of the record, key)
 TURNS = "turns"
 FORMS = ("messages", "conversations", "conversation", "prompt", "completion", "instruction", "input", "output")
-RECORD_READ = (*FORMS, "system", "tools", "documents", "chat_template_kwargs")
+RECORD_READ = (*FORMS, "chosen", "rejected", "system", "tools", "documents", "chat_template_kwargs")
 TURN_TEXTS = ("name", "tool_call_id", "reasoning_content", "thinking", "reasoning")  # of a turn, beside its content
 TURN_READ = ("role", "content", "from", "value", "tool_calls", *TURN_TEXTS)
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
