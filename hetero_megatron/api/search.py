@@ -173,7 +173,7 @@ def plan(
     micro_batch_size: int | None = None, recompute: str | None = None, context: str = "auto", offload: str = "auto",
     offload_activations: str = "auto", more_schedules: str = "auto",
     schedule_effort: float = SearchSpace.schedule_effort,
-    shares: bool = True, routing_stats: str | None = None,
+    equal_pipelines: str = "no", shares: bool = True, routing_stats: str | None = None,
     memory_margin: float = CostOptions.margin, time_limit: float | None = None, seed: int = 0,
     objective: str = "tokens", deadline_hours: float | None = None, train_tokens: float | None = None,
     progress: Progress | None = None, elapsed: Callable[[float], None] | None = None,
@@ -189,6 +189,7 @@ def plan(
         micro_batch_size, recompute ("none", "selective", "elementwise", "full"): only this; None: the search chooses.
         context, offload, offload_activations, more_schedules: "auto", "always" or "never", as the flags of
             ``hetero-megatron plan``.
+        equal_pipelines: "no"; "layers": equal stages and shares of the batch; "copies": the same chips, too.
         shares: pipelines may own unequal shares of the optimizer's state.
         routing_stats: file of a run, of how often experts were chosen.
         memory_margin: share of a chip's memory that stays free.
@@ -207,7 +208,7 @@ def plan(
     space = SearchSpace(
         micro_batch_sizes=None if micro_batch_size is None else (micro_batch_size,), recompute=recompute,
         context=context, offload=offload, offload_activations=offload_activations, more_schedules=more_schedules,
-        schedule_effort=schedule_effort, shares=shares,
+        schedule_effort=schedule_effort, equal_pipelines=equal_pipelines, shares=shares,
     )  # fmt: skip
     costs = CostOptions(
         margin=memory_margin, moments=moments_of(optimizer), muon=optimizer == "muon", fp8=fp8,

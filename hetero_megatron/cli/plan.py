@@ -240,7 +240,7 @@ def _exportable(args: Namespace) -> dict[str, Any]:
             flag = "--" + name.replace("_", "-")
             accepted = "the command without it" if value is False else str(value)
             raise UserError(f"{kind} cannot say it (--export)", field=flag, value=flag_value, accepted=accepted)
-    return {"shares": False, **only_choice}
+    return {"equal_pipelines": "layers" if kind == "sailor" else "copies", "shares": False, **only_choice}
 
 
 _ASKED = (

@@ -9,7 +9,7 @@ only their storage comes and goes, so that what autograd keeps of them is whole 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,12 @@ from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.flat_memory import FlatTensors, flatten_parameters
 from hetero_megatron.parallel.grad_sync.routes import HopRoutes, OwnedPiece
 from hetero_megatron.plans.buckets import Bucket
-from hetero_megatron.plans.canonical import Stage
+from hetero_megatron.plans.canonical import Stage, WeightSharding
+from hetero_megatron.utils.out_of_memory import memory_for
+from hetero_megatron.utils.text import format_bytes
 
 Step = int | str  # of a micro-batch through a chunk: "embed", the number of a layer, "head"
+_NAMES: Mapping[Step, str] = {"embed": "the embedding", "head": "norm and head"}
 
 
 class GatheredPart:
@@ -37,6 +40,7 @@ class GatheredPart:
         params: of the rank, by logical name; those of the buckets are moved to one piece of memory per dtype. Where
             they have none, neither do they get any before they are gathered.
         resized: called with such memory when its size has changed.
+        name: such as ``layer 3``; roomier: the plan's choice that needs less memory, for when there is none.
 
     Attributes:
         buckets: their indices, in backward order; trained: whether they have gradients.
@@ -46,9 +50,9 @@ class GatheredPart:
 
     def __init__(
         self, exchanges: Sequence[BucketExchange], params: Mapping[str, torch.nn.Parameter],
-        resized: Callable[[torch.Tensor], None],
+        resized: Callable[[torch.Tensor], None], name: str, roomier: str,
     ) -> None:  # fmt: skip
-        self._exchanges, self._resized = exchanges, resized
+        self._exchanges, self._resized, self._name, self._roomier = exchanges, resized, name, roomier
         self.buckets, self.trained = [e.bucket.index for e in exchanges], exchanges[0].bucket.trained
         bucket_params = [params[name] for e in exchanges for name in e.bucket.names]
         self._whole = all(param.untyped_storage().nbytes() or not param.numel() for param in bucket_params)
@@ -82,13 +86,14 @@ class GatheredPart:
         """Begin to gather, unless the weights are whole or under way."""
         if self._whole or self._coming:
             return
-        self._resize(self._bytes)
-        for exchange in self._exchanges:
-            index = exchange.bucket.index
-            for piece, master in zip(exchange.pieces, self.masters[index], strict=True):
-                self._views[piece.name][piece.slices].copy_(master)
-            flat = self._flat[index] if exchange.bucket.dense else None
-            exchange.start_spread(0, self.masters[index], self._views, flat)
+        with self._memory():
+            self._resize(self._bytes)
+            for exchange in self._exchanges:
+                index = exchange.bucket.index
+                for piece, master in zip(exchange.pieces, self.masters[index], strict=True):
+                    self._views[piece.name][piece.slices].copy_(master)
+                flat = self._flat[index] if exchange.bucket.dense else None
+                exchange.start_spread(0, self.masters[index], self._views, flat)
         self._coming = True
 
     @torch.no_grad()
@@ -97,9 +102,14 @@ class GatheredPart:
         self._users += 1
         self.start()
         if self._coming:
-            for exchange in self._exchanges:
-                exchange.finish_spread(0, self._views)
+            with self._memory():
+                for exchange in self._exchanges:
+                    exchange.finish_spread(0, self._views)
             self._whole, self._coming = True, False
+
+    def _memory(self) -> AbstractContextManager[None]:
+        size = format_bytes(sum(self._bytes))
+        return memory_for(f"gathering the weights of {self._name} ({size}), which its stage divides", self._roomier)
 
     def end(self) -> None:
         """One use less."""
@@ -142,8 +152,10 @@ class DividedWeights:
             assert bucket.segment is not None
             exchanges.setdefault(bucket.segment, []).append(BucketExchange(bucket, comm, boxes, routes))
         self.parts = {
-            step: GatheredPart(step_exchanges, params, lambda x: self._resized(x))
-            for step, step_exchanges in exchanges.items()
+            step: GatheredPart(
+                step_exchanges, params, lambda x: self._resized(x), _NAMES.get(step, f"layer {step}"),
+                _roomier(stage.weights),
+            ) for step, step_exchanges in exchanges.items()
         }
         self.pieces = {e.bucket.index: e.pieces for step_exchanges in exchanges.values() for e in step_exchanges}
         self.names = {
@@ -299,6 +311,15 @@ class DividedWeights:
     def _end(parts: Iterable[GatheredPart]) -> None:
         for part in parts:
             part.end()
+
+
+def _roomier(weights: WeightSharding) -> str:
+    """The choice of a plan that has less weights whole at once."""
+    if not weights.reshard_after_forward:
+        return "reshard_after_forward: true in the stage's weights"
+    if weights.gather != "layer":
+        return "gather: layer in the stage's weights"
+    return "a smaller share for this rank in the stage's weights (shard), fewer rows for it, or recompute: full"
 
 
 def apply_divided_weights(model: GPTStage, weights: DividedWeights) -> None:

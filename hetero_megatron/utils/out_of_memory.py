@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from hetero_megatron.errors import UserError
 
@@ -12,6 +15,25 @@ _SIGNS = re.compile(
     r"allocate memory|out of memory|unable to allocate|failed to map segment|bad_alloc|MemoryError|start new thread"
 )
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50, "eib": 2**60}
+
+
+class _Purpose(NamedTuple):
+    """What memory was for, and what would need less of it."""
+
+    text: str
+    remedy: str
+
+
+@contextmanager
+def memory_for(purpose: str, remedy: str) -> Iterator[None]:
+    """Context of allocations: where memory runs out in it, :func:`out_of_memory` says for what ``purpose``, such as
+    "gathering layer 3", and what would need less."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if _is_memory(error):
+            vars(error).setdefault("memory_purpose", _Purpose(purpose, remedy))
+        raise
 
 
 def out_of_memory(error: BaseException, rank: int | None = None) -> UserError | None:
@@ -34,6 +56,8 @@ def out_of_memory(error: BaseException, rank: int | None = None) -> UserError | 
     memory_name = "memory of its accelerator" if device else "host memory"
     if rank is None:
         return UserError(f"this command is out of {memory_name}{size}", accepted="more memory, or a larger limit on it")
+    if (purpose := vars(memory_error).get("memory_purpose")) is not None:
+        return UserError(f"rank {rank} is out of {memory_name} in {purpose.text}{size}", accepted=purpose.remedy)
     remedy = "a smaller --micro-batch-size, --recompute-activations, a plan with fewer layers on this rank (--dry-run "
     remedy += f"shows what each needs), or {'optimizer: {offload: true} in the plan' if device else 'more memory'}"
     return UserError(f"rank {rank} is out of {memory_name}{size}", accepted=remedy)

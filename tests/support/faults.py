@@ -24,7 +24,7 @@ from tests.support.ports import free_port
 from tests.support.programs import ENVIRONMENT, TORCHRUN
 
 STEPS = 12
-PLAN = """
+OFFLOADED = """
 version: 1
 seq_length: 48
 global_batch_size: 4
@@ -39,24 +39,36 @@ pipelines:
     stages:
       - {ranks: 3, layers: [0, 6], recompute: elementwise, activations: {offload: {first: 4}, ahead: 2}}
 """
+DIVIDED = """
+version: 1
+seq_length: 48
+global_batch_size: 4
+pipelines:
+  - micro_batch_size: 2
+    num_micro_batches: 2
+    stages:
+      - {ranks: [0, 1], layers: [0, 2], dp_split: [1, 1], weights: {shard: [3, 1]}}
+      - {ranks: [2, 3], layers: [2, 6], dp_split: [1, 1], weights: {shard: [0, 1], gather: step}}
+"""
+PLANS = {"offloaded": OFFLOADED, "divided": DIVIDED}  # activations away, and weights divided unevenly
 
 
-def words(directory: Path, *more: str) -> list[str]:
-    """Flags of a run that saves after every step and goes on from the latest checkpoint."""
+def words(directory: Path, plan: str) -> list[str]:
+    """Flags of a run of one of ``PLANS`` that saves after every step and goes on from the latest checkpoint."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "plan.yaml").write_text(PLAN)
+    (directory / "plan.yaml").write_text(PLANS[plan])
     run = str(directory / "run")
     return [
         *("--plan", str(directory / "plan.yaml"), "--model", "tiny", "--mock-data", "--fp64", "--lr", "1e-3"),
         *("--train-iters", str(STEPS), "--save", run, "--save-interval", "1", "--load", run),
-        *("--keep-checkpoints", "3", "--distributed-timeout-minutes", "0.5", *more),
+        *("--keep-checkpoints", "3", "--distributed-timeout-minutes", "0.5"),
     ]
 
 
-def start(directory: Path, restarts: int, *more: str) -> subprocess.Popen[str]:
+def start(directory: Path, restarts: int, plan: str) -> subprocess.Popen[str]:
     """The run under torchrun."""
     launch = [*TORCHRUN, "--nproc-per-node", "4", "--max-restarts", str(restarts), "--standalone"]
-    launch += ["pretrain_gpt.py", *words(directory, *more)]
+    launch += ["pretrain_gpt.py", *words(directory, plan)]
     pipe = subprocess.PIPE
     return subprocess.Popen(launch, cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
@@ -81,10 +93,10 @@ class ForkedJob:
         asks: survivors get SIGTERM when one has failed (as from torchrun), else they must notice by themselves.
     """
 
-    def __init__(self, directory: Path, restarts: int, asks: bool = True) -> None:
+    def __init__(self, directory: Path, restarts: int, plan: str, asks: bool = True) -> None:
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
-        self._flags, self._log = words(directory), directory / "output"
+        self._flags, self._log = words(directory, plan), directory / "output"
         self._left, self._asks, self._round = restarts, asks, -1
         self.returncode: int | None = None
         self.pids: list[int] = []
@@ -140,8 +152,8 @@ class ForkedJob:
 class TorchrunJob:
     """The same under torchrun."""
 
-    def __init__(self, directory: Path, restarts: int) -> None:
-        self._job = start(directory, restarts)
+    def __init__(self, directory: Path, restarts: int, plan: str) -> None:
+        self._job = start(directory, restarts, plan)
         self._text: str | None = None
 
     @property
@@ -194,11 +206,11 @@ class Killed:
     final: dict[int, float]
 
 
-def kill_run(directory: Path, seed: int, under_torchrun: bool = False) -> Killed:
+def kill_run(directory: Path, seed: int, plan: str, under_torchrun: bool = False) -> Killed:
     """One disturbed run; asserts that it ended well, and that nothing is left of it."""
     rng = random.Random(seed)
-    job: TorchrunJob | ForkedJob
-    job = TorchrunJob(directory, 3) if under_torchrun else ForkedJob(directory, 3, asks=rng.random() < 0.5)
+    asks = rng.random() < 0.5
+    job = TorchrunJob(directory, 3, plan) if under_torchrun else ForkedJob(directory, 3, plan, asks)
     seen: set[int] = set()
     try:
         moment = rng.choice(["start", "step", "step", "save", "save"])

@@ -70,9 +70,7 @@ def _recomputed(result: SearchResult, problem: PlanningProblem) -> Iterator[tupl
         tables = scorer.tables.for_pool(scorer.pool, costs)
         parts = []
         for part in template.parts:
-            stages = tuple(s.plain for s in part.shape.stages)
-            shape = replace(part.shape, stages=stages)
-            fitting = best_recompute(tables, shape, template.schedule, part.num_micro_batches, template.pipelines)
+            fitting = best_recompute(tables, part.shape.plain, template.schedule, part.num_micro_batches, template.pipelines)
             if fitting is None:
                 return
             parts.append(replace(part, shape=fitting))

@@ -68,7 +68,7 @@ def _cannot(problem: PlanningProblem) -> bool:
     costs = problem.options.costs
     refused = model.moe is not None or model.mtp_layers > 0 or dora or model.in_nf4 or costs.muon
     refused = refused or costs.fp8 is not None
-    return refused or not space.inner_dp or space.offload == "always" or space.context == "always"
+    return refused or space.equal_pipelines != "no" or not space.inner_dp or space.offload == "always" or space.context == "always"
 
 
 def _room(scorer: TemplateScorer) -> bool:

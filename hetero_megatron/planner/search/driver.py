@@ -155,8 +155,7 @@ def _recomputed(result: SearchResult, problem: PlanningProblem) -> SimulatedPlan
     template, tables = result.best.template, result.scorer.tables.on_chips()
     parts = []
     for part in template.parts:
-        plain_shape = part.shape.with_stages({s: stage.plain for s, stage in enumerate(part.shape.stages)})
-        shape = best_recompute(tables, plain_shape, template.schedule, part.num_micro_batches, template.pipelines)
+        shape = best_recompute(tables, part.shape.plain, template.schedule, part.num_micro_batches, template.pipelines)
         if shape is None:
             return None
         parts.append(replace(part, shape=shape))

@@ -54,7 +54,8 @@ class Incumbent:
         plans: simulated concrete plans, fastest first.
         seeds: uniform plans, kept whatever else is found.
         by_groups: the fastest template on each set of node groups.
-        rejected: number of rejected offers: over "memory", or TP groups that do not pack into nodes ("packing").
+        rejected: number of rejected offers: over "memory", TP groups that do not pack into nodes ("packing"),
+            "unequal pipelines" where only equal ones are asked for.
     """
 
     def __init__(
@@ -100,6 +101,9 @@ class Incumbent:
 
     def offer(self, template: PlanTemplate, limit: float = math.inf) -> TemplateScore | None:
         """Score a template and keep it if it fits and takes less than ``limit`` seconds; returns None if rejected."""
+        if not self.problem.space.allows(template):
+            self.rejected["unequal pipelines"] += 1
+            return None
         score = self.scorer.score(template, limit)
         if score is None or score.over > 0:
             self.rejected["packing" if score is None else "memory"] += 1

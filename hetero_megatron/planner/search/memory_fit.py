@@ -156,7 +156,7 @@ class MemoryFit:
         if (layout, stage_keys) not in self._known:
             self.computed += 1
             # Neither recompute nor the number of micro-batches changes states.
-            pipelines = tuple((_plain(x), 1, units) for (x, _, _), units in zip(placed.pipelines, layout, strict=True))
+            pipelines = tuple((x.plain, 1, units) for (x, _, _), units in zip(placed.pipelines, layout, strict=True))
             plan = to_plan(replace(placed, pipelines=pipelines), costs.cluster, costs.seq_length, costs.model.num_heads)
             self._known[layout, stage_keys] = estimate_memory(
                 plan, costs.model, costs.dtype, costs.options.moments, muon=costs.options.muon
@@ -370,10 +370,6 @@ def _with_levels(template: PlanTemplate, levels: Levels) -> PlanTemplate:
         for p, part in enumerate(template.parts)
     ]
     return replace(template, parts=tuple(replace(x, shape=y) for x, y in zip(template.parts, shapes, strict=True)))
-
-
-def _plain(shape: PipelineTemplate) -> PipelineTemplate:
-    return replace(shape, stages=tuple(s.plain for s in shape.stages))
 
 
 def _over(states: StateRoom, cap: int, there: int) -> float:

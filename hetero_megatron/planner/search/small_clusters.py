@@ -32,9 +32,9 @@ STRUCTURES = 40  # scored: single pipelines, and several
 BESIDE = 3  # of the latter, on the same chips, and one of each other micro-batch size
 HALVINGS = 12  # of the interval in which their time lies
 SLOW = 1.5  # estimates above this multiple of the best are not scored
-UNLIKE = 300  # of unlike pipelines that are fitted with unequal shares
+UNLIKE = 60  # of unlike pipelines that are fitted with unequal shares
 STARTS, EFFORT, NEAR = 8, 240, 1.25  # climbed from, if so near to the best; neighbours tried from each
-FITTED = 60  # templates whose states are placed exactly
+FITTED = 20  # templates whose states are placed exactly
 
 
 class SmallClusters:
@@ -177,12 +177,13 @@ def _unequal_shares(problem: PlanningProblem, incumbent: Incumbent) -> bool:
     """Offer plans of several pipelines that fit with unequal shares of the states only; False to stop."""
     scorer = incumbent.scorer
     lending = incumbent.on(scorer.lending())
-    fit, most = MemoryFit(scorer, problem.space.recompute), FITTED
+    fit = MemoryFit(scorer, problem.space.recompute)
 
     def improves(template: PlanTemplate, limit: float) -> bool:
-        single = replace(template, parts=tuple(replace(x, copies=1) for x in template.parts for _ in range(x.copies)))
-        placed = place(single, scorer.pool)
-        if fit.computed >= most or placed is None:
+        parts = [replace(x, copies=1, shape=x.shape.plain) for x in template.parts for _ in range(x.copies)]
+        single = replace(template, parts=tuple(parts))
+        placed = place(single, scorer.pool) if scorer.bounds.lower_bound(single) < limit else None
+        if placed is None:
             return False
         likely, _ = fit.best_case(placed)
         if likely is None or scorer.bounds.lower_bound(likely) >= limit:
@@ -196,11 +197,12 @@ def _unequal_shares(problem: PlanningProblem, incumbent: Incumbent) -> bool:
                 return True
         return False
 
-    for templates in _pipelines(problem, lending, 0, UNLIKE):
-        for template in templates:
-            improves(template, incumbent.seconds)
-            if incumbent.should_stop():
-                return False
+    for template in itertools.chain.from_iterable(_pipelines(problem, lending, 0, UNLIKE)):
+        if fit.computed >= FITTED:
+            break
+        improves(template, incumbent.seconds)
+        if incumbent.should_stop():
+            return False
     if incumbent.rows and incumbent.rows[0][2].pipelines > 1:
         most = fit.computed + FITTED
 
@@ -209,5 +211,5 @@ def _unequal_shares(problem: PlanningProblem, incumbent: Incumbent) -> bool:
                 neighbours(template, problem.space), _other_chips(template, problem, scorer.pool)
             )
 
-        climb(incumbent.rows[0][2], near, lambda x: improves(x, incumbent.seconds), EFFORT)
+        climb(incumbent.rows[0][2], near, lambda x: fit.computed < most and improves(x, incumbent.seconds), EFFORT)
     return not incumbent.should_stop()

@@ -64,6 +64,11 @@ class PipelineTemplate:
     def chips(self) -> int:
         return sum(stage.chips for stage in self.stages)
 
+    @property
+    def plain(self) -> PipelineTemplate:
+        """The pipeline with all activations kept on the chips."""
+        return replace(self, stages=tuple(stage.plain for stage in self.stages))
+
 
 @dataclass(frozen=True)
 class PipelineReplicas:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hetero_megatron.cluster.catalogue import Chip
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.template.device_pool import DevicePool
-from hetero_megatron.planner.template.plan_template import StageTemplate
+from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
 from hetero_megatron.plans import supports
 from hetero_megatron.spec import ModelSpec, shares
 
@@ -26,6 +26,8 @@ class SearchSpace:
         max_tp: largest TP degree.
         over_nodes: TP groups may span nodes.
         max_pipelines: largest number of pipelines.
+        equal_pipelines: no | layers (equal stages, and shares of the batch but for a micro-batch) | copies (the same
+            chips and degrees, too): all weights are whole then, as the files of some other runtimes want it.
         shares: pipelines may own unequal shares of the optimizer states where memory is tight (small clusters only).
         context: auto (for long sequences, or where nothing fits otherwise) | always | never: stages of context groups.
         more_schedules: auto (up to 64 chips) | always | never: the best plans are also tried under adaptive schedules.
@@ -42,12 +44,23 @@ class SearchSpace:
     max_tp: int = 16
     over_nodes: bool = True
     max_pipelines: int | None = None
+    equal_pipelines: str = "no"
     shares: bool = True
     context: str = "auto"
     offload: str = "auto"
     offload_activations: str = "auto"
     more_schedules: str = "auto"
     schedule_effort: float = 1.0
+
+    def allows(self, template: PlanTemplate) -> bool:
+        """Whether pipelines are as equal as they have to be."""
+        if self.equal_pipelines == "no":
+            return True
+        parts = template.merged().parts
+        stages = {(x.shape.micro_batch_size, *(stage.layers for stage in x.shape.stages)) for x in parts}
+        counts = [x.num_micro_batches for x in parts]
+        most = 1 if self.equal_pipelines == "copies" else len(parts)
+        return len(stages) == 1 and max(counts) - min(counts) <= 1 and len(parts) <= most
 
     def activations_away(self, chips: Mapping[str, Chip]) -> frozenset[str]:
         """Those of the chip types whose stages may have activations in host memory."""

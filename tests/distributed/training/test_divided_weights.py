@@ -9,8 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from tests.support.parity import Case, check_case, fixed_case, random_case, run_case
+from hetero_megatron.comm import Comm
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.utils.out_of_memory import out_of_memory
+from tests.support.parity import Case, check_case, fixed_case, random_case, reference, run_case, run_rank
 from tests.support.pool import shared_pool
 from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, pipe, plan, stage
@@ -81,3 +85,27 @@ def test_a_rank_without_rows_still_gathers() -> None:
         tied = LLAMA | {"tie_word_embeddings": True}
         divided = stage([0, 1, 2], [0, 3], dp_split=[2, 1, 1], weights={"shard": [0, 1, 4], **way})
         check_case(fixed_case(tied, plan([pipe(4, 2, divided)])), shared_pool())
+
+
+def without_memory(comm: Comm, *args: Any) -> str:
+    """What a rank is told whose device has no memory for weights that come back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", lambda _, size: torch.empty(1 << 62, dtype=torch.int8) if size else None)
+        try:
+            run_rank(comm, *args)
+        except RuntimeError as error:
+            return str(out_of_memory(error, comm.rank))
+    return ""
+
+
+def test_a_gather_without_memory_names_layer_bytes_and_the_choice_that_needs_less() -> None:
+    for way, choice in ((WAYS[0], "a smaller share for this rank"), (WAYS[1], "reshard_after_forward: true"),
+                        (WAYS[2], "gather: layer")):  # fmt: skip
+        divided = stage([0, 1], [0, 3], dp_split=[1, 1], weights={"shard": [1, 3], **way})
+        case = fixed_case(LLAMA, plan([pipe(2, 2, divided)]))
+        _, spec, initial = reference(case, torch.float64)
+        arrays = {name: tensor.numpy() for name, tensor in initial.items()}
+        told = shared_pool().run(without_memory, case, plan_from_dict(case.plan, spec), spec, arrays)[:2]
+        for rank, text in enumerate(told):
+            assert f"rank {rank} is out of host memory in gathering the weights of the embedding (" in text and choice in text
+            assert "iB), which its stage divides: " in text

@@ -364,7 +364,8 @@ def test_room_for_the_search_is_not_taken_from_plans(monkeypatch: pytest.MonkeyP
 def test_an_export_leaves_out_what_its_format_cannot_say_and_is_refused_after_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Schedules, context groups and offload are not searched; unlike pipelines are a refusal that leaves the report."""
+    """Schedules, context groups, offload and unlike pipelines are not searched; what is asked for all the same is a
+    refusal that leaves the report."""
     file, target = tmp_path / "cluster.yaml", tmp_path / "exported"
     data: dict[str, Any] = {
         "nodes": [{"name": "a", "count": 4, "chip": "c", "chips_per_node": 1}],
@@ -383,7 +384,12 @@ def test_an_export_leaves_out_what_its_format_cannot_say_and_is_refused_after_th
     data["nodes"].append({"name": "b", "count": 1, "chip": "d", "chips_per_node": 1})
     data["chips"]["d"] = {"memory": "1 GiB", "emulate": {"speed": 1.0}}
     file.write_text(yaml.safe_dump(data))
-    assert main([*words.split(), "--out", str(tmp_path / "plan.yaml"), "--export", f"sailor:{target}"]) == 2
+    for kind in ("flagscale", "sailor"):  # the best of all plans has unlike pipelines
+        assert main([*words.split(), "--no-baselines", "--export", f"{kind}:{target}"]) == 0
+        assert target.read_text() and "unequal pipelines" in capsys.readouterr().out
+        target.unlink()
+    words += " --recompute selective"
+    assert main([*words.split(), "--out", str(tmp_path / "plan.yaml"), "--export", f"flagscale:{target}"]) == 2
     told = capsys.readouterr()
     assert "best plan:" in told.out and "compared with" in told.out and told.err.count("error:") == 1
     assert not target.exists() and (tmp_path / "plan.yaml").exists()
