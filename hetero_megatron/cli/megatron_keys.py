@@ -106,9 +106,11 @@ _OF_MODEL = re.compile(
     r"|headscale|qkv?|kv|query|gate|gated|tied?|untie|window|sliding|sandwich|eps|epsilon|mlp|ffn|mla|ssm|conv"
 )
 _HOW = frozenset(
-    "fused fusion flash triton cudnn kernel kernels overlap recompute checkpoint checkpointing log logging profile "
-    "backend swap offload cache comm loss".split()
-)
+    (
+        "fused", "fusion", "flash", "triton", "cudnn", "kernel", "kernels", "overlap", "recompute", "checkpoint",
+        "checkpointing", "log", "logging", "profile", "backend", "swap", "offload", "cache", "comm", "loss",
+    )
+)  # fmt: skip
 
 
 def _stored_names() -> set[str]:

@@ -71,9 +71,11 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "model.peft.peft_scheme": (None, "none"), "model.tokenizer.delimiter": (None,), "model.moe_layer_freq": (None, "1"),
     "model.tokenizer.sentencepiece_legacy": _OFF, "model.optim.sched.constant_steps": (None, "0"),
     "model.encoder_attn_mask_type": (None, "causal"), "trainer.accumulate_grad_batches": (None, "1"),
-    "trainer.accelerator": (None, "gpu", "cuda", "auto"), "trainer.gradient_clip_algorithm": (None, "norm"),
+    "trainer.accelerator": (None, "gpu", "auto"), "trainer.gradient_clip_algorithm": (None, "norm"),
     "trainer.overfit_batches": (None, "0", "0.0"), "trainer.fast_dev_run": _OFF,
-    "model.skip_train": _OFF, "model.fsdp": _OFF,
+    "model.data.shuffle_documents": (None, True), "model.data.legacy_dataset": _OFF,
+    "model.data.no_seqlen_plus_one_input_tokens": _OFF, "model.data.pad_samples_to_global_batch_size": _OFF,
+    "model.data.validation_drop_last": (None, True), "model.skip_train": _OFF, "model.fsdp": _OFF,
 }  # fmt: skip
 _HARMLESS = {
     "of Lightning's trainer: a run ends by --train-iters, and saves and logs by flags of its own": (
@@ -87,18 +89,20 @@ _HARMLESS = {
         "model.mcore_gpt model.transformer_engine model.megatron_amp_O2 model.grad_div_ar_fusion"
         " model.gradient_as_bucket_view model.grad_allreduce_chunk_size_mb model.get_attention_mask_from_fusion"
         " model.bias_dropout_add_fusion model.masked_softmax_fusion model.apply_rope_fusion model.persist_layer_norm"
-        " model.gradient_accumulation_fusion model.use_cpu_initialization model.sync_batch_comm model.reduce_amax model.gc_interval"
+        " model.gradient_accumulation_fusion model.use_cpu_initialization model.sync_batch_comm model.gc_interval"
+        " model.reduce_amax"
         " model.defer_embedding_wgrad_compute model.batch_p2p_comm model.deallocate_pipeline_outputs"
-        " model.native_amp_hysteresis model.hysteresis model.apex_transformer_log_level model.onnx_safe"
+        " model.apex_transformer_log_level model.onnx_safe"
         " model.name model.dist_ckpt_format model.dist_ckpt_parallel_save model.optim.bucket_cap_mb"
         " model.optim.overlap_grad_sync model.optim.overlap_param_sync model.optim.contiguous_grad_buffer"
         " model.optim.contiguous_param_buffer model.optim.grad_sync_dtype model.optim.param_sync_dtype"
         " model.fp8_params model.num_micro_batches_with_partial_activation_checkpoints"
-        " model.activations_checkpoint_layers_per_pipeline model.tokenizer.use_fast model.data.exchange_indices_distributed"
-        " model.data.skip_warmup model.data.delay_data_init model.data.delay_data_mmap model.data.legacy_dataset"
-        " model.data.validation_drop_last model.data.shuffle_documents model.data.no_seqlen_plus_one_input_tokens"
-        " model.data.pad_samples_to_global_batch_size model.save_nemo_on_train_end model.optim.overlap_grad_reduce"
-        " model.optim.overlap_param_gather model.overlap_p2p_comm"
+        " model.activations_checkpoint_layers_per_pipeline model.optim.overlap_grad_reduce model.overlap_p2p_comm"
+        " model.optim.overlap_param_gather"
+    ),
+    "how files are read and written": (
+        "model.tokenizer.use_fast model.data.exchange_indices_distributed model.data.skip_warmup"
+        " model.data.delay_data_init model.data.delay_data_mmap model.save_nemo_on_train_end"
     ),
 }  # fmt: skip
 # First parts of keys of which none says what is computed.

@@ -84,9 +84,10 @@ def _hydra_flag(word: str, words_left: Iterator[str], launch: NemoLaunch) -> Non
         value = next(words_left, "")
     known = option in (*_WITH_VALUE, "multirun", "help", "hydra-help", "version", "run", "info", "resolve")
     values = [shown(value)] if value else []
-    launch.others.append(Judged(name, values, NOTICED, "names or shows NeMo's YAML, which is not read") if known else Judged(
-        name, values, REFUSED, "no flag of Hydra", "KEY=VALUE"
-    ))  # fmt: skip
+    if known:
+        launch.others.append(Judged(name, values, NOTICED, "names or shows NeMo's YAML, which is not read"))
+    else:
+        launch.others.append(Judged(name, values, REFUSED, "no flag of Hydra", "KEY=VALUE"))
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -103,10 +104,11 @@ def _read(key: str, value: Any, values: Mapping[str, Any], launch: NemoLaunch) -
     if (family := _family(key)) is not None:
         launch.others.append(_noticed(key, value, family))
     elif key in KEYS.fixed:
-        honoured = any(_text(value) == _text(one) for one in KEYS.fixed[key])
-        accepted = ", ".join(dict.fromkeys(as_json(one) for one in KEYS.fixed[key]))
-        launch.others.append(Judged(key, _words(value), HONOURED) if honoured else Judged(
-            key, _words(value), REFUSED, KEYS.problem, accepted))  # fmt: skip
+        if any(_text(value) == _text(one) for one in KEYS.fixed[key]):
+            launch.others.append(Judged(key, _words(value), HONOURED))
+        else:
+            accepted = ", ".join(dict.fromkeys(as_json(one) for one in KEYS.fixed[key]))
+            launch.others.append(Judged(key, _words(value), REFUSED, KEYS.problem, accepted))
     elif key in KEYS.harmless:
         launch.others.append(_noticed(key, value, KEYS.harmless[key]))
     elif key in KEYS.known:
@@ -118,7 +120,7 @@ def _read(key: str, value: Any, values: Mapping[str, Any], launch: NemoLaunch) -
         launch.others.append(_noticed(key, value, f"not known, and off{KEYS.nearest(key)}"))
     elif flag is None:
         launch.others.append(Judged(key, _words(value), REFUSED, f"no such key{KEYS.nearest(key)}",
-                                    "keys of NeMo's GPT that are known here, or Megatron's names of flags"))  # fmt: skip
+                                    "keys of NeMo's GPT that are known here, or Megatron's names"))  # fmt: skip
     else:
         _add(key, value, flag_words(flag.name, value), launch)
 
@@ -227,7 +229,7 @@ def _ranks(values: Mapping[str, Any], launch: NemoLaunch) -> int | None:
         if key in values and count:
             launch.others.append(Judged(key, _words(values[key]), HONOURED))
         elif key in values:
-            launch.others.append(Judged(key, _words(values[key]), NOTICED, "how many there are is not said; see --ranks"))
+            launch.others.append(Judged(key, _words(values[key]), NOTICED, "how many is not said; see --ranks"))
         ranks = ranks * count if ranks and count else None
     return ranks
 

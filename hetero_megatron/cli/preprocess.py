@@ -92,8 +92,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> None:
     """Write the outputs; UserError for bad input, and then no output appears."""
     tokenizer = _tokenizer(arguments)
-    for notice in notices_of(tokenizer):
-        print(notice_line(notice), file=sys.stderr)
+    for said in notices_of(tokenizer):
+        print(notice_line(said), file=sys.stderr)
     if arguments.append_eod:
         required_eod(tokenizer, "--append-eod ends documents with it")
     corpus = find_corpus(arguments.input, field="--input")

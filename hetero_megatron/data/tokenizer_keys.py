@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero_megatron.utils.foreign_keys import KeyTable, by_reason
 
-_SPECIAL = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split()
+_SPECIAL = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"]
 KEYS = KeyTable(
     honoured=frozenset((
         *_SPECIAL, "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens",
@@ -21,10 +21,10 @@ KEYS = KeyTable(
     fixed={},
     harmless=by_reason({
         "who wrote the file, and how it was loaded": (
-            "backend is_local local_files_only name_or_path processor_class transformers_version special_tokens_map_file"
-            " trust_remote_code use_fast use_auth_token token revision cache_dir device_map torch_dtype dtype"
-            " _commit_hash _from_auto files_loaded gguf_file tokenizer_object tokenizer_type feature_extractor_type"
-            " image_processor_type task subfolder force_download proxies"
+            "backend is_local local_files_only name_or_path processor_class transformers_version"
+            " special_tokens_map_file trust_remote_code use_fast use_auth_token token revision cache_dir device_map"
+            " torch_dtype dtype _commit_hash _from_auto files_loaded gguf_file tokenizer_object tokenizer_type"
+            " feature_extractor_type image_processor_type task subfolder force_download proxies"
         ),
         "of one call of the tokenizer, which is made without it here": (
             "max_length stride truncation_strategy truncation padding pad_to_multiple_of pad_token_type_id"
@@ -46,7 +46,7 @@ def unread_keys(tokenizer: Any) -> list[str]:
     known = _of_class(type(tokenizer))
     found: Mapping[str, Any] = getattr(tokenizer, "init_kwargs", {})
     table = KeyTable(KEYS.honoured | known, KEYS.fixed, KEYS.harmless)
-    return [f"{key}{table.nearest(key)}" for key in KEYS.unknown(found) if key not in known and not _names_token(key, found)]
+    return [f"{key}{table.nearest(key)}" for key in table.unknown(found) if not _names_token(key, found)]
 
 
 def _of_class(kind: type) -> frozenset[str]:

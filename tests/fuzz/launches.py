@@ -15,12 +15,14 @@ BASE = [
     "model.optim.lr=1e-3", "model.data.data_prefix=[1.0,stdlib]",
 ]  # fmt: skip
 _VALUES = (
-    "true", "False", "null", "0", "1", "2", "1.0", "[0,1]", "['0', \"1\"]", "[]", "{}", "{a: 1, b: [2, x]}", "[1.0,/d]",
-    "rmsnorm", "fast-swiglu", "bf16-true", "16-mixed", "fp8", "rope", "alibi", "'quoted, text'", "${model.hidden_size}",
-    "${oc.env:HOME}", "", "[", "{a:", "-1", "1e-5", "nan", "[[1],[2]]", "cosine", "CosineAnnealing", "fused_adam", "$X",
+    "true", "False", "null", "0", "1", "2", "1.0", "[0,1]", "['0', \"1\"]", "[]", "{}", "{a: 1, b: [2, x]}",
+    "[1.0,/d]", "rmsnorm", "fast-swiglu", "bf16-true", "16-mixed", "fp8", "rope", "alibi", "'quoted, text'",
+    "${model.hidden_size}", "${oc.env:HOME}", "", "[", "{a:", "-1", "1e-5", "nan", "[[1],[2]]", "cosine",
+    "CosineAnnealing", "fused_adam", "$X",
 )  # fmt: skip
 _OTHERS = ("~model.optim.sched", "~exp_manager.x", "model/optim=adam", "name=run", "--config-name=x", "-cn", "stray",
-           "+model@a=b", "--multirun", "=5", "model.=3", ".a=1", "++", "~", "a.b.c.d.e=1", "hydra.run.dir=x")  # fmt: skip
+           "+model@a=b", "--multirun", "=5", "model.=3", ".a=1", "++", "~", "a.b.c.d.e=1",
+           "hydra.run.dir=x")  # fmt: skip
 
 
 def line(rng: random.Random, folder: Path) -> list[str]:

@@ -56,8 +56,9 @@ def _part(rng: random.Random, words: Iterator[str]) -> Any:
         word, {"text": word}, {"type": None, "text": word}, {"type": "text", "content": word}, {"type": "text"},
         {"type": "text", "text": None}, {"type": "text", "text": {"value": word}}, {"type": "text", "text": [word]},
         {**plain, "loss": rng.random() < 0.5}, {**plain, "image": None}, {**plain, "loss_mask": 0}, {"txt": word},
-        {**plain, "content": next(words)}, {"type": "input_text", "text": word}, {"Type": "text", "text": word}, 7, None,
-        {"type": "text", "value": word}, {**plain, "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": 5},
+        {**plain, "content": next(words)}, {"type": "input_text", "text": word}, {"Type": "text", "text": word}, 7,
+        None, {"type": "text", "value": word}, {**plain, "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": 5},
     ))  # fmt: skip
 
 
@@ -72,8 +73,9 @@ def _call(rng: random.Random, words: Iterator[str]) -> Any:
         {"tool": name, "arguments": arguments}, {"function": name, "arguments": arguments}, json.dumps(inner),
         {"function": inner, "loss": rng.random() < 0.5}, {"function": {**inner, "train": 0}}, {"function": {}},
         {"function": {"name": name}, "arguments": arguments}, {**inner, "input": {"y": next(words)}},
-        {"name": name, "arguments": None}, {"name": None, "arguments": arguments}, {"Name": name, "arguments": arguments},
-        {"function": inner, "name": next(words)}, {"name": name, "arguments": [arguments]},
+        {"name": name, "arguments": None}, {"name": None, "arguments": arguments},
+        {"Name": name, "arguments": arguments}, {"function": inner, "name": next(words)}, {"name": name,
+        "arguments": [arguments]},
     ))  # fmt: skip
 
 

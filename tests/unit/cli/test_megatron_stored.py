@@ -138,8 +138,9 @@ def test_unknown_arguments_are_named_with_the_nearest_known_one() -> None:
 def test_unknown_arguments_whose_names_are_of_the_model_are_refused() -> None:
     """As forks name what they add to it; off, they say nothing, and fused kernels compute the same."""
     for key in ("use_sandwich_norm", "alibi", "embedding_scale", "attention_scale", "rope_thetas", "logit_softcap",
-                "mlp_bias", "n_head_kv", "hidden_act", "residual_multiplier", "emb_dropout_scale", "use_post_attn_norm",
-                "norm_epsilom", "sliding_pattern", "router_jitter", "qk_clamp", "fused_alibi", "tied_head"):  # fmt: skip
+                "mlp_bias", "n_head_kv", "hidden_act", "residual_multiplier", "emb_dropout_scale",
+                "use_post_attn_norm", "norm_epsilom", "sliding_pattern", "router_jitter", "qk_clamp", "fused_alibi",
+                "tied_head"):  # fmt: skip
         with pytest.raises(UserError, match=f"{key} = .*not known to leave the model as it is"):
             spec(**{key: 0.5})
         for off in (None, False, 0, "", []):

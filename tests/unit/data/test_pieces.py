@@ -119,8 +119,10 @@ def test_what_a_template_would_write_otherwise_is_refused() -> None:
 def test_marks_of_all_pieces_are_the_turns(folder: Path) -> None:
     encoder = ChatEncoder(HuggingFaceTokenizer(str(folder)))
     call = {"function": {"name": "f", "arguments": OBJECT, "loss": False}}
-    for record in (answer(content=[{**TEXT, "loss": False}, {**TEXT, "train": 0}]), called(**call),
-                   answer(content=[{**TEXT, "ignore": True}], tool_calls=[call]), called(**call, loss_mask=0)):  # fmt: skip
+    for record in (
+        answer(content=[{**TEXT, "loss": False}, {**TEXT, "train": 0}]), called(**call), called(**call, loss_mask=0),
+        answer(content=[{**TEXT, "ignore": True}], tool_calls=[call]),
+    ):  # fmt: skip
         record["messages"] += [USER, {"role": "assistant", "content": "dog"}]
         conversation = read_conversation(record, "c:1")
         encoded = encoder.encode(conversation, "c:1")
