@@ -36,6 +36,10 @@ JOINT = (
 )  # fmt: skip
 _NOTHING: tuple[str, ...] = ()
 _BF16, _FP16, _ADAM = ("--bf16",), ("--fp16",), ("--optimizer", "adam")
+_PRECISIONS = {
+    "bf16": _BF16, "bf16-mixed": _BF16, "bf16-true": _BF16, "16": _FP16, "16-mixed": _FP16, "16-true": _FP16,
+    "fp16": _FP16, "32": _NOTHING, "32-true": _NOTHING, "fp32": _NOTHING,
+}  # fmt: skip
 # Key -> value -> the flags that it stands for; a value in lower case.
 CHOICES: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
     "model.bias": {True: _NOTHING, False: ("--disable-bias-linear",)},
@@ -51,15 +55,13 @@ CHOICES: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
         "rmsnorm": ("--normalization", "RMSNorm"),
     },
     # With a suffix -true the weights have no copy in fp32 there; here they always have one.
-    "trainer.precision": {
-        "bf16": _BF16, "bf16-mixed": _BF16, "bf16-true": _BF16, "16": _FP16, "16-mixed": _FP16, "16-true": _FP16,
-        "fp16": _FP16, "32": _NOTHING, "32-true": _NOTHING, "fp32": _NOTHING,
-    },
+    "trainer.precision": _PRECISIONS, "model.precision": _PRECISIONS,
     "model.optim.name": dict.fromkeys(
         ("adamw", "fused_adam", "megatron_fused_adam", "distributed_fused_adam", "mcore_distributed_optim"), _ADAM
     ) | {"sgd": ("--optimizer", "sgd")},
     "model.optim.sched.name": {"cosineannealing": ("--lr-decay-style", "cosine")},
     "model.data.data_impl": {"mmap": _NOTHING, "mock": ("--mock-data",)},
+    "model.data.mock_dataset": {True: ("--mock-data",), False: _NOTHING},
 }  # fmt: skip
 _OFF: tuple[Any, ...] = (None, False)
 _FIXED: dict[str, tuple[Any, ...]] = {

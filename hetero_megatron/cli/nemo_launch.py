@@ -119,8 +119,8 @@ def _read(key: str, value: Any, values: Mapping[str, Any], launch: NemoLaunch) -
     elif flag is None and says_nothing(value):
         launch.others.append(_noticed(key, value, f"not known, and off{KEYS.nearest(key)}"))
     elif flag is None:
-        launch.others.append(Judged(key, _words(value), REFUSED, f"no such key{KEYS.nearest(key)}",
-                                    "keys of NeMo's GPT that are known here, or Megatron's names"))  # fmt: skip
+        accepted = "a key of NeMo's GPT, or Megatron's name for it; without it, if it changes nothing"
+        launch.others.append(Judged(key, _words(value), REFUSED, f"not known here{KEYS.nearest(key)}", accepted))
     else:
         _add(key, value, flag_words(flag.name, value), launch)
 

@@ -16,6 +16,7 @@ _RESERVED = frozenset(
         "return_assistant_tokens_mask", "continue_final_message",
     )
 )  # fmt: skip
+_DOCUMENT_TEXTS = ("title", "text", "contents", "content", "snippet")
 
 
 def read_tools(record: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]] | None:
@@ -54,7 +55,18 @@ def read_documents(record: Mapping[str, Any], where: str) -> Sequence[Mapping[st
     accepted = 'a list of {"title": …, "text": …}'
     if not isinstance(documents, list):
         raise UserError("is not a list", field="documents", value=shown(documents), accepted=accepted, where=where)
-    return [as_object(document, f"documents[{i}]", where, accepted) for i, document in enumerate(documents)]
+    return [_document(document, f"documents[{i}]", where, accepted) for i, document in enumerate(documents)]
+
+
+def _document(document: Any, field: str, where: str, accepted: str) -> Mapping[str, Any]:
+    """Without keys that have no value; what templates write of it is text."""
+    found = {key: value for key, value in as_object(document, field, where, accepted).items() if value is not None}
+    for key in _DOCUMENT_TEXTS:
+        if not isinstance(found.get(key, ""), str):
+            raise UserError(
+                "is no text", field=f"{field}.{key}", value=shown(found[key]), accepted="a string", where=where
+            )
+    return found
 
 
 def read_options(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:

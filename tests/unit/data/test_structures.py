@@ -131,6 +131,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [turns("a")[0], {"role": "assistant", "tool_calls": [7]}]}, r"messages\[1\]\.tool_calls\[0\] = 7"),
     ({"messages": [turns("a")[0], {"role": "assistant", "tool_calls": 7}]}, r"messages\[1\]\.tool_calls = 7"),
     ({"messages": turns("a", "b"), "documents": [3]}, r"documents\[0\] = 3"),
+    ({"messages": turns("a", "b"), "documents": [{"text": ["a"]}]}, r"documents\[0\].text = .*: is no text"),
 ]
 
 
