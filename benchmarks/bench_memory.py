@@ -74,6 +74,7 @@ class Case:
 ONE = [(2, 2, [stage([0], 0, 12)])]
 TWO = [(4, 3, [stage([0], 0, 6), stage([1], 6, 12)])]
 WIDE = {"num_layers": 4, "vocab_size": 16384}
+LARGE = {"hidden_size": 1024, "ffn_hidden_size": 2816, "num_heads": 16, "num_kv_heads": 8}
 FOUR_LAYERS = [(4, 2, [stage([0], 0, 4)])]
 CASES = {
     "one rank": Case(ONE),
@@ -103,6 +104,13 @@ CASES = {
     "dp 2 x pp 2, unequal cuts": Case(
         [(4, 3, [stage([0], 0, 5), stage([1], 5, 12)]),
          (4, 3, [stage([2], 0, 7, recompute="full"), stage([3], 7, 12)])]
+    ),
+    "weights 3:1": Case([(4, 2, [stage([0, 1], 0, 12, dp_split=[2, 2], weights={"shard": [3, 1]})])], changes=LARGE),
+    "weights 3:1, rows 1:3": Case(
+        [(4, 2, [stage([0, 1], 0, 12, dp_split=[1, 3], weights={"shard": [3, 1]})])], changes=LARGE
+    ),
+    "weights 3:1, bf16": Case(
+        [(4, 2, [stage([0, 1], 0, 12, dp_split=[2, 2], weights={"shard": [3, 1]})])], "bf16", LARGE
     ),
 }  # fmt: skip
 

@@ -17,28 +17,14 @@ from hetero_megatron.cli.configure import configure_arguments
 from hetero_megatron.cli.flags.flag import NOTICE
 from hetero_megatron.cli.flags.parse import Arguments, index, parse_all
 from hetero_megatron.cli.foreign_launch import Launch, launches_of
+from hetero_megatron.cli.judged import HONOURED, NOTICED, OPEN, REFUSED, Judged
 from hetero_megatron.cli.output import print_json
 from hetero_megatron.cli.shell_script import shown, unresolved
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.utils.files import read_text
 from hetero_megatron.utils.text import plural
 
-HONOURED, NOTICED, REFUSED, OPEN = "honoured", "noticed", "refused", "not resolved"
 _DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-
-
-@dataclass
-class Judged:
-    """A flag of a launch line, its ``values`` as in the script.
-
-    ``reason``: why it is not honoured; ``accepted``: instead.
-    """
-
-    flag: str
-    values: list[str]
-    status: str
-    reason: str = ""
-    accepted: str = ""
 
 
 @dataclass
@@ -112,10 +98,12 @@ def check_launch(launch: Launch, ranks: int | None = None) -> Verdict:
         notices = configure_arguments(args, list(errors), {"WORLD_SIZE": str(world)}).notices
     except UserError as refusal:
         errors = list(refusal.several or (refusal,))
-    verdict = Verdict(launch.line, launch.program, world, notices=[n for n in notices if "no effect" not in n])
+    said = [*([launch.notice] if launch.notice else []), *(n for n in notices if "no effect" not in n)]
+    verdict = Verdict(launch.line, launch.program, world, notices=said)
     idle = dict(args.idle)
     for group, words in zip(groups, shown_groups, strict=True):
         verdict.flags.append(_judged(group, words, errors, idle))
+    verdict.flags += launch.others
     flagged = {flag.flag for flag in verdict.flags}
     for problem in errors:
         missing = "missing" in problem.problem and may_be_any_flag

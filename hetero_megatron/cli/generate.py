@@ -126,7 +126,7 @@ def generate(
     from hetero_megatron.generation import open_weights
 
     weights = open_weights(config.spec, config.load_hf, args.load_adapter, checkpoint)
-    notices = (*ending.notices, *(weights.base.notices if weights.base is not None else ()))
+    notices = (*tokenizer.notices, *ending.notices, *(weights.base.notices if weights.base is not None else ()))
     for notice in notices if launcher.rank == 0 else ():
         print(notice_line(notice), file=sys.stderr, flush=True)
     answers, seconds = _generate(args, config, weights, launcher, prompts, length, ending)

@@ -99,6 +99,18 @@ _FAMILIES_OFF = re.compile(
     r"(dsa|linear|mamba|retro|retriever|bert|biencoder|ict|dino|swin|vision|inference|mtp|yarn|mup"
     r"|logits_(save|load))_.*"
 )
+# Words of a name that says something about the model, and of one that says how the same is computed.
+_OF_MODEL = re.compile(
+    r"\w*norm|alibi|attention|attn|rope|rotary|bias|activation|act|embed\w*|emb|positions?|positional|pos|scale\w*"
+    r"|scaling|multiplier|softmax|softcap\w*|logits?|residual|glu|\w+glu|\w*gelu|silu|\w*relu|experts?|router|moe|heads?"
+    r"|headscale|qkv?|kv|query|gate|gated|tied?|untie|window|sliding|sandwich|eps|epsilon|mlp|ffn|mla|ssm|conv"
+)
+_HOW = frozenset(
+    (
+        "fused", "fusion", "flash", "triton", "cudnn", "kernel", "kernels", "overlap", "recompute", "checkpoint",
+        "checkpointing", "log", "logging", "profile", "backend", "swap", "offload", "cache", "comm", "loss",
+    )
+)  # fmt: skip
 
 
 def _stored_names() -> set[str]:
@@ -178,9 +190,20 @@ def check_stored(stored: Mapping[str, Any], where: str) -> tuple[str, ...]:
         for key in _DROPS if stored.get("num_experts") and stored.get(key) is not None
     ]  # fmt: skip
     unknown = [key for key in KEYS.unknown(stored) if not _FAMILIES_OFF.fullmatch(key) and _is_said(stored[key])]
+    if of_model := [key for key in unknown if _says_which_model(key)]:
+        raise UserError(
+            f"not known to leave the model as it is (in no table: {KEYS.named(of_model)})", field=of_model[0],
+            value=stored[of_model[0]], where=where,
+            accepted="arguments of Megatron-LM; null or false where it says nothing about the model",
+        )  # fmt: skip
     if unknown:
         messages.append(f"{where}: not known, and taken to say nothing about the model: {KEYS.named(unknown)}")
     return tuple(messages)
+
+
+def _says_which_model(key: str) -> bool:
+    words = key.lower().split("_")
+    return "alibi" in words or (any(map(_OF_MODEL.fullmatch, words)) and _HOW.isdisjoint(words))
 
 
 def _is_said(value: Any) -> bool:

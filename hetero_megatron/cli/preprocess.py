@@ -29,10 +29,10 @@ from hetero_megatron.data.corpus import Corpus, find_corpus
 from hetero_megatron.data.guard import UNLIMITED, CallLimits, Guard
 from hetero_megatron.data.indexed import IndexedWriter, token_dtype
 from hetero_megatron.data.sources.jsonl import read_objects, text_of
-from hetero_megatron.data.tokenizers import Tokenizer, is_foreign, required_eod, too_costly, with_end
+from hetero_megatron.data.tokenizers import Tokenizer, is_foreign, notices_of, required_eod, too_costly, with_end
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.outputs import try_folder
-from hetero_megatron.utils.text import format_seconds, plural, word
+from hetero_megatron.utils.text import format_seconds, notice_line, plural, word
 
 _CHUNK = 64  # documents per task of a worker
 _REPORT_SECONDS = 5.0
@@ -92,6 +92,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> None:
     """Write the outputs; UserError for bad input, and then no output appears."""
     tokenizer = _tokenizer(arguments)
+    for said in notices_of(tokenizer):
+        print(notice_line(said), file=sys.stderr)
     if arguments.append_eod:
         required_eod(tokenizer, "--append-eod ends documents with it")
     corpus = find_corpus(arguments.input, field="--input")

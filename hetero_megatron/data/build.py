@@ -20,7 +20,7 @@ from hetero_megatron.data.config import SPLITS, DataConfig, build_tokenizer
 from hetero_megatron.data.mock import MockDataset
 from hetero_megatron.data.packing import PackedDataset
 from hetero_megatron.data.sample import Blend, Dataset, StoredDataset, Stream
-from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, required_eod
+from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, notices_of, required_eod
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.text import plural
 
@@ -162,6 +162,8 @@ def build_datasets(
     if seq_length < 1:
         raise UserError("must be positive", field="--seq-length", value=seq_length, accepted="an integer >= 1")
     tokenizer = config_tokenizer(config, model_vocab_size)
+    for notice in notices_of(tokenizer):
+        log(f"data: {notice}")
     if config.eod_mask_loss:
         required_eod(tokenizer, "--eod-mask-loss masks what follows it")
     limit = _limit(tokenizer, model_vocab_size)

@@ -17,6 +17,7 @@ import numpy as np
 from hetero_megatron.data.guard import TOKENIZE, UNLIMITED, CallLimits
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import read_bytes
+from hetero_megatron.utils.text import listed
 
 # Tokens of a text, at most: byte by byte, with letters that a normaliser takes apart (18 for the longest).
 _OWN_TOKENS, _TOKENS_PER_BYTE = 1 << 16, 32
@@ -122,6 +123,14 @@ class HuggingFaceTokenizer:
         self.vocab_size: int = _size(ids, "--tokenizer-model", model)
         self.eod: int | None = eos if eos is None else int(eos)
         self.fingerprint = _fingerprint(self._inner)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What its tokenizer_config.json says that nothing reads."""
+        from hetero_megatron.data.tokenizer_keys import unread_keys
+
+        keys = unread_keys(self._inner)
+        return (f"{self.name}: not read of tokenizer_config.json: {listed(keys)}",) if keys else ()
 
     def encode(self, text: str, limits: CallLimits = UNLIMITED) -> np.ndarray:
         # As Megatron does, special tokens that the tokenizer itself adds (Llama's BOS) are kept.
@@ -252,6 +261,11 @@ class Llama2Tokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids if i not in (self._bos, self.eod)]))
+
+
+def notices_of(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """What a user should know about the tokenizer's files."""
+    return tokenizer.notices if isinstance(tokenizer, HuggingFaceTokenizer) else ()
 
 
 def is_foreign(tokenizer: Tokenizer) -> bool:

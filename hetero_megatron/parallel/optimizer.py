@@ -150,7 +150,7 @@ class ShardedOptimizer:
     ) -> None:  # fmt: skip
         self.sync, self.offload, self._apart, self.updates = sync, offload, frozenset(apart), 0
         self.after_update: Callable[[], bool] = lambda: False
-        self._params = {name: p.detach() for name, p in sync.params.items()}
+        self._params = {name: p.detach() for name, p in sync.params.items() if name not in sync.divided_names}
         self.masters = []
         for exchange in sync.exchanges:
             if exchange.bucket.weights is not None:

@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from tests.fuzz import cases, foreign, weights
+from tests.fuzz import cases, foreign, pieces, weights
 from tests.fuzz.documents import LLAMA
 from tests.fuzz.pool import ROOT, Pool
 from tests.support.chat import TEMPLATES, chat_tokenizer
@@ -76,6 +76,7 @@ def make_bases(bases: Path) -> None:
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(LLAMA))
     chat_tokenizer(bases / "chat", TEMPLATES["chatml"])
+    chat_tokenizer(bases / "pieces", pieces.TEMPLATE)
     from safetensors.torch import save_file
 
     save_file(weights.tensors(), model / "model.safetensors", {"format": "pt"})

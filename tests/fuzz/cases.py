@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz import chats, documents, flags, foreign, planning, runs, weights
+from tests.fuzz import chats, documents, flags, foreign, launches, pieces, planning, runs, weights
 from tests.support import cluster_words
 
 # kind -> (share of the cases, writes the input into an empty folder and returns the words to start the program with)
@@ -25,10 +25,12 @@ KINDS: dict[str, tuple[int, Make]] = {
     "checkpoints": (6, lambda rng, folder, bases: runs.checkpoint(rng, folder, bases / "checkpoint")),
     "logs": (5, lambda rng, folder, bases: runs.log(rng, folder, bases / "run")),
     "flags": (6, lambda rng, folder, bases: flags.line(rng, flags.known_flags())),
-    "planning": (6, lambda rng, folder, bases: planning.case(rng, folder)),
+    "planning": (11, lambda rng, folder, bases: planning.case(rng, folder)),
     "adapters": (5, lambda rng, folder, bases: foreign.adapter(rng, folder, bases / "adapted")),
     "generation": (5, lambda rng, folder, bases: foreign.generation(rng, folder, bases / "adapted")),
     "records": (6, lambda rng, folder, bases: chats.record(rng, folder, bases / "chat")),
+    "tokenizers": (4, lambda rng, folder, bases: foreign.tokenizer(rng, folder, bases / "chat")),
+    "launches": (4, lambda rng, folder, bases: launches.line(rng, folder)),
     "templates": (4, lambda rng, folder, bases: chats.template(rng, folder, bases / "chat")),
 }
 SLOW = ("weights", "checkpoints", "adapters", "generation")  # kinds that read tensors
@@ -74,7 +76,7 @@ def run(words: list[str], kind: str = "") -> Outcome:
         where = f"{own[-1].filename.rpartition('/hetero_megatron/')[2]}:{own[-1].lineno}"
         text = ascii(str(error))[:120] if not isinstance(error, RecursionError) else ""
         return Outcome(TRACEBACK, f"{where}: {type(error).__name__}: {text}")
-    text = said.getvalue()
+    text = said.getvalue() or (shown.getvalue() if kind == "launches" else "")  # whose answer is on standard output
     if code == 0 and words[0] == "launch":
         try:
             cluster_words.check(Path(words[words.index("--cluster") + 1]))
@@ -86,11 +88,24 @@ def run(words: list[str], kind: str = "") -> Outcome:
         return Outcome(TRACEBACK, f"not our words: {found.group()}: {ascii(text[:200])}")
     if code not in (0, 2):
         return Outcome(TRACEBACK, f"exit code {code}: {ascii(text[:200])}")
-    if code == 0 and kind in ("adapters", "generation"):
-        wrong = foreign.differs(kind, words, shown.getvalue())
+    try:
+        wrong = wrong or _law(kind, words, code, shown.getvalue(), text)
+    except Exception as error:
+        wrong = f"the law cannot be checked: {type(error).__name__}: {ascii(str(error))[:200]}"
     if wrong:
         return Outcome(WRONG, wrong)
     return Outcome(ACCEPTED if code == 0 else REFUSED, ascii(text[-300:]))
+
+
+def _law(kind: str, words: list[str], code: int, shown: str, said: str) -> str:
+    """What is wrong with an answer, by what else says what it should be; empty: nothing."""
+    if kind == "launches":
+        return launches.vanished(words)
+    if code == 0 and kind in ("adapters", "generation"):
+        return foreign.differs(kind, words, shown)
+    if code == 0 and kind == "tokenizers":
+        return foreign.unsaid(words, said)
+    return pieces.lost(words, shown) if code == 0 and kind == "records" else ""
 
 
 def _command(words: list[str]) -> int:

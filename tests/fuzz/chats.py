@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import mutate
+from tests.fuzz import mutate, pieces
 
 _CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "Oslo", "n": 3, "z": None}}}
 _SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
@@ -39,15 +39,17 @@ _MARKS = (True, False, 0, 1, 0.5, "false", None, 2, [0, 1], {}, "x", -1, [0.5, N
 def record(rng: random.Random, folder: Path, base: Path) -> list[str]:
     """A file of a few records, as lines, as a list or as a table."""
     rows = []
+    base = base.parent / rng.choice(("chat", "pieces", "pieces"))
     for _ in range(rng.randrange(1, 3)):
-        row = copy.deepcopy(rng.choice(RECORDS))
-        for _ in range(rng.choice((0, 0, 1, 2))):
+        row = pieces.row(rng) if base.name == "pieces" else copy.deepcopy(rng.choice(RECORDS))
+        for _ in range(rng.choice((0, 0, 0, 1, 2))):
             row = mutate.tree(rng, row)
         if isinstance(row, dict) and rng.random() < 0.4:
             lists = [value for value in row.values() if isinstance(value, list)]
             turns = [turn for turns in lists for turn in turns if isinstance(turn, dict)]
             rng.choice([row, *turns])[rng.choice(_KEYS)] = rng.choice(_MARKS)
         rows.append(row)
+    (folder / pieces.ROWS).write_text(json.dumps(rows))
     path = folder / rng.choice(("d.jsonl", "d.json", "d.parquet", "d.arrow"))
     if path.suffix in (".parquet", ".arrow") and _table(path, rows):
         return _words(path, base)
@@ -56,6 +58,7 @@ def record(rng: random.Random, folder: Path, base: Path) -> list[str]:
     content = text.encode()
     if rng.random() < 0.1:
         content = mutate.bytes_of(rng, content)
+        (folder / pieces.ROWS).unlink()
     path.write_bytes((b"\xef\xbb\xbf" if rng.random() < 0.1 else b"") + content)
     return _words(path, base)
 
@@ -149,5 +152,5 @@ def encode(words: list[str]) -> int:
         data_path=(words[1],), split="1", sft=True, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=words[2],
         chat_template=words[3] if len(words) > 3 else None,
     )  # fmt: skip
-    build_datasets(config, 256, 1, (2, 0, 0), 512, log=lambda _: None)
+    build_datasets(config, 256, 1, (2, 0, 0), 512, log=print)
     return 0

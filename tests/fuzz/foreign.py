@@ -15,7 +15,7 @@ from typing import Any
 from tests.fuzz import mutate, planning
 
 PROMPT, NEW = "the quick brown", 6
-ADAPTER, GENERATION = "adapter_config.json", "generation_config.json"
+ADAPTER, GENERATION, TOKENIZER = "adapter_config.json", "generation_config.json", "tokenizer_config.json"
 _PLAUSIBLE: tuple[Any, ...] = (
     True, False, None, 0, 1, 2, 5, 0.5, 1.3, 2.0, [], {}, [3], [[3]], [[3], [4, 5]], [[[7], 2.0]], [2, 1.5], "pissa",
     "olora", "gaussian", "eva", "loftq", "pissa_niter_4", ["q_proj"], {"q_proj": 4}, {"q_proj": 2}, {"v_proj": 8},
@@ -107,6 +107,38 @@ def generation(rng: random.Random, folder: Path, base: Path) -> list[str]:
     return _words(folder / "model")
 
 
+TEXT = "The QUICK brown fox\u00e9  jumps </s> over <think> dogs"
+
+
+def tokenizer(rng: random.Random, folder: Path, base: Path) -> list[str]:
+    """A tokenizer whose configuration is changed, and a text for it."""
+    shutil.copytree(base, folder / "tokenizer")
+    path = folder / "tokenizer" / TOKENIZER
+    _change(rng, path, json.loads(path.read_text()), _keys_of_tokenizers())
+    (folder / "d.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    return ["preprocess", "--input", str(folder / "d.jsonl"), "--output-prefix", str(folder / "o"), "--tokenizer-model",
+            str(folder / "tokenizer"), "--tokenizer-type", "HuggingFaceTokenizer"]  # fmt: skip
+
+
+def unsaid(words: list[str], said: str) -> str:
+    """How the tokens of a tokenizer that was accepted differ from transformers', or which key with a value, read by
+    nobody, was not named; empty: nothing."""
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    folder = Path(words[words.index("--tokenizer-model") + 1])
+    found = np.fromfile(folder.parent / "o_text_document.bin", np.uint16).tolist()
+    wanted = AutoTokenizer.from_pretrained(folder)(TEXT).input_ids
+    if found != wanted:
+        return f"tokens {found}, of transformers {wanted}"
+    keys = json.loads((folder / TOKENIZER).read_text())
+    for key, value in keys.items():
+        strange = key not in _keys_of_tokenizers() and not key.endswith("_token") and key[:60].isprintable()
+        if strange and value not in (None, False, "", [], {}) and said.count(",") < 7 and key[:40] not in said:
+            return f"nothing is said of {key}"
+    return ""
+
+
 def _words(model: Path) -> list[str]:
     return ["generate", "--load-hf", str(model), "--prompt", PROMPT, "--max-new-tokens", str(NEW), "--json"]
 
@@ -116,6 +148,14 @@ def _keys_of_adapters() -> tuple[str, ...]:
     import peft
 
     return tuple(sorted(f.name for f in fields(peft.LoraConfig)))
+
+
+@cache
+def _keys_of_tokenizers() -> tuple[str, ...]:
+    """That transformers reads or writes."""
+    from hetero_megatron.data.tokenizer_keys import KEYS
+
+    return tuple(sorted(KEYS.known))
 
 
 @cache

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=PLANS)
-def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, float]]:
+def undisturbed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[int, float]]:
     """(name of a plan, its losses by step)."""
     path = tmp_path_factory.mktemp("undisturbed")
     job = ForkedJob(path, 0, request.param)

@@ -40,6 +40,28 @@ def wrongly_rendered(messages: Messages, text: str) -> str | None:
     return None
 
 
+def left_out(messages: Messages, text: str) -> list[int]:
+    """Messages whose parts have left no trace in a text that a template made."""
+    lost = []
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            ends = [last_line(part["text"]) for part in content]
+            lost += [i] if any(ends) and not any(end in text for end in ends if end) else []
+    return lost
+
+
+def as_strings(messages: Messages, which: Sequence[int]) -> Messages:
+    """The messages with the parts of some of them as one string."""
+    return [{**message, "content": "".join(part["text"] for part in message["content"])} if i in which else message
+            for i, message in enumerate(messages)]  # fmt: skip
+
+
+def last_line(content: Any) -> str:
+    """Of what is said after thinking, which templates leave out of earlier turns; empty of anything but text."""
+    return content.split("</think>")[-1].strip().split("\n")[-1] if isinstance(content, str) else ""
+
+
 def _quoted(arguments: str, text: str) -> bool:
     return any(json.dumps(arguments, ensure_ascii=ascii) in text for ascii in (False, True))
 

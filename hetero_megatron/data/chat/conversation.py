@@ -15,13 +15,16 @@ from typing import Any
 
 from hetero_megatron.data.chat.forms import ALPACA, PROMPT, form_of, is_pair, pair_refused
 from hetero_megatron.data.chat.keys import (
+    TURN_TEXTS,
+    Unread,
     refuse_record_keys,
     refuse_turn_keys,
     unread_record_keys,
     unread_turn_keys,
 )
 from hetero_megatron.data.chat.marks import MARKS, marks_beside, refuse_marks, shown, turn_mark
-from hetero_megatron.data.chat.values import read_documents, read_options, read_tool_calls, read_tools
+from hetero_megatron.data.chat.pieces import Pieces, unread_tool_keys
+from hetero_megatron.data.chat.values import read_documents, read_options, read_tools
 from hetero_megatron.errors import UserError
 
 _ROLES = {  # ShareGPT's ``from`` -> role
@@ -40,7 +43,7 @@ class Conversation:
         text: (prompt, completion) of a record without messages, which no chat template renders.
         first: messages before this one are the prompt: assistants in them do not count in the loss.
         marks: of each message, whether it counts in the loss; None: as the role says. Empty: no message has one.
-        unread: keys that nothing but a template could read: (of a turn, not of the record; key).
+        unread: keys that nothing but a template could read, and of what they are (empty: of the record).
         desired: of an answer with a label; None: it has none."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -50,7 +53,7 @@ class Conversation:
     text: tuple[str, str] | None = None
     first: int = 0
     marks: tuple[bool | None, ...] = ()
-    unread: tuple[tuple[bool, str], ...] = ()
+    unread: tuple[Unread, ...] = ()
     desired: bool | None = None
 
 
@@ -61,7 +64,7 @@ class _Turns:
     where: str
     share: bool = False
     marks: list[bool | None] = field(default_factory=list)
-    unread: dict[str, None] = field(default_factory=dict)
+    unread: dict[Unread, None] = field(default_factory=dict)
 
     def read(self, turns: Sequence[Any], name: str) -> tuple[Mapping[str, Any], ...]:
         """Messages of a list under ``name``."""
@@ -71,9 +74,11 @@ class _Turns:
         if not isinstance(turn, dict):
             raise UserError("is not an object", field=name, value=shown(turn), accepted="a message", where=self.where)
         refuse_turn_keys(turn, name, self.where)
-        self.marks.append(turn_mark(turn, name, self.where))
-        message = _message(turn, name, self.where, self.share)
-        self.unread |= dict.fromkeys(unread_turn_keys(message, name, self.where))
+        pieces = Pieces(self.where)
+        message = _message(turn, name, self.where, self.share, pieces)
+        has_text = isinstance(message.get("content"), str) and bool(message["content"])
+        self.marks.append(pieces.mark(turn_mark(turn, name, self.where), has_text, name))
+        self.unread |= pieces.unread | dict.fromkeys(unread_turn_keys(message, name, self.where))
         return message
 
 
@@ -106,7 +111,9 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
 def _shared(turns: Sequence[Any]) -> bool:
     """Whether they are ShareGPT's, with from and value, under whatever name; conversations may also hold OpenAI's
     messages."""
-    return any(isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in turns)
+    return any(
+        isinstance(turn, dict) and turn.get("from") is not None and turn.get("role") is None for turn in turns
+    )
 
 
 def _conversation(
@@ -116,9 +123,10 @@ def _conversation(
     """With what the record says besides its messages; ``first``: how many of them are the prompt."""
     all_messages = _with_system(record, messages, where)
     added = len(all_messages) - len(messages)
-    unread = [(False, key) for key in unread_record_keys(record, form, where)] + [(True, key) for key in turns.unread]
+    tools = read_tools(record, where)
+    unread = [*unread_record_keys(record, form, where), *turns.unread, *unread_tool_keys(tools)]
     return Conversation(
-        all_messages, read_tools(record, where), read_documents(record, where), read_options(record, where),
+        all_messages, tools, read_documents(record, where), read_options(record, where),
         first=first + added if first else 0, unread=tuple(unread),
         marks=(*([None] * added), *marks) if any(mark is not None for mark in marks) else (),
     )  # fmt: skip
@@ -178,7 +186,7 @@ def _prompt(record: Mapping[str, Any], where: str) -> Conversation:
         _require_text_alone(record, where)
         refuse_marks(record, where)
         refuse_record_keys(record, None, where)
-        unread = tuple((False, key) for key in unread_record_keys(record, PROMPT, where))
+        unread = tuple(unread_record_keys(record, PROMPT, where))
         texts = (_text(prompt, "prompt", where), _text(completion, "completion", where))
         return Conversation(text=texts, unread=unread)
     if isinstance(prompt, str) or isinstance(completion, str):
@@ -222,44 +230,56 @@ def _list(value: Any, field: str, where: str) -> list[Any]:
     raise UserError(problem, field=field, value=shown(value), accepted=accepted, where=where)
 
 
-def _message(turn: Mapping[str, Any], field: str, where: str, share: bool) -> Mapping[str, Any]:
-    """A message with a role and content; of ShareGPT, translated."""
-    turn = {key: value for key, value in turn.items() if key not in MARKS}
-    if share:
-        turn = {"role": turn.get("from"), "content": turn.get("value")} | {
-            key: value for key, value in turn.items() if key not in ("from", "value")
-        }
-    role = turn.get("role")
+def _one_spelling(turn: Mapping[str, Any], field: str, share: bool, where: str) -> dict[str, Any]:
+    """A turn with a role and content, without marks; of ShareGPT, translated.
+
+    UserError: it says both ``content`` and ``value``, or ``role`` and ``from``, and they differ.
+    """
+    found = {key: value for key, value in turn.items() if key not in MARKS}
+    for old, new in (("from", "role"), ("value", "content")):
+        other = found.pop(old, None)
+        if found.get(new) is not None and other is not None:
+            same = other == found[new] or (old == "from" and isinstance(other, str) and found[new] == _ROLES.get(other))
+            if not same:
+                raise UserError(
+                    f"{new} beside it is {shown(found[new])}", field=f"{field}.{old}", value=shown(other), where=where,
+                    accepted=f"one of {old} and {new}, or both alike",
+                )  # fmt: skip
+        elif share and other is not None:
+            found[new] = other
+    return found
+
+
+def _message(
+    turn: Mapping[str, Any], field: str, where: str, share: bool, pieces: Pieces
+) -> Mapping[str, Any]:  # fmt: skip
+    """A message with a role and content."""
+    message = _one_spelling(turn, field, share, where)
+    role = message.get("role")
     if share and isinstance(role, str) and role in _ROLES:
-        turn["role"] = role = _ROLES[role]
+        message["role"] = role = _ROLES[role]
     if not isinstance(role, str) or not role or (share and role not in _ROLES.values()):
         name, roles = ("from", ", ".join(_ROLES)) if share else ("role", "user, assistant, system, tool, …")
         raise UserError("has no such role", field=f"{field}.{name}", value=shown(role), accepted=roles, where=where)
-    content = turn.get("content")
-    if turn.get("tool_calls"):
-        turn["tool_calls"] = read_tool_calls(turn["tool_calls"], f"{field}.tool_calls", where)
+    if message.get("tool_calls"):
+        message["tool_calls"] = pieces.calls(message["tool_calls"], f"{field}.tool_calls")
+    content = message.get("content")
+    name = f"{field}.{'value' if share else 'content'}"
     if isinstance(content, str):
-        _text(content, f"{field}.content", where)
-    elif isinstance(content, list):
-        _require_text_parts(content, f"{field}.content", where)
-    elif not (content is None and turn.get("tool_calls")):
+        _text(content, name, where)
+    elif isinstance(content, list) and (content or message.get("tool_calls")):
+        message["content"] = pieces.parts(content, name)
+    elif not (content is None and message.get("tool_calls")):
         accepted = "a string (or a list of parts; or null beside tool_calls)"
-        value = "missing" if "content" not in turn else shown(content)
-        name = "value" if share else "content"
-        raise UserError("is no text", field=f"{field}.{name}", value=value, accepted=accepted, where=where)
-    # Keys without a value (columns of a table that other rows use) are not there for a template, as in transformers.
-    return {key: value for key, value in turn.items() if value is not None}
-
-
-def _require_text_parts(parts: Sequence[Any], field: str, where: str) -> None:
-    """Images and sounds would become marks in the text that stand for nothing."""
-    for i, part in enumerate(parts):
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        if kind != "text":
+        value = "missing" if "content" not in message else shown(content)
+        raise UserError("is no text", field=name, value=value, accepted=accepted, where=where)
+    for key in TURN_TEXTS:
+        if not isinstance(message.get(key), str | None):
             raise UserError(
-                "this version trains on text only", field=f"{field}[{i}].type", value=shown(kind), accepted="text",
-                where=where,
-            )  # fmt: skip
+                "is no text", field=f"{field}.{key}", value=shown(message[key]), accepted="a string", where=where
+            )
+    # Keys without a value (columns of a table that other rows use) are not there for a template, as in transformers.
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def _require_assistant(messages: Sequence[Mapping[str, Any]], field: str, where: str) -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_megatron.data.chat.arguments import other_forms, wrongly_rendered
+from hetero_megatron.data.chat.arguments import as_strings, last_line, left_out, other_forms, wrongly_rendered
 from hetero_megatron.data.chat.conversation import Conversation
-from hetero_megatron.data.chat.keys import RECORD_READ, TURN_READ, near
+from hetero_megatron.data.chat.keys import RECORD_READ, TURN_READ, TURNS, near
+from hetero_megatron.data.chat.pieces import CALL, CALLS, FUNCTION, PART, PARTS, TOOL, TOOLS
 from hetero_megatron.data.chat.records import Record
 from hetero_megatron.data.chat.templates import FLAG, Rendered, Template, Templates
 from hetero_megatron.data.guard import RENDER, TOKENIZE, UNLIMITED, CallLimits, Guard
@@ -24,6 +26,8 @@ from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, too_costly
 from hetero_megatron.errors import UserError
 
 ASSISTANT = "assistant"
+WHOLE = "tojson"  # a template with this word writes tools whole, with all of their keys
+_KNOWN = {TURNS: TURN_READ, PARTS: PART.known, CALLS: CALL.known | FUNCTION.known, TOOLS: TOOL.known}
 _Spans = list[tuple[int, int]]
 
 
@@ -111,13 +115,14 @@ class ChatEncoder:
         words: frozenset[str] = frozenset()
         if conversation.text is None:
             words = self.templates.choose(conversation.tools is not None, "").words
-        turn = [f"{key} of turns{near(key, TURN_READ)}" for in_turn, key in conversation.unread
-                if in_turn and key not in words]  # fmt: skip
-        record = [f"{key}{near(key, RECORD_READ)}" for in_turn, key in conversation.unread if not in_turn]
+        record = [f"{key}{near(key, RECORD_READ)}" for kind, key in conversation.unread if not kind]
+        told = words | {key for kind, key in conversation.unread if kind == TOOLS and WHOLE in words}
+        inner = [f"{key} of {kind}{near(key, _KNOWN[kind])}" for kind, key in conversation.unread
+                 if kind and key not in told]  # fmt: skip
         documents = ["documents"] if conversation.documents is not None and "documents" not in words else []
         return [
             *record,
-            *turn,
+            *inner,
             *documents,
             *(f"chat_template_kwargs.{key}" for key in conversation.options.keys() - words),
         ]
@@ -181,7 +186,7 @@ class _Turns:
             except UserError as error:
                 problem = problem or error
                 continue
-            misrendered = wrongly_rendered(messages, rendered.text)
+            misrendered = wrongly_rendered(messages, rendered.text) or self._lost(messages, rendered.text)
             if misrendered is None:
                 self._messages = messages
                 return rendered
@@ -191,6 +196,18 @@ class _Turns:
             )  # fmt: skip
         assert problem is not None
         raise problem
+
+    def _lost(self, messages: Sequence[Mapping[str, Any]], text: str) -> str | None:
+        """What a template that takes content only as a string leaves out of a text, for a message; None: nothing."""
+        if not (lost := left_out(messages, text)):
+            return None
+        whole = as_strings(messages, lost)
+        with suppress(UserError):
+            rendered = self._render(whole).text
+            for i in lost:
+                if last_line(whole[i]["content"]) in rendered:
+                    return f"nothing of the parts of message {i}"
+        return None
 
     def _check_marks(self, marks: Sequence[bool | None]) -> None:
         for i, (message, mark) in enumerate(zip(self._messages, marks)):
@@ -214,7 +231,7 @@ class _Turns:
         """Whose each interval of the template is: as many as there are answers, each with its text in it, or else by
         where the turns stand."""
         spans = self._marked
-        texts = [_last_line(self._messages[i].get("content")) for i in answers]
+        texts = [last_line(self._messages[i].get("content")) for i in answers]
         if len(spans) == len(answers) and all(
             text and text in self.text[start:end] for text, (start, end) in zip(texts, spans)
         ):
@@ -258,8 +275,3 @@ class _Turns:
             "tools": self._given.tools, "documents": self._given.documents, "add_generation_prompt": prompt,
         }  # fmt: skip
         return self._template.render(messages, template_args, self._names, self._where, self._limits)
-
-
-def _last_line(content: Any) -> str:
-    """Of what is said after thinking, which templates leave out of earlier turns; empty of anything but text."""
-    return content.split("</think>")[-1].strip().split("\n")[-1] if isinstance(content, str) else ""

@@ -9,12 +9,12 @@ from typing import Any
 from hetero_megatron.data.chat.marks import LISTS, MARKS, UNCLEAR, shown
 from hetero_megatron.errors import UserError
 
+Unread = tuple[str, str]  # (of what it is: turns, parts, tool_calls, tools; empty: of the record, key)
+TURNS = "turns"
 FORMS = ("messages", "conversations", "conversation", "prompt", "completion", "instruction", "input", "output")
-RECORD_READ = (*FORMS, "system", "tools", "documents", "chat_template_kwargs")
-TURN_READ = (
-    "role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking",
-    "reasoning",
-)  # fmt: skip
+RECORD_READ = (*FORMS, "chosen", "rejected", "system", "tools", "documents", "chat_template_kwargs")
+TURN_TEXTS = ("name", "tool_call_id", "reasoning_content", "thinking", "reasoning")  # of a turn, beside its content
+TURN_READ = ("role", "content", "from", "value", "tool_calls", *TURN_TEXTS)
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # What describes a record and is of no use to a model.
 HARMLESS = frozenset(
@@ -25,6 +25,7 @@ HARMLESS = frozenset(
     )
 )  # fmt: skip
 _TOOLS = ("functions", "available_tools", "tool_definitions", "tools_json")
+_CALLS = ("function_call", "function_calls", "tool_call", "toolcalls", "toolCalls", "tool_uses")
 _SYSTEMS = ("system_prompt", "system_message")
 _MARK_WORDS = (*MARKS, *LISTS, *UNCLEAR)
 _NEAR, _LIKE = 0.8, 0.7  # how alike a key is that was meant to be a mark, or another known one
@@ -48,11 +49,12 @@ def refuse_record_keys(record: Mapping[str, Any], first: Mapping[str, Any] | Non
 
 def refuse_turn_keys(turn: Mapping[str, Any], field: str, where: str) -> None:
     """UserError for keys whose content a user would miss, and for what looks like a mark."""
-    if turn.get("function_call"):
-        raise UserError(
-            "is read under tool_calls only", field=f"{field}.function_call", value=shown(turn["function_call"]),
-            accepted='tool_calls: [{type: "function", function: {name, arguments}}]', where=where,
-        )  # fmt: skip
+    for key in _CALLS:
+        if turn.get(key):
+            raise UserError(
+                "is read under tool_calls only", field=f"{field}.{key}", value=shown(turn[key]),
+                accepted='tool_calls: [{type: "function", function: {name, arguments}}]', where=where,
+            )  # fmt: skip
     for key in MEDIA:
         if turn.get(key):
             raise UserError(
@@ -61,22 +63,23 @@ def refuse_turn_keys(turn: Mapping[str, Any], field: str, where: str) -> None:
             )  # fmt: skip
 
 
-def unread_turn_keys(turn: Mapping[str, Any], field: str, where: str) -> list[str]:
+def unread_turn_keys(turn: Mapping[str, Any], field: str, where: str) -> list[Unread]:
     """Keys of a turn that only a chat template can have a use for. UserError: one that is nearly a mark."""
     unread = [key for key, value in turn.items() if value is not None and key not in _TURN_KNOWN]
     for key in unread:
-        _refuse_near_mark(key, turn[key], f"{field}.{key}", where)
-    return unread
+        refuse_near_mark(key, turn[key], f"{field}.{key}", where)
+    return [(TURNS, key) for key in unread]
 
 
-def unread_record_keys(record: Mapping[str, Any], form: str, where: str) -> list[str]:
+def unread_record_keys(record: Mapping[str, Any], form: str, where: str) -> list[Unread]:
     """Keys of a record that nothing reads. UserError: one that is nearly a mark."""
     unread = [key for key, value in record.items() if value is not None and key not in _RECORD_KNOWN]
     for key in unread:
         if isinstance(record[key], list):
-            _refuse_near_mark(key, record[key], key, where)
+            refuse_near_mark(key, record[key], key, where)
     keys_beside = _BESIDE.get(form, ())
-    return unread + [key for key in FORMS if key not in keys_beside and record.get(key) not in (None, "")]
+    unread += [key for key in FORMS if key not in keys_beside and record.get(key) not in (None, "")]
+    return [("", key) for key in unread]
 
 
 def near(key: str, known: Iterable[str]) -> str:
@@ -85,7 +88,8 @@ def near(key: str, known: Iterable[str]) -> str:
     return f" ({matches[0]}?)" if matches else ""
 
 
-def _refuse_near_mark(key: str, value: Any, field: str, where: str) -> None:
+def refuse_near_mark(key: str, value: Any, field: str, where: str) -> None:
+    """UserError for an unknown key that is nearly a mark, with a value that a mark may have."""
     near_marks = get_close_matches(key.lower().replace("-", "_"), _MARK_WORDS, 1, _NEAR) if _like_a_mark(value) else []
     if near_marks:
         raise UserError(
@@ -109,7 +113,7 @@ def _misplaced(key: str, read: str, value: Any, where: str) -> UserError:
     )  # fmt: skip
 
 
-_TURN_KNOWN = frozenset((*TURN_READ, *MARKS, *UNCLEAR, *MEDIA, "function_call")) | HARMLESS
+_TURN_KNOWN = frozenset((*TURN_READ, *MARKS, *UNCLEAR, *MEDIA, *_CALLS)) | HARMLESS
 _RECORD_KNOWN = (
     frozenset((*RECORD_READ, *MARKS, *LISTS, *UNCLEAR, *MEDIA, *_TOOLS, *_SYSTEMS))
     | frozenset(("label", "kto_tag", "chosen", "rejected", "history", "context"))

@@ -40,7 +40,7 @@ def converted_rows(
     batches: Iterator[list[dict[str, Any]]], schema: Any, path: Path
 ) -> Iterator[dict[str, Any]]:
     """Rows as the values that were written, from those of pyarrow."""
-    convert = row_converter(schema)
+    convert = row_converter(schema, str(path))
     row = 0
     for rows in batches:
         for value in rows:

@@ -8,22 +8,35 @@ nulls were written by someone and stay), and maps become objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import parse_json
 
 Converter = Callable[[Any, str, str], Any]  # (value, name of its place, file and row) -> plain value
+# Kinds of features whose values are what rows say.
+_PLAIN = ("Value", "List", "LargeList", "Sequence", "Json", "Translation", "TranslationVariableLanguages", "Array2D",
+          "Array3D", "Array4D", "Array5D")  # fmt: skip
 _FEATURES = b"huggingface"  # key of what datasets says of the columns, in a schema's metadata
 
 
-def row_converter(schema: Any) -> Callable[[Mapping[str, Any], str], dict[str, Any]]:
-    """(row as pyarrow gives it, file and row) -> record, for a pyarrow schema.
+class Described(NamedTuple):
+    """A value that only stands for what a row says: the number of a class, a picture's path.
 
-    Raises (the converter):
-        UserError: JSON text that is none.
+    ``kind``: what ``datasets`` calls it.
     """
-    features = _features(schema)
+
+    kind: str
+    value: Any
+
+
+def row_converter(schema: Any, path: str) -> Callable[[Mapping[str, Any], str], dict[str, Any]]:
+    """(row as pyarrow gives it, file and row) -> record, for the pyarrow schema of a file.
+
+    Raises (the converter, too):
+        UserError: JSON text that is none, what ``datasets`` says of the columns among it.
+    """
+    features = _features(schema, path)
     columns = {field.name: _of_type(field.type, features.get(field.name)) for field in schema}
 
     def convert(row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -42,16 +55,30 @@ def feature_converter(features: Mapping[str, Any] | None) -> Callable[[Mapping[s
     return convert
 
 
-def _features(schema: Any) -> Mapping[str, Any]:
-    """What ``datasets`` says of columns; nothing where it did not write the file."""
+def _features(schema: Any, path: str) -> Mapping[str, Any]:
+    """What ``datasets`` says of columns; nothing where it did not write the file. UserError: it is damaged."""
     text = (schema.metadata or {}).get(_FEATURES)
     if text is None:
         return {}
     try:
-        features = parse_json(text, "schema")["info"]["features"]
-    except (UserError, KeyError, TypeError):
+        said = parse_json(text, "schema")
+    except UserError as error:
+        raise _damaged(error.problem, path) from None
+    info = said.get("info") if isinstance(said, dict) else said
+    features = info.get("features") if isinstance(info, dict) else info
+    if features is None:
         return {}
-    return features if isinstance(features, dict) else {}
+    if not isinstance(features, dict) or not all(isinstance(one, (dict, list)) for one in features.values()):
+        raise _damaged("describes no columns", path)
+    return features
+
+
+def _damaged(problem: str, path: str) -> UserError:
+    """datasets does not read such a file either."""
+    return UserError(
+        f"what datasets says of the columns is damaged: {problem}", field="--data-path", value=path,
+        accepted=f"a file whose schema has sound metadata under {_FEATURES.decode()!r}, or none",
+    )  # fmt: skip
 
 
 def _of_type(kind: Any, feature: Any) -> Converter:
@@ -61,6 +88,8 @@ def _of_type(kind: Any, feature: Any) -> Converter:
     description = feature if isinstance(feature, dict) else {}
     if getattr(kind, "extension_name", "") == "arrow.json" or description.get("_type") == "Json":
         return _json
+    if (name := description.get("_type")) is not None and isinstance(name, str) and name not in _PLAIN:
+        return _described(name)
     if pa.types.is_struct(kind):
         return _struct({kind.field(i).name: _of_type(kind.field(i).type, description.get(kind.field(i).name))
                         for i in range(kind.num_fields)})  # fmt: skip
@@ -82,7 +111,13 @@ def _of_feature(feature: Any) -> Converter:
         return _struct({name: _of_feature(inner) for name, inner in feature.items()})
     if isinstance(feature, (list, tuple)) and feature:
         return _list(_of_feature(feature[0]))
-    return _list(_of_feature(feature.feature)) if hasattr(feature, "feature") else _plain
+    if hasattr(feature, "feature"):
+        return _list(_of_feature(feature.feature))
+    return _plain if type(feature).__name__ in _PLAIN else _described(type(feature).__name__)
+
+
+def _described(kind: str) -> Converter:
+    return lambda value, name, where: value if value is None else Described(kind, value)
 
 
 def _same(value: Any, name: str, where: str) -> Any:
@@ -149,6 +184,13 @@ def json_values(record: Mapping[str, Any], keys: Collection[str], where: str) ->
 def _checked(value: Any, name: str, where: str, needed: bool) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if isinstance(value, Described) and needed:
+        raise UserError(
+            f"a column of kind {value.kind[:40]}, whose values only stand for what is meant", field=name,
+            value=str(value.value)[:80], accepted="text, or lists and objects of text", where=where,
+        )  # fmt: skip
+    if isinstance(value, Described):
+        return _checked(value.value, name, where, needed)
     if isinstance(value, dict):
         return {str(key): _checked(inner, f"{name}.{key}", where, needed) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

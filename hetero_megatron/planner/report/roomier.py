@@ -70,7 +70,8 @@ def _recomputed(result: SearchResult, problem: PlanningProblem) -> Iterator[tupl
         tables = scorer.tables.for_pool(scorer.pool, costs)
         parts = []
         for part in template.parts:
-            fitting = best_recompute(tables, part.shape.plain, template.schedule, part.num_micro_batches, template.pipelines)
+            shape, count = part.shape.plain, part.num_micro_batches
+            fitting = best_recompute(tables, shape, template.schedule, count, template.pipelines)
             if fitting is None:
                 return
             parts.append(replace(part, shape=fitting))

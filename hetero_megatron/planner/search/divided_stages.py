@@ -67,8 +67,8 @@ def _cannot(problem: PlanningProblem) -> bool:
     dora = model.lora is not None and model.lora.dora
     costs = problem.options.costs
     refused = model.moe is not None or model.mtp_layers > 0 or dora or model.in_nf4 or costs.muon
-    refused = refused or costs.fp8 is not None
-    return refused or space.equal_pipelines != "no" or not space.inner_dp or space.offload == "always" or space.context == "always"
+    refused = refused or costs.fp8 is not None or space.equal_pipelines != "no"
+    return refused or not space.inner_dp or space.offload == "always" or space.context == "always"
 
 
 def _room(scorer: TemplateScorer) -> bool:

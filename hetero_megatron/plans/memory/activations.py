@@ -140,6 +140,15 @@ def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     return total + (sum(ends_bytes(spec, held)) if held.head else 0)
 
 
+def layer_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
+    """Bytes that one micro-batch keeps on the device in any of the layers, at least."""
+    if not held.layers or held.untrained or held.offloaded:
+        return 0
+    spec, partial = held.own or spec, held.recompute if held.recompute in ("selective", "elementwise") else "none"
+    kind = "full" if held.full else partial
+    return layer_activation_bytes(spec, held.tokens, kind, held.item, held.tp, held.shards, held.load)
+
+
 def beside_layers(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps outside of layers and head: rotary tables, and what the next stage gets."""
     tables = sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)

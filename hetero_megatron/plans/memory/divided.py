@@ -23,16 +23,20 @@ class DividedBytes(NamedTuple):
     messages: int = 0
 
 
-def divided_bytes(plan: Plan, tied: bool, buckets: Iterable[Bucket], item: int) -> dict[int, DividedBytes]:
+def divided_bytes(
+    plan: Plan, tied: bool, buckets: Iterable[Bucket], item: int, given_back: Mapping[int, Sequence[int]]
+) -> dict[int, DividedBytes]:
     """By rank, of stages that divide their weights.
 
     Weights are exact, but where forward keeps them for backward: then it is all of them. Gradients are those of one
-    layer, and of the buckets before it that are under way; with a split backward they are all there from B_INPUT to W,
-    while the last ones of the W before may be under way.
+    layer, and of the buckets before it that are under way, less the activations that the layers behind have given back
+    by then; with a split backward they are all there from B_INPUT to W, while the last ones of the W before may be
+    under way.
 
     Args:
         tied: the head's matrix is the embedding's.
         item: bytes of a weight.
+        given_back: by rank and chunk, bytes of activations that backward of a layer gives back.
     """
     stages, gradient_bytes = plan.sharding_stages, max(item, 4)
     sizes, messages = (defaultdict[int, dict[Step, int]](lambda: defaultdict(int)) for _ in range(2))
@@ -52,7 +56,8 @@ def divided_bytes(plan: Plan, tied: bool, buckets: Iterable[Bucket], item: int) 
     split = splits_backward(plan)
     return {
         rank: DividedBytes(
-            _gathered(stages[rank], tied, steps), _gradients(gradients[rank], gradient_bytes, split),
+            _gathered(stages[rank], tied, steps),
+            _gradients(gradients[rank], gradient_bytes, split, _behind(stages[rank], given_back[rank])),
             _under_way(stages[rank], messages[rank]),
         ) for rank, steps in sizes.items()
     }  # fmt: skip
@@ -114,21 +119,30 @@ def _gathered(stage: Stage, tied: bool, sizes: Mapping[Step, int]) -> int:
     return largest
 
 
-def _gradients(parts: dict[Step, list[tuple[int, int]]], wide: int, split: bool) -> int:
-    """Bytes of gradients on a rank, its parts in the order of backward."""
-    rows = list(parts.values())
-    buckets = [pair for row in rows for pair in row]
-    under_way = [buckets[i : i + IN_FLIGHT] for i in range(len(buckets))]
-    travels = max((sum(x for _, x in window) for window in under_way), default=0)
-    largest = 0
+def _behind(stage: Stage, given_back: Sequence[int]) -> dict[Step, int]:
+    """By part, bytes of activations that are gone when its backward begins: those of the later layers of its chunk."""
+    behind: dict[Step, int] = {"embed": (stage.chunks[0][1] - stage.chunks[0][0]) * given_back[0]}
+    for (a, b), size in zip(stage.chunks, given_back, strict=True):
+        behind |= {layer: (b - 1 - layer) * size for layer in range(a, b)}
+    return behind
+
+
+def _gradients(
+    parts: dict[Step, list[tuple[int, int]]], wide: int, split: bool, behind: Mapping[Step, int]
+) -> int:
+    """Bytes of gradients on a rank, its parts in the order of backward, beyond what activations have given back."""
+    buckets = [pair for row in parts.values() for pair in row]
     if split:
+        under_way = [buckets[i : i + IN_FLIGHT] for i in range(len(buckets))]
+        travels = max((sum(x for _, x in window) for window in under_way), default=0)
         last = max((sum(elements for elements, _ in window) for window in under_way), default=0)
         return wide * (sum(elements for elements, _ in buckets) + last) + travels
-    in_flight: Sequence[tuple[int, int]] = ()
-    for row in rows:
-        largest = max(largest, sum(elements for elements, _ in (*in_flight, *row)))
-        in_flight = (*in_flight, *row)[-IN_FLIGHT:]
-    return wide * largest + travels
+    largest, in_flight = 0, buckets[-IN_FLIGHT:]  # of the micro-batch before
+    for part, row in parts.items():
+        travels = sum(bytes_under_way for _, bytes_under_way in in_flight)
+        there = wide * sum(elements for elements, _ in (*in_flight, *row)) + travels
+        largest, in_flight = max(largest, there - behind.get(part, 0)), [*in_flight, *row][-IN_FLIGHT:]
+    return largest
 
 
 def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:

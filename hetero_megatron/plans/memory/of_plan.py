@@ -1,4 +1,4 @@
-"""Memory of each rank of a plan, by the formulas of :mod:`.states`, :mod:`.activations` and :mod:`.context_groups`."""
+"""Memory of each rank of a plan, by the formulas of :mod:`.activations`, :mod:`.divided` and the others beside."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hetero_megatron.plans.memory.activations import (
     chunk_limit,
     graph_bytes,
     host_kept_bytes,
+    layer_kept_bytes,
     most_held,
 )
 from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes, divided_bytes, frozen_bytes
@@ -60,8 +61,7 @@ class MemoryBytes:
         activations: kept for backward by all micro-batches in flight, what backward works with, and what is on its way
             between stages.
         buffers: gradients packed, received and summed when they travel.
-        overhead: of the framework, before the first tensor.
-        communicators: buffers of the communication library.
+        overhead: of the framework, before the first tensor; communicators: buffers of the communication library.
         graphs: memory of device graphs beside the activations, which then are there all step long, too.
         teacher: weights of a second model that runs forward, and what of it waits for the loss.
         host: fp32 masters and moments of an offloaded optimizer, and offloaded activations: in the host's memory, so
@@ -147,15 +147,15 @@ def estimate_memory(
     item = ITEM_BYTES[dtype]
     out = plan_activations(plan, spec, item, logits_bytes, routing, fp8, graphs)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
-    held_elements, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
+    held_elements, owned, buffers, owned_divided = (np.zeros(len(index), np.int64) for _ in range(4))
     # Bytes of each rank's latest buckets, in the order of sending: [under way | being summed, IN_FLIGHT, ranks].
     recent = np.zeros((2, IN_FLIGHT, len(index)), np.int64)
     places: dict[tuple[int, ...], Ints] = {}
     counts_of_layout: dict[object, tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
     buckets = buckets if buckets is not None else make_buckets(plan, spec, muon=muon)
     base = frozen_buckets(plan, spec)
-    divided, elsewhere = divided_bytes(plan, spec.tied, (*buckets, *base), item), frozen_bytes(base, item)
-    owned_divided = np.zeros(len(index), np.int64)
+    divided = divided_bytes(plan, spec.tied, (*buckets, *base), item, _given_back(plan, spec, item, routing, fp8))
+    elsewhere = frozen_bytes(base, item)
     matrices = None
     if any(bucket.matrices for bucket in buckets):
         from hetero_megatron.plans.memory.matrices import MatrixBytes
@@ -199,6 +199,17 @@ def estimate_memory(
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
         out[rank] = replace(out[rank], buffers=most_buffers + rank_divided.messages, **states)
     return out if plan.outer is None else _with_outer_steps(out, plan, spec, buckets, max(item, 4))
+
+
+def _given_back(plan: Plan, spec: ModelSpec, item: int, routing: Routing, fp8: Fp8 | None) -> dict[int, list[int]]:
+    """By rank of stages that divide their weights, bytes of activations that backward of a layer gives back, by chunk;
+    0 in context groups."""
+    given_back = {}
+    for stage in (stage for stage in plan.stages if stage.weights is not None):
+        counts = not has_context(stage, plan.seq_length)
+        for rank, chunks in stage_work(stage, spec, item, routing=routing, fp8=fp8, islands=plan.islands).items():
+            given_back[rank] = [counts * layer_kept_bytes(spec, chunk) for chunk in chunks]
+    return given_back
 
 
 def _with_outer_steps(

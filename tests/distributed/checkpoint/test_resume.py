@@ -132,6 +132,18 @@ def test_another_dtype_looks_for_its_own_loss_scale(tmp_path: Path) -> None:
     assert metrics(tmp_path)[2]["loss_scale"] == 2.0**32
 
 
+def test_other_rates_of_the_optimizer_are_said(tmp_path: Path) -> None:
+    words = [*TINY, *FOUR_STEPS, "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    inside([*words, "--exit-interval", "1"])
+    out, _ = inside([*words, "--exit-interval", "2"])
+    assert "the checkpoint was made with" not in out
+    changed = {"--adam-beta1": (0.8, 0.9), "--adam-beta2": (0.99, 0.999), "--adam-eps": (1e-6, 1e-8)}
+    changed["--clip-grad"] = (2.0, 1.0)
+    out, _ = inside([*words, *(str(word) for flag, (now, _) in changed.items() for word in (flag, now))])
+    for flag, (now, before) in changed.items():
+        assert f"notice: {flag} is {now:g}; the checkpoint was made with {before:g}" in out
+
+
 def test_momentum_is_the_flags_where_no_step_was_taken(tmp_path: Path) -> None:
     words = [*TINY, *FOUR_STEPS, "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
     words += ["--fp16", "--optimizer", "sgd"]

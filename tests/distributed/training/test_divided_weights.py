@@ -89,8 +89,13 @@ def test_a_rank_without_rows_still_gathers() -> None:
 
 def without_memory(comm: Comm, *args: Any) -> str:
     """What a rank is told whose device has no memory for weights that come back."""
+
+    def resize(storage: torch.UntypedStorage, size: int) -> None:
+        if size:
+            torch.empty(1 << 62, dtype=torch.int8)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.UntypedStorage, "resize_", lambda _, size: torch.empty(1 << 62, dtype=torch.int8) if size else None)
+        patch.setattr(torch.UntypedStorage, "resize_", resize)
         try:
             run_rank(comm, *args)
         except RuntimeError as error:
@@ -107,5 +112,5 @@ def test_a_gather_without_memory_names_layer_bytes_and_the_choice_that_needs_les
         arrays = {name: tensor.numpy() for name, tensor in initial.items()}
         told = shared_pool().run(without_memory, case, plan_from_dict(case.plan, spec), spec, arrays)[:2]
         for rank, text in enumerate(told):
-            assert f"rank {rank} is out of host memory in gathering the weights of the embedding (" in text and choice in text
-            assert "iB), which its stage divides: " in text
+            assert f"rank {rank} is out of host memory in gathering the weights of the embedding (" in text
+            assert "iB), which its stage divides: " in text and choice in text

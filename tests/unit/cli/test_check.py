@@ -106,8 +106,81 @@ def test_flagscale_and_nemo(tmp_path: Path) -> None:
     )
     (launch,) = launches_of(nemo, "x.sh", {})
     verdict = check_launch(launch)
-    assert verdict.ranks == 8 and {f.flag for f in verdict.flags if f.status == "refused"} == {"--mcore-gpt"}
+    assert verdict.ranks == 8 and not [f for f in verdict.flags if f.status == "refused"]
+    assert {f.flag for f in verdict.flags if f.status == "noticed"} == {"model.mcore_gpt"}
     assert "--data-path 1.0 /d" in shlex.join(launch.flags) and "--bf16" in launch.flags
+
+
+NEMO = (
+    "python t.py trainer.devices=1 trainer.max_steps=9 model.num_layers=2 model.hidden_size=64 "
+    "model.num_attention_heads=4 model.encoder_seq_length=64 model.micro_batch_size=1 model.optim.lr=1e-3 "
+    "model.data.data_prefix=[1.0,stdlib] "
+)
+# Words after the others -> flags that they stand for, or (key, status, words of the reason).
+OVERRIDES: list[tuple[str, tuple[str, ...] | tuple[str, str, str]]] = [
+    ("model.bias=False", ("--disable-bias-linear",)), ("model.bias=true", ("model.bias", "honoured", "")),
+    ("model.share_embeddings_and_output_weights=FALSE", ("--untie-embeddings-and-output-weights",)),
+    ("model.activation=fast-swiglu", ("--swiglu",)), ("model.activation=reglu", ("model.activation", "refused", "")),
+    ("model.activation='squared-relu'", ("--squared-relu",)),
+    ("model.activation=gelu", ("model.activation", "honoured", "")),
+    ("model.normalization=RMSNorm", ("--normalization", "RMSNorm")),
+    ("model.normalization=layernorm1p", ("model.normalization", "refused", "")),
+    ("trainer.precision=bf16-true", ("--bf16",)), ("+trainer.precision=16", ("--fp16",)),
+    ("trainer.precision=32-true", ("trainer.precision", "honoured", "")), ("trainer.precision=16-mixed", ("--fp16",)),
+    ("trainer.precision=transformer-engine", ("trainer.precision", "refused", "bf16-mixed")),
+    ("trainer.precision=64", ("trainer.precision", "refused", "")),
+    ("trainer.precision=FP32", ("trainer.precision", "honoured", "")),
+    ("model.num_query_groups=2", ("--group-query-attention", "--num-query-groups", "2")),
+    ("model.num_query_groups=null", ("model.num_query_groups", "honoured", "")),
+    ("model.optim.betas=[0.9,0.98]", ("--adam-beta1", "0.9", "--adam-beta2", "0.98")),
+    ("'model.optim={name: fused_adam, eps: 1e-7}'", ("--optimizer", "adam", "--adam-eps", "1e-7")),
+    ("model.optim.name=adafactor", ("model.optim.name", "refused", "fused_adam")),
+    ("model.optim.sched.name=NoamAnnealing", ("model.optim.sched.name", "refused", "")),
+    ("model.fp8=True ++model.fp8_e4m3=True", ("--fp8-format", "e4m3")), ("model.fp8=true", ("--fp8-format", "hybrid")),
+    ("model.bias_activation_fusion=False", ("--no-bias-gelu-fusion",)),
+    ("model.data.data_impl=mock", ("--mock-data",)), ("+model.data.mock_dataset=True", ("--mock-data",)),
+    ("trainer.precision=bf16 'model.precision=${trainer.precision}'", ("--bf16", "--bf16")),
+    ("model.headscale=false", ("model.headscale", "honoured", "")),
+    ("model.headscale=true", ("model.headscale", "refused", "")),
+    ("model.transformer_block_type=post_ln", ("model.transformer_block_type", "refused", "pre_ln")),
+    ("trainer.accumulate_grad_batches=1.0", ("trainer.accumulate_grad_batches", "honoured", "")),
+    ("trainer.accumulate_grad_batches=4", ("trainer.accumulate_grad_batches", "refused", "")),
+    ("exp_manager.resume_if_exists=false", ("exp_manager.resume_if_exists", "noticed", "experiment")),
+    ("model.normalizashun=rmsnorm", ("model.normalizashun", "refused", "model.normalization?")),
+    ("model.qk_layrnorm=false", ("model.qk_layrnorm", "noticed", "not known")),
+    ("model.alibi_slopes=[1,2]", ("model.alibi_slopes", "refused", "not known here")),
+    ("~model.optim.sched", ("~model.optim.sched", "refused", "")),
+    ("~exp_manager.create_wandb_logger", ("~exp_manager.create_wandb_logger", "noticed", "")),
+    ("model/optim=distributed", ("model/optim=distributed", "refused", "YAML")), ("name=run7", ("name", "noticed", "")),
+    ("restore_from_path=x.nemo", ("restore_from_path", "refused", "")), ("stray", ("stray", "refused", "no override")),
+    ("--config-name=llama --config-path conf", ("--config-path", "noticed", "YAML")),
+    ("model.tokenizer.library=huggingface model.tokenizer.type=gpt2",
+     ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "gpt2")),
+    ("'model.data.data_prefix={train:[1.0,/a],validation:[/b],test:[\"/c, d\"]}'",
+     ("--train-data-path", "1.0", "/a", "--valid-data-path", "/b", "--test-data-path", "/c, d")),
+    ("\"model.data.data_prefix='[0.5, s3://b/x]'\"", ("--data-path", "0.5", "s3://b/x")),
+    ("'model.data.seq_length=${model.encoder_seq_length}'", ("--seq-length", "64")),
+]  # fmt: skip
+
+
+def test_every_override_of_nemo_is_accounted_for() -> None:
+    for words, want in OVERRIDES:
+        (launch,) = launches_of(NEMO + words, "x.sh", {})
+        if want[0].startswith("--") and want[1:2] != ("noticed",):
+            assert shlex.join(want) in shlex.join(launch.flags), (words, launch)
+        else:
+            flags = {f.flag: f for f in launch.others}
+            assert want[0] in flags, (words, launch.others)
+            found = flags[want[0]]
+            assert found.status == want[1] and want[2] in f"{found.reason} {found.accepted}", (words, found)
+    (launch,) = launches_of(NEMO, "x.sh", {})
+    assert check_launch(launch).ok and "YAML is not read" in check_launch(launch).notices[0]
+    (launch,) = launches_of(f"{NEMO} model.activation=reglu", "x.sh", {})
+    assert not check_launch(launch).ok
+    for words, ranks in (("[0,1]", 2), ("'[0, 1, 2]'", 3), ("\"['0','1']\"", 2), ("0,1", 2), ("8", 8), ("-1", None),
+                         ("auto", None), ("[0,1] trainer.num_nodes=3", 6), ("$GPUS", None)):  # fmt: skip
+        (launch,) = launches_of(f"{NEMO} ++trainer.devices={words}", "x.sh", {})
+        assert launch.ranks == ranks, (words, launch)
 
 
 def test_known_launch_lines_are_judged_as_training_judges_them() -> None:

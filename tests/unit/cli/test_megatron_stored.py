@@ -130,6 +130,20 @@ def test_arguments_of_other_models_are_refused_by_name() -> None:
 
 
 def test_unknown_arguments_are_named_with_the_nearest_known_one() -> None:
-    _, notices = spec(norm_epsilom=0.1, a_fork_does_this=True, and_not_this=False, nor_that=None, zero=0)
-    assert len(notices) == 1 and "norm_epsilom (did you mean norm_epsilon?)" in notices[0]
+    _, notices = spec(train_itters=7, a_fork_does_this=True, and_not_this=False, nor_that=None, zero=0)
+    assert len(notices) == 1 and "train_itters (did you mean train_iters?)" in notices[0]
     assert "a_fork_does_this" in notices[0] and "not_this" not in notices[0] and "zero" not in notices[0]
+
+
+def test_unknown_arguments_whose_names_are_of_the_model_are_refused() -> None:
+    """As forks name what they add to it; off, they say nothing, and fused kernels compute the same."""
+    for key in ("use_sandwich_norm", "alibi", "embedding_scale", "attention_scale", "rope_thetas", "logit_softcap",
+                "mlp_bias", "n_head_kv", "hidden_act", "residual_multiplier", "emb_dropout_scale",
+                "use_post_attn_norm", "norm_epsilom", "sliding_pattern", "router_jitter", "qk_clamp", "fused_alibi",
+                "tied_head"):  # fmt: skip
+        with pytest.raises(UserError, match=f"{key} = .*not known to leave the model as it is"):
+            spec(**{key: 0.5})
+        for off in (None, False, 0, "", []):
+            assert spec(**{key: off})[1] == ()
+    _, notices = spec(use_fused_rmsnorm=True, use_flash_attn_triton=True, overlap_router_comm=2)
+    assert len(notices) == 1

@@ -131,6 +131,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [turns("a")[0], {"role": "assistant", "tool_calls": [7]}]}, r"messages\[1\]\.tool_calls\[0\] = 7"),
     ({"messages": [turns("a")[0], {"role": "assistant", "tool_calls": 7}]}, r"messages\[1\]\.tool_calls = 7"),
     ({"messages": turns("a", "b"), "documents": [3]}, r"documents\[0\] = 3"),
+    ({"messages": turns("a", "b"), "documents": [{"text": ["a"]}]}, r"documents\[0\].text = .*: is no text"),
 ]
 
 
@@ -156,3 +157,56 @@ def test_a_number_that_nobody_reads_exactly_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_text((text % json.dumps(turns("a", "b"))).replace("HUGE", huge))
         with pytest.raises(UserError, match="a number of 2,001 digits"):
             read(tmp_path / name)
+
+
+def test_columns_that_only_stand_for_what_is_meant_are_refused_as_text(tmp_path: Path) -> None:
+    """The number of a class, a kind that datasets has and we do not; beside the turns they change nothing."""
+    datasets.disable_progress_bars()
+    label, text = datasets.ClassLabel(names=["no", "yes"]), datasets.Value("string")
+    turn = {"role": text, "content": text}
+    rows = {"prompt": ["a"], "completion": [1], "messages": [turns("a", "b")], "source": [1]}
+    for features, kept, says in (
+        ({"prompt": text, "completion": label}, ("prompt", "completion"), "completion = 1: .*of kind ClassLabel"),
+        ({"messages": [turn], "source": label}, ("messages", "source"), None),
+    ):
+        made = datasets.Dataset.from_dict({key: rows[key] for key in kept}, datasets.Features(features))
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        made.to_parquet(str(folder / "d.parquet"))
+        made.save_to_disk(str(folder / "saved"))
+        for path in (folder / "d.parquet", folder / "saved", f"hub:{folder}"):
+            if isinstance(path, str):
+                (folder / "saved").rename(tmp_path.parent / f"saved-{folder.name}")
+            if says is None:
+                assert read(path)[0][0] == turns("a", "b")
+            else:
+                with pytest.raises(UserError, match=says):
+                    read(path)
+
+
+def test_what_datasets_says_of_columns_is_read_or_refused(tmp_path: Path) -> None:
+    table = pa.table({"messages": [turns("a", "b")], "n": [1]})
+    plain = {"messages": [{"role": {"dtype": "string", "_type": "Value"}}], "n": {"dtype": "int64", "_type": "Value"}}
+    content = {"content": {"_type": "Hologram"}}
+    for features, says in (
+        (plain, None), ({**plain, "n": {"_type": "Hologram"}}, None), (None, None),
+        ({"messages": [content]}, r"messages\[0\]\.content = a: a column of kind Hologram"),
+        ({"messages": {"_type": "List", "feature": content}}, r"content = a: a column of kind Hologram"),
+        ({"messages": {"_type": "Image"}}, "messages = .*a column of kind Image"),
+        ("{", "what datasets says of the columns is damaged: not valid JSON"), ("[]", "describes no columns"),
+        ([1], "describes no columns"), ({"messages": 7}, "describes no columns"), ("7", "describes no columns"),
+    ):  # fmt: skip
+        text = features if isinstance(features, str) else json.dumps({"info": {"features": features}})
+        pq.write_table(table.replace_schema_metadata({"huggingface": text}), tmp_path / "d.parquet")
+        if says is None:
+            assert read(tmp_path / "d.parquet")[0][0] == turns("a", "b")
+        else:
+            with pytest.raises(UserError, match=says):
+                read(tmp_path / "d.parquet")
+
+
+def test_values_of_answers_that_no_text_has_are_refused(tmp_path: Path) -> None:
+    sides = {side: [[*turns("a"), {"role": "assistant", "content": text}]] for side, text in
+             (("chosen", b"\0"), ("rejected", b"\1"))}  # fmt: skip
+    pq.write_table(pa.table(sides), tmp_path / "d.parquet")
+    with pytest.raises(UserError, match=r"chosen\[0\]\.content = .*of type bytes"):
+        list(find_records(str(tmp_path / "d.parquet"), "--data-path").read())
