@@ -56,6 +56,8 @@ def main() -> None:
         compiled = CompiledPlan(plan, spec)
         comm.create_groups(compiled.groups)
         runtime = Runtime(compiled, comm, DTYPES[work["dtype"]], initialize, factory)
+        if tracker is not None and runtime.divided is not None:
+            runtime.divided.observe(tracker.resized)
         marks = {"built": status("VmHWM") - before}
         for step in range(work["steps"]):
             # The first one makes the optimizer's states: a micro-batch per pipeline is enough.

@@ -107,8 +107,8 @@ def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
     for head in ("teacher", "graphs", "overhead", "communicators", "host"):
         if not any(getattr(needs, head) for needs in rows):
             heads.remove(head)
-    lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>13}" for h in heads)]
+    lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>15}" for h in heads)]
     for needs, ranks in rows.items():
         values = [getattr(needs, head) for head in heads]
-        lines.append(f"{rank_ranges(ranks):<16}" + "".join(f"{format_bytes(v):>13}" for v in values))
+        lines.append(f"{rank_ranges(ranks):<16}" + "".join(f"{format_bytes(v):>15}" for v in values))
     return "\n".join(lines)
