@@ -110,7 +110,7 @@ def test_a_dry_run_says_what_copies_take(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_launcher_locks_the_directory_for_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that hangs on another host could keep it for ever; what another run holds is refused before ranks start."""
+    """A hanging rank of another host could keep it for ever; what another run holds is refused before any rank starts."""
     started: list[bool] = []
 
     def launched(self: InPlaceSupervisor) -> None:
