@@ -110,7 +110,7 @@ def test_a_dry_run_says_what_copies_take(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_launcher_locks_the_directory_for_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hanging rank of another host could keep it for ever; what another run holds is refused before any rank starts."""
+    """A hanging rank of another host could keep it for ever; what another run holds is refused before ranks start."""
     started: list[bool] = []
 
     def launched(self: InPlaceSupervisor) -> None:
