@@ -15,6 +15,7 @@ from typing import Any
 
 from hetero_megatron.data.chat.forms import ALPACA, PROMPT, form_of, is_pair, pair_refused
 from hetero_megatron.data.chat.keys import (
+    TURN_NAMES,
     TURN_TEXTS,
     Unread,
     refuse_record_keys,
@@ -26,6 +27,7 @@ from hetero_megatron.data.chat.marks import MARKS, marks_beside, refuse_marks, s
 from hetero_megatron.data.chat.pieces import Pieces, unread_tool_keys
 from hetero_megatron.data.chat.values import read_documents, read_options, read_tools
 from hetero_megatron.errors import UserError
+from hetero_megatron.utils.foreign_keys import says_nothing
 
 _ROLES = {  # ShareGPT's ``from`` -> role
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -233,20 +235,25 @@ def _list(value: Any, field: str, where: str) -> list[Any]:
 def _one_spelling(turn: Mapping[str, Any], field: str, share: bool, where: str) -> dict[str, Any]:
     """A turn with a role and content, without marks; of ShareGPT, translated.
 
+    A ``from`` or ``value`` that cannot be the role or the content (a speaker's name, a number) stays a key of its own.
+
     UserError: it says both ``content`` and ``value``, or ``role`` and ``from``, and they differ.
     """
     found = {key: value for key, value in turn.items() if key not in MARKS}
     for old, new in (("from", "role"), ("value", "content")):
         other = found.pop(old, None)
-        if found.get(new) is not None and other is not None:
-            same = other == found[new] or (old == "from" and isinstance(other, str) and found[new] == _ROLES.get(other))
-            if not same:
-                raise UserError(
-                    f"{new} beside it is {shown(found[new])}", field=f"{field}.{old}", value=shown(other), where=where,
-                    accepted=f"one of {old} and {new}, or both alike",
-                )  # fmt: skip
-        elif share and other is not None:
-            found[new] = other
+        if found.get(new) is None:
+            if share and other is not None:
+                found[new] = other
+            continue
+        meant = _ROLES.get(other) if old == "from" and isinstance(other, str) else other
+        if meant is None or (old == "value" and not isinstance(meant, (str, list))):
+            found[old] = other
+        elif meant != "" and found[new] not in (other, meant):
+            raise UserError(
+                f"{new} beside it is {shown(found[new])}", field=f"{field}.{old}", value=shown(other), where=where,
+                accepted=f"one of {old} and {new}, or both alike",
+            )  # fmt: skip
     return found
 
 
@@ -267,14 +274,16 @@ def _message(
     name = f"{field}.{'value' if share else 'content'}"
     if isinstance(content, str):
         _text(content, name, where)
-    elif isinstance(content, list) and (content or message.get("tool_calls")):
-        message["content"] = pieces.parts(content, name)
+    elif isinstance(content, list):
+        message["content"] = pieces.parts(content, name) or ""  # templates of strings would write []
     elif not (content is None and message.get("tool_calls")):
         accepted = "a string (or a list of parts; or null beside tool_calls)"
         value = "missing" if "content" not in message else shown(content)
         raise UserError("is no text", field=name, value=value, accepted=accepted, where=where)
     for key in TURN_TEXTS:
-        if not isinstance(message.get(key), str | None):
+        if message.get(key, "") != "" and says_nothing(message[key]):  # [], {} and false, which templates may write
+            del message[key]
+        if not isinstance(message.get(key), str | None) and not (key in TURN_NAMES and type(message[key]) is int):
             raise UserError(
                 "is no text", field=f"{field}.{key}", value=shown(message[key]), accepted="a string", where=where
             )

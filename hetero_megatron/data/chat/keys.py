@@ -13,7 +13,8 @@ Unread = tuple[str, str]  # (of what it is: turns, parts, tool_calls, tools; emp
 TURNS = "turns"
 FORMS = ("messages", "conversations", "conversation", "prompt", "completion", "instruction", "input", "output")
 RECORD_READ = (*FORMS, "chosen", "rejected", "system", "tools", "documents", "chat_template_kwargs")
-TURN_TEXTS = ("name", "tool_call_id", "reasoning_content", "thinking", "reasoning")  # of a turn, beside its content
+TURN_NAMES = ("name", "tool_call_id")  # of a turn, beside its content; also as integers
+TURN_TEXTS = (*TURN_NAMES, "reasoning_content", "thinking", "reasoning")
 TURN_READ = ("role", "content", "from", "value", "tool_calls", *TURN_TEXTS)
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # What describes a record and is of no use to a model.
@@ -28,6 +29,7 @@ _TOOLS = ("functions", "available_tools", "tool_definitions", "tools_json")
 _CALLS = ("function_call", "function_calls", "tool_call", "toolcalls", "toolCalls", "tool_uses")
 _SYSTEMS = ("system_prompt", "system_message")
 _MARK_WORDS = (*MARKS, *LISTS, *UNCLEAR)
+_EMPTY: tuple[Any, ...] = (None, "", [], {})  # values of which nothing is lost
 _NEAR, _LIKE = 0.8, 0.7  # how alike a key is that was meant to be a mark, or another known one
 
 
@@ -65,7 +67,7 @@ def refuse_turn_keys(turn: Mapping[str, Any], field: str, where: str) -> None:
 
 def unread_turn_keys(turn: Mapping[str, Any], field: str, where: str) -> list[Unread]:
     """Keys of a turn that only a chat template can have a use for. UserError: one that is nearly a mark."""
-    unread = [key for key, value in turn.items() if value is not None and key not in _TURN_KNOWN]
+    unread = [key for key, value in turn.items() if value not in _EMPTY and key not in _TURN_KNOWN]
     for key in unread:
         refuse_near_mark(key, turn[key], f"{field}.{key}", where)
     return [(TURNS, key) for key in unread]
@@ -73,7 +75,7 @@ def unread_turn_keys(turn: Mapping[str, Any], field: str, where: str) -> list[Un
 
 def unread_record_keys(record: Mapping[str, Any], form: str, where: str) -> list[Unread]:
     """Keys of a record that nothing reads. UserError: one that is nearly a mark."""
-    unread = [key for key, value in record.items() if value is not None and key not in _RECORD_KNOWN]
+    unread = [key for key, value in record.items() if value not in _EMPTY and key not in _RECORD_KNOWN]
     for key in unread:
         if isinstance(record[key], list):
             refuse_near_mark(key, record[key], key, where)
@@ -113,7 +115,7 @@ def _misplaced(key: str, read: str, value: Any, where: str) -> UserError:
     )  # fmt: skip
 
 
-_TURN_KNOWN = frozenset((*TURN_READ, *MARKS, *UNCLEAR, *MEDIA, *_CALLS)) | HARMLESS
+_TURN_KNOWN = frozenset((*TURN_READ, *MARKS, *UNCLEAR, *MEDIA, *_CALLS)) - {"from", "value"} | HARMLESS  # if left over
 _RECORD_KNOWN = (
     frozenset((*RECORD_READ, *MARKS, *LISTS, *UNCLEAR, *MEDIA, *_TOOLS, *_SYSTEMS))
     | frozenset(("label", "kto_tag", "chosen", "rejected", "history", "context"))

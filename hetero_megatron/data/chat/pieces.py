@@ -36,6 +36,7 @@ _OTHER_NAMES = {
     "name": ("tool", "tool_name", "function_name", "func", "action", "api_name"),
     "arguments": ("args", "parameters", "params", "input", "kwargs", "tool_input", "action_input", "inputs"),
 }  # fmt: skip
+_TEXT_KINDS = ("_text", "thinking", "reasoning", "tool_use", "tool_call", "tool_result", "refusal")  # types' ends
 _CALL_ACCEPTED = '{"type": "function", "function": {"name": …, "arguments": …}}'
 _PART_ACCEPTED = '{"type": "text", "text": …}, or a string'
 
@@ -62,6 +63,8 @@ class Pieces:
         """A list of objects, or JSON text of it, of one of them or of ``function``; arguments stay as they are
         written. UserError: a call without a name or without arguments."""
         calls = parsed(calls, name, self.where)
+        if calls is None:  # JSON text of null, or blank
+            return []
         if not isinstance(calls, list):
             raise UserError("is not a list", field=name, value=shown(calls), accepted="a list of calls",
                             where=self.where)  # fmt: skip
@@ -95,8 +98,10 @@ class Pieces:
         kind = part.get("type")
         if kind not in (None, "text") or (media := next((key for key in MEDIA if part.get(key)), None)):
             key = "type" if kind not in (None, "text") else str(media)
-            raise UserError("this version trains on text only", field=f"{name}.{key}", value=shown(part[key]),
-                            accepted="text", where=self.where)  # fmt: skip
+            text = key == "type" and isinstance(kind, str) and kind.endswith(_TEXT_KINDS)
+            problem = "such parts are not read" if text else "this version trains on text only"
+            raise UserError(problem, field=f"{name}.{key}", value=shown(part[key]), accepted=_PART_ACCEPTED,
+                            where=self.where)  # fmt: skip
         self.marks.append(turn_mark(part, name, self.where))
         if not isinstance(part.get("text"), str):
             self._refuse_missing(part, "text", name, PART, _PART_ACCEPTED)
@@ -110,14 +115,10 @@ class Pieces:
             self.marks.append(mark)
             return self._read(call, CALLS, CALL, name)
         inner_name = f"{name}.function"
-        function = call["function"]
-        if isinstance(function, str) and function.strip() and not function.lstrip().startswith("{"):
-            raise UserError("is no object", field=inner_name, value=shown(function), accepted=_CALL_ACCEPTED,
-                            where=self.where)  # fmt: skip
-        inner = as_object(function, inner_name, self.where, _CALL_ACCEPTED)
+        inner = as_object(call["function"], inner_name, self.where, _CALL_ACCEPTED)
         self._require(inner, FUNCTION, inner_name)
         for key in FUNCTION.honoured:
-            if call.get(key) not in (None, inner[key]):
+            if call.get(key) not in (None, "", inner[key]):
                 raise UserError(f"function.{key} beside it is {shown(inner[key])}", field=f"{name}.{key}",
                                 value=shown(call[key]), accepted="one of them", where=self.where)  # fmt: skip
         inner_mark = turn_mark(inner, inner_name, self.where)

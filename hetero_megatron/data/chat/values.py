@@ -31,10 +31,10 @@ def read_tools(record: Mapping[str, Any], where: str) -> Sequence[Mapping[str, A
 
 def _tool(tool: Any, field: str, where: str) -> Mapping[str, Any]:
     tool = as_object(tool, field, where, '{"type": "function", "function": {"name": …, "parameters": …}}')
-    if "function" in tool:
-        tool = {**tool, "function": as_object(tool["function"], f"{field}.function", where, "an object")}
-        return {**tool, "function": _with_parameters(tool["function"], f"{field}.function", where)}
-    return _with_parameters(tool, field, where)
+    if tool.get("function") is None:
+        return _with_parameters({key: value for key, value in tool.items() if key != "function"}, field, where)
+    function = as_object(tool["function"], f"{field}.function", where, "an object")
+    return {**tool, "function": _with_parameters(function, f"{field}.function", where)}
 
 
 def _with_parameters(function: Mapping[str, Any], field: str, where: str) -> Mapping[str, Any]:
@@ -95,7 +95,8 @@ def parsed(value: Any, field: str, where: str) -> Any:
 
 def as_object(value: Any, field: str, where: str, accepted: str) -> Mapping[str, Any]:
     """An object, or the one that JSON text holds. UserError: anything else."""
-    found = parsed(value, field, where)
+    is_text = isinstance(value, str) and not value.lstrip().startswith("{")
+    found = None if is_text else parsed(value, field, where)
     if not isinstance(found, dict):
         raise UserError("is no object", field=field, value=shown(value), accepted=accepted, where=where)
     return found

@@ -52,6 +52,12 @@ def test_what_can_mean_one_thing_is_that(folder: Path) -> None:
         (called(**function, id="7", loss=True), called(**function)),
         (called(name="f", arguments={}), called(function={"name": "f", "arguments": {}})),
         (answer(content="fox", value="fox", **{"from": "gpt"}), answer(content="fox")),
+        (answer(content="fox", value="", reasoning=[], thinking=False, annotations=[], **{"from": ""}),
+         answer(content="fox")),
+        (answer(content="fox", name=7, tool_calls="null"), answer(content="fox")),
+        (called(function=function, name="", arguments=""), called(function=function)),
+        ({"messages": [{"role": "user", "content": []}, *answer(content="fox")["messages"]]},
+         {"messages": [{"role": "user", "content": ""}, *answer(content="fox")["messages"]]}),
         ({"conversations": [{"from": "human", "value": "hello", "role": None},
                             {"from": "gpt", "role": "assistant", "value": ["fox"], "content": None}]},
          answer(content=[TEXT])),
@@ -77,7 +83,10 @@ MISSED: list[tuple[dict[str, Any], str]] = [
     (answer(content=[{"type": "image_url", "image_url": "x"}]), r"content\[0\].type = \"image_url\": .*text only"),
     (answer(content=[{**TEXT, "audio": "x"}]), r"content\[0\].audio = \"x\": .*text only"),
     (answer(content=[{**TEXT, "type": ["text"]}]), r"content\[0\].type = .*text only"),
-    (answer(content=[]), r"content = \[\]: is no text"),
+    (answer(content=[{"type": "input_text", "text": "fox"}]), r"content\[0\].type = .*such parts are not read"),
+    (answer(content="fox", **{"from": "system"}), r"messages\[1\].from = \"system\": role beside it"),
+    (answer(content="fox", name=True), r"name = true: is no text"),
+    (answer(content="fox", thinking=3), r"thinking = 3: is no text"),
     (answer(content=[{**TEXT, "loss_mask": 0}, TEXT]), "marks of its parts"),
     (answer(content=[{**TEXT, "los_mask": 0}]), r"content\[0\].los_mask = 0: no such mark"),
     (answer(content=[{**TEXT, "mask": 1}]), r"content\[0\].mask = 1: programs differ"),
@@ -140,6 +149,22 @@ def test_other_keys_of_pieces_are_said_with_the_nearest(folder: Path) -> None:
     assert encoder.unread(read_conversation(record, "c:1")) == ["indx of tool_calls (index?)", "styl of parts"]
     with_tools = ChatEncoder(encoder.tokenizer, TEMPLATE.replace("| tojson", ""))
     assert "paramters of tools (parameters?)" in with_tools.unread(read_conversation(record, "c:1"))
+
+
+def test_what_cannot_be_the_role_or_the_content_is_said(folder: Path) -> None:
+    """A speaker's name, a rating: no record is refused for them."""
+    encoder = ChatEncoder(HuggingFaceTokenizer(str(folder)))
+    for key, value in (("from", "Alice"), ("from", ["gpt"]), ("from", 3), ("value", 0.5), ("value", {"a": 1})):
+        conversation = read_conversation(answer(content="fox", **{key: value}), "c:1")
+        assert encoder.unread(conversation) == [f"{key} of turns ({key}?)"]
+        want = encoder.encode(read_conversation(answer(content="fox"), "c:1"), "c:1").ids.tolist()
+        assert encoder.encode(conversation, "c:1").ids.tolist() == want
+
+
+def test_empty_content_beside_calls_is_no_list_of_python() -> None:
+    for content in ([], ""):
+        record = answer(content=content, tool_calls=[{"name": "f", "arguments": OBJECT}])
+        assert read_conversation(record, "c:1").messages[1]["content"] == ""
 
 
 def test_a_template_that_takes_no_parts_is_refused_or_given_text(folder: Path) -> None:

@@ -125,9 +125,9 @@ def test_maps_and_other_types(tmp_path: Path) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": turns("a", "b"), "tools": "[1"}, r"tools = \"\[1\": not valid JSON"),
     ({"messages": turns("a", "b"), "tools": "{}"}, r"tools = \{\}: is not a list"),
-    ({"messages": turns("a", "b"), "tools": ["f"]}, r"tools\[0\] = \"f\": not valid JSON"),
+    ({"messages": turns("a", "b"), "tools": ["f"]}, r"tools\[0\] = \"f\": is no object"),
     ({"messages": turns("a", "b"), "tools": [3]}, r"tools\[0\] = 3: is no object"),
-    (record("{}", tools=[{"type": "function", "function": "f"}]), r"tools\[0\]\.function = \"f\": not valid JSON"),
+    (record("{}", tools=[{"type": "function", "function": "f"}]), r"tools\[0\]\.function = \"f\": is no object"),
     ({"messages": [turns("a")[0], {"role": "assistant", "tool_calls": [7]}]}, r"messages\[1\]\.tool_calls\[0\] = 7"),
     ({"messages": [turns("a")[0], {"role": "assistant", "tool_calls": 7}]}, r"messages\[1\]\.tool_calls = 7"),
     ({"messages": turns("a", "b"), "documents": [3]}, r"documents\[0\] = 3"),
