@@ -85,8 +85,8 @@ def unread_record_keys(record: Mapping[str, Any], form: str, where: str) -> list
 
 
 def near(key: str, known: Iterable[str]) -> str:
-    """`` (NAME?)`` for the known key that is most like this one; empty if none is."""
-    matches = get_close_matches(key.lower(), list(known), 1, _LIKE)
+    """`` (NAME?)`` for the other known key that is most like this one; empty if none is."""
+    matches = get_close_matches(key.lower(), [name for name in known if name != key], 1, _LIKE)
     return f" ({matches[0]}?)" if matches else ""
 
 
