@@ -55,7 +55,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "vocab_extra_ids": (None, 0), "mrope_section": _NONE, "retro_add_retriever": _OFF, "onnx_safe": _OFF,
     "use_mup": _OFF, "vision_pretraining": _OFF, "moe_router_force_load_balancing": _OFF,
     "moe_router_force_biased": _NONE, "moe_mlp_glu_interleave_size": _NONE,
-    "moe_shared_expert_glu_interleave_size": _NONE,
+    "moe_shared_expert_glu_interleave_size": _NONE, "enable_hyper_connections": _OFF,
     # Of forks (Megatron-DeepSpeed, Megatron-LLM, MindSpeed): other layers, or the same by another name.
     "embed_layernorm": _OFF, "parallel_attn": _OFF, "parallel_layernorm": _OFF, "geglu": _OFF, "glu_activation": _NONE,
     "use_rms_norm": _OFF, "use_bias": (None, True), "tie_embed_logits": _NONE, "sliding_window_size": _NONE,
@@ -69,7 +69,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 _HARMLESS = {
     "rounding, or how the same is computed": (
         "fp32_residual_connection transformer_impl moe_router_dtype moe_layer_recompute cache_mla_latents"
-        " mla_down_proj_fusion attention_backend"
+        " mla_down_proj_fusion attention_backend fp8_dot_product_attention fp8_multi_head_attention"
+        " activation_func_fp8_input_store fallback_to_eager_attn memory_efficient_layer_norm bias_activation_fusion"
+        " moe_hybridep_pad_variable_tokens moe_ncclep_use_symm_mem cp_partition_mode cuda_graph_use_single_mempool"
+        " use_mamba_mem_eff_path"
     ),
     "first values": "init_method_xavier_uniform embedding_init_method_std moe_use_upcycling moe_upcycling_granularity",
     "of training": (
@@ -80,7 +83,7 @@ _HARMLESS = {
         "mtp_standalone mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads mtp_hybrid_override_pattern"
         " yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int"
         " yaml_cfg mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim"
-        " mup_attn_scale_power yarn_rotary_scaling_factor yarn_mscale yarn_mscale_all_dim"
+        " num_residual_streams mrope_interleaved mup_attn_scale_power yarn_rotary_scaling_factor yarn_mscale yarn_mscale_all_dim"
     ),
     "what a run works out for itself": (
         "rank world_size local_rank padded_vocab_size data_parallel_size consumed_train_samples consumed_valid_samples"
@@ -96,7 +99,7 @@ _HARMLESS = {
     ),
 }
 _FAMILIES_OFF = re.compile(
-    r"(dsa|linear|mamba|retro|retriever|bert|biencoder|ict|dino|swin|vision|inference|mtp|yarn|mup"
+    r"(csa|dsa|gdn|mhc|mok|linear|mamba|retro|retriever|bert|biencoder|ict|dino|swin|vision|inference|mtp|yarn|mup"
     r"|logits_(save|load))_.*"
 )
 # Words of a name that says something about the model, and of one that says how the same is computed.
@@ -115,9 +118,9 @@ _HOW = frozenset(
 
 def _stored_names() -> set[str]:
     """Of all flags, the names by which Megatron may store them: ``--no-load-optim`` is ``no_load_optim``,
-    ``--no-masked-softmax-fusion`` is ``masked_softmax_fusion``."""
+    ``--no-masked-softmax-fusion`` is ``masked_softmax_fusion``, ``--muon-no-split-qkv`` is ``muon_split_qkv``."""
     keys = {name[2:].replace("-", "_") for name in index()}
-    return keys | {re.sub(r"^(no|disable)_", "", key) for key in keys}
+    return keys | {re.sub(r"(^|_)(no|disable)_", r"\1", key) for key in keys}
 
 
 KEYS = KeyTable(

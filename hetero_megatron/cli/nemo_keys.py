@@ -29,10 +29,25 @@ NAMES = {
     "model.use_flash_attention": "use_flash_attn", "model.ub_tp_comm_overlap": "tp_comm_overlap",
 }  # fmt: skip
 RANKS = ("trainer.devices", "trainer.num_nodes")
+# Parts of the configuration, of NeMo 1 and 2, in which a key with the name of a flag is that flag.
+SECTIONS = (
+    "trainer", "model", "model.optim", "model.optim.sched", "model.data", "model.tokenizer", "model.config", "data",
+    "optim", "optim.config", "optim.lr_scheduler", "trainer.strategy", "trainer.strategy.ddp",
+)  # fmt: skip
 # Read together with others, see nemo_launch.
 JOINT = (
     "model.num_query_groups", "model.optim.betas", "model.fp8", "model.fp8_e4m3", "model.fp8_hybrid",
     "model.bias_activation_fusion", "model.bias_gelu_fusion", "model.tokenizer.library",
+)  # fmt: skip
+# Keys with two values, which a variable of the script may hold.
+SWITCHES = ("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid", "model.bias_activation_fusion", "model.bias_gelu_fusion")
+# Key -> the switch without which it says nothing.
+BESIDE = dict.fromkeys(
+    ("model.fp8_margin", "model.fp8_interval", "model.fp8_amax_history_len", "model.fp8_amax_compute_algo",
+     "model.fp8_wgrad", "model.fp8_dot_product_attention", "model.fp8_multi_head_attention"), "model.fp8",
+) | dict.fromkeys(
+    ("model.cpu_offloading_num_layers", "model.cpu_offloading_activations", "model.cpu_offloading_weights"),
+    "model.cpu_offloading",
 )  # fmt: skip
 _NOTHING: tuple[str, ...] = ()
 _BF16, _FP16, _ADAM = ("--bf16",), ("--fp16",), ("--optimizer", "adam")
@@ -77,7 +92,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "trainer.overfit_batches": (None, "0", "0.0"), "trainer.fast_dev_run": _OFF,
     "model.data.shuffle_documents": (None, True), "model.data.legacy_dataset": _OFF,
     "model.data.no_seqlen_plus_one_input_tokens": _OFF, "model.data.pad_samples_to_global_batch_size": _OFF,
-    "model.data.validation_drop_last": (None, True), "model.skip_train": _OFF, "model.fsdp": _OFF,
+    "model.use_scaled_init_method": (None, True), "model.ffn_dropout": (None, "0"),
+    "model.cpu_offloading_activations": (None, True), "model.data.validation_drop_last": (None, True), "model.skip_train": _OFF, "model.fsdp": _OFF,
 }  # fmt: skip
 _HARMLESS = {
     "of Lightning's trainer: a run ends by --train-iters, and saves and logs by flags of its own": (
@@ -87,12 +103,13 @@ _HARMLESS = {
         " trainer.callbacks trainer.check_val_every_n_epoch trainer.sync_batchnorm trainer.detect_anomaly"
         " trainer.deterministic trainer.default_root_dir trainer.plugins name"
     ),
+    "of NeMo's launcher": "cluster_type",
     "how the same is computed": (
         "model.mcore_gpt model.transformer_engine model.megatron_amp_O2 model.grad_div_ar_fusion"
         " model.gradient_as_bucket_view model.grad_allreduce_chunk_size_mb model.get_attention_mask_from_fusion"
         " model.bias_dropout_add_fusion model.masked_softmax_fusion model.apply_rope_fusion model.persist_layer_norm"
         " model.gradient_accumulation_fusion model.use_cpu_initialization model.sync_batch_comm model.gc_interval"
-        " model.reduce_amax"
+        " model.reduce_amax model.pipeline_dtype model.cpu_offloading_weights model.enable_megatron_timers"
         " model.defer_embedding_wgrad_compute model.batch_p2p_comm model.deallocate_pipeline_outputs"
         " model.apex_transformer_log_level model.onnx_safe"
         " model.name model.dist_ckpt_format model.dist_ckpt_parallel_save model.optim.bucket_cap_mb"
@@ -111,7 +128,8 @@ _HARMLESS = {
 FAMILIES = {
     "exp_manager": "of NeMo's experiment manager; here --save, --load, --save-interval and --tensorboard-dir",
     "hydra": "of Hydra itself", "model.nsys_profile": "a profiler's", "trainer.logger": "of Lightning's logger",
-    "trainer.strategy": "of Lightning's strategy", "trainer.callbacks": "of Lightning's callbacks",
+    "trainer.callbacks": "of Lightning's callbacks", "model.megatron_timer_kwargs": "of timers",
+    "run": "of NeMo's launcher: names, places and times of jobs",
 }  # fmt: skip
 KEYS = KeyTable(
     honoured=frozenset((*NAMES, *RANKS, *JOINT, *CHOICES)), fixed=_FIXED, harmless=by_reason(_HARMLESS),

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_megatron.cli.flags.parse import index
-from hetero_megatron.cli.judged import HONOURED, NOTICED, REFUSED, Judged
-from hetero_megatron.cli.nemo_keys import CHOICES, FAMILIES, KEYS, NAMES, RANKS
+from hetero_megatron.cli.judged import HONOURED, NOTICED, OPEN, REFUSED, Judged
+from hetero_megatron.cli.nemo_keys import BESIDE, CHOICES, FAMILIES, KEYS, NAMES, RANKS, SECTIONS, SWITCHES
 from hetero_megatron.cli.shell_script import mark, shown, unresolved
 from hetero_megatron.utils.foreign_keys import as_json, says_nothing
 
@@ -20,20 +20,25 @@ OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_]\w*(\.\w+)+)=(?P<value>.*)", re.
 _GROUP = re.compile(r"(?P<key>\+{0,2}[A-Za-z_][\w/@.-]*)=(?P<value>.*)", re.DOTALL)  # model/optim=adam, name=x
 _REMOVED = re.compile(r"~(?P<key>[A-Za-z_][\w/@.]*)(=.*)?", re.DOTALL)
 _INTERPOLATED = re.compile(r"\$\{(?P<key>[\w.]+)\}")
+_RESOLVED_LATER = re.compile(r"\$\{[^}]*\}")
 _WITH_VALUE = ("config-path", "config-name", "config-dir", "cfg", "experimental-rerun", "package")
 _SHORT = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir", "-c": "--cfg", "-p": "--package"}
 ITS_YAML = "NeMo's YAML is not read: what the line does not say counts as Megatron's default"
 _SPLITS = {"train": "train", "validation": "valid", "test": "test"}  # NeMo's name -> the flag's
+_LIBRARIES = {  # of tokenizers -> the flag's type
+    "huggingface": "HuggingFaceTokenizer", "sentencepiece": "SentencePieceTokenizer", "tiktoken": "TikTokenizer",
+}  # fmt: skip
 
 
 @dataclass
 class NemoLaunch:
     """``flags`` that the line stands for, ``ranks`` that it asks for (None: it does not say), and what is said of
-    words that are no flag of this program."""
+    words that are no flag of this program; ``said``: flag -> its values, and the key that says them."""
 
     flags: list[str] = field(default_factory=list)
     ranks: int | None = None
     others: list[Judged] = field(default_factory=list)
+    said: dict[str, tuple[list[str], str]] = field(default_factory=dict)
 
 
 def read_overrides(words: Sequence[str]) -> NemoLaunch:
@@ -41,15 +46,25 @@ def read_overrides(words: Sequence[str]) -> NemoLaunch:
     launch = NemoLaunch()
     values = _values(words, launch)
     for key, value in values.items():
-        interpolated = _INTERPOLATED.fullmatch(value) if isinstance(value, str) else None
-        if interpolated is not None:
-            other = values.get(interpolated["key"], mark(f"${{{interpolated['key']}}}"))
-            values[key] = mark(value) if isinstance(other, str) and _INTERPOLATED.fullmatch(other) else other
+        values[key] = [_interpolated(item, values) for item in value] if isinstance(value, list) else (
+            _interpolated(value, values)
+        )  # fmt: skip
     for key, value in values.items():
         if key not in RANKS:
             _read(key, value, values, launch)
     launch.ranks = _ranks(values, launch)
     return launch
+
+
+def _interpolated(value: Any, values: Mapping[str, Any]) -> Any:
+    """The value of the key that a text names as a whole; what else Hydra puts in is not known."""
+    if not isinstance(value, str):
+        return value
+    whole = _INTERPOLATED.fullmatch(value)
+    other = values.get(whole["key"]) if whole is not None else None
+    if other is not None and not (isinstance(other, str) and _RESOLVED_LATER.search(other)):
+        return other
+    return _RESOLVED_LATER.sub(lambda match: mark(match[0]), value)
 
 
 def _values(words: Sequence[str], launch: NemoLaunch) -> dict[str, Any]:
@@ -101,8 +116,14 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _read(key: str, value: Any, values: Mapping[str, Any], launch: NemoLaunch) -> None:
     """A key's flags; or what is said of it."""
     flag = index().get("--" + NAMES.get(key, key.rpartition(".")[2]).replace("_", "-"))
+    section, switch = key.rpartition(".")[0], BESIDE.get(key)
     if (family := _family(key)) is not None:
         launch.others.append(_noticed(key, value, family))
+    elif isinstance(value, str) and (unknown := unresolved(value)) and key in (*KEYS.fixed, *CHOICES, *SWITCHES):
+        reason = f"{', '.join(unknown)}: known only when the script runs"
+        launch.others.append(Judged(key, _words(value), OPEN, reason))
+    elif switch is not None and values.get(switch) is not True:
+        launch.others.append(_noticed(key, value, f"says something only beside {switch}=True"))
     elif key in KEYS.fixed:
         if any(_text(value) == _text(one) for one in KEYS.fixed[key]):
             launch.others.append(Judged(key, _words(value), HONOURED))
@@ -114,7 +135,10 @@ def _read(key: str, value: Any, values: Mapping[str, Any], launch: NemoLaunch) -
     elif key in KEYS.known:
         words = _chosen(key, value, launch) if key in CHOICES else _joint(key, value, values)
         _add(key, value, words, launch)
-    elif flag is None and (negated := _negated(key)) is not None and isinstance(value, bool):
+    elif section not in SECTIONS and not says_nothing(value):
+        reason = f"nothing is read under {section}" if flag is not None else f"not known here{KEYS.nearest(key)}"
+        launch.others.append(Judged(key, _words(value), REFUSED, reason, f"keys of {', '.join(SECTIONS)}"))
+    elif flag is None and section in SECTIONS and isinstance(value, bool) and (negated := _negated(key)) is not None:
         _add(key, value, [] if value else [negated], launch)
     elif flag is None and says_nothing(value):
         launch.others.append(_noticed(key, value, f"not known, and off{KEYS.nearest(key)}"))
@@ -128,9 +152,22 @@ def _read(key: str, value: Any, values: Mapping[str, Any], launch: NemoLaunch) -
 def _add(key: str, value: Any, words: Sequence[str] | None, launch: NemoLaunch) -> None:
     """Flags that are judged as any other; a key that needs none says what is so anyway. None: it was judged."""
     if words:
+        for flag, values in _groups(words):
+            said, by = launch.said.setdefault(flag, (values, key))
+            if said != values:
+                reason = f"{by} says {' '.join(said)}, and is the same here"
+                launch.others.append(Judged(key, _words(value), REFUSED, reason, "one of them, or both alike"))
+                return
         launch.flags += words
     elif words is not None:
         launch.others.append(Judged(key, _words(value), HONOURED))
+
+
+def _groups(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with its values."""
+    begins = [i for i, word in enumerate(words) if word.startswith("--")]
+    for begin, end in zip(begins, [*begins[1:], len(words)]):
+        yield words[begin], list(words[begin + 1 : end])
 
 
 def _chosen(key: str, value: Any, launch: NemoLaunch) -> list[str] | None:
@@ -138,9 +175,6 @@ def _chosen(key: str, value: Any, launch: NemoLaunch) -> list[str] | None:
     texts = {_text(choice): words for choice, words in choices.items()}
     if value is None:
         return []
-    if isinstance(value, str) and unresolved(value):
-        launch.flags.append(value)
-        return None
     if _text(value) not in texts:
         accepted = ", ".join(as_json(choice) for choice in choices)
         launch.others.append(Judged(key, _words(value), REFUSED, "is not supported", accepted))
@@ -164,9 +198,8 @@ def _joint(key: str, value: Any, values: Mapping[str, Any]) -> list[str]:
         return [] if value is not False else ["--no-bias-gelu-fusion" if gelu else "--no-bias-swiglu-fusion"]
     hugging_face = values.get("model.tokenizer.library") == "huggingface"
     if key == "model.tokenizer.library":
-        types = {"huggingface": "HuggingFaceTokenizer", "megatron": None}
-        kind = types.get(str(value), str(value))
-        return [] if value is None or kind is None else ["--tokenizer-type", kind]
+        none = value in (None, "megatron")  # which says it under model.tokenizer.type
+        return [] if none else ["--tokenizer-type", _LIBRARIES.get(str(value), str(value))]
     if key == "model.tokenizer.type" and hugging_face:
         return flag_words("--tokenizer-model", value)
     if key == "model.data.data_prefix" and isinstance(value, dict):

@@ -11,7 +11,7 @@ from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.flags.adapter import with_lora
 from hetero_megatron.cli.flags.fp8 import fp8_of
 from hetero_megatron.cli.foreign_launch import launches_of
-from hetero_megatron.cli.judged import REFUSED
+from hetero_megatron.cli.judged import OPEN, REFUSED
 from hetero_megatron.cli.shell_script import shown, unresolved
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.importers.megatron import from_megatron
@@ -87,7 +87,7 @@ def _from_flags(args: Namespace, cluster: Cluster, text: str, nodes: tuple[str, 
     if openly := [shown(word) for word in words if unresolved(word)]:
         raise UserError("known only when the script runs", field="--from", value=openly[0], where=args.source,
                         accepted="a file that says it")  # fmt: skip
-    if refused := [one for launch in launches for one in launch.others if one.status == REFUSED]:
+    if refused := [one for launch in launches for one in launch.others if one.status in (REFUSED, OPEN)]:
         raise UserError(refused[0].reason, field=refused[0].flag, value=" ".join(refused[0].values),
                         accepted=refused[0].accepted, where=args.source)  # fmt: skip
     words += [part for size in SIZES if getattr(args, size) is not None

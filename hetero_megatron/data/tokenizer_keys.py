@@ -35,7 +35,7 @@ KEYS = KeyTable(
             " decode_with_prefix_space"
         ),
         "of classes that turn tokens themselves from one form to another, which tokenizer.json says": (
-            "legacy sp_model_kwargs use_default_system_prompt trim_offsets"
+            "legacy sp_model_kwargs use_default_system_prompt trim_offsets vocab_size"
         ),
     }),
 )  # fmt: skip

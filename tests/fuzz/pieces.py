@@ -133,7 +133,7 @@ def _answers(record: Any) -> Iterator[str]:
         turns = record.get(key) if isinstance(record, dict) else None
         turns = _parsed(turns) if isinstance(turns, str) else turns
         for turn in turns if isinstance(turns, list) else ():
-            if isinstance(turn, dict) and turn.get("role") == "assistant" or turn.get("from") == "assistant":
+            if isinstance(turn, dict) and "assistant" in (turn.get("role"), turn.get("from")):
                 for name in ("content", "value", "tool_calls"):
                     yield from _words(turn.get(name))
 

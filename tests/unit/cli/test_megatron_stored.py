@@ -61,9 +61,23 @@ OF_ITSELF: dict[str, Any] = {
 }  # fmt: skip
 
 
+# Defaults of main in 2026, which makes an argument of every field of its configuration.
+OF_2026: dict[str, Any] = {
+    "muon_split_qkv": True, "csa_window_size": 128, "csa_compress_rotary_base": 4e4, "enable_hyper_connections": False,
+    "num_residual_streams": 4, "mhc_sinkhorn_iterations": 20, "mhc_init_gating_factor": 0.01, "mok_fwd_num_comm_sms": 40,
+    "mok_schedule_capacity_multiplier": 0.5, "mok_all_gather_top_experts_chunk_bytes": 2048, "mrope_interleaved": False,
+    "mok_use_mxfp8_weights": True, "moe_hybridep_num_sms_preprocessing": 108, "moe_flex_dispatcher_backend": "deepep",
+    "moe_paged_stash_page_size": 64, "moe_paged_stash_buffer_size_factor_cuda": 1.1, "mlp_chunks_for_training": 1,
+    "activation_offload_fraction": 1.0, "create_attention_mask_in_dataloader": True, "cp_partition_mode": "zigzag",
+    "kitchen_attention_backend": "sdpa", "cuda_graph_use_single_mempool": True, "use_mamba_mem_eff_path": True,
+    "linear_cp_mode": "chunkwise", "dsa_indexer_rotate_activation": True, "bias_activation_fusion": True,
+    "head_wise_attn_gate": False, "rotary_base_per_layer": None, "softmax_scale": None, "moe_n_hash_layers": 0,
+}  # fmt: skip
+
+
 def test_what_a_run_stores_of_itself_is_not_said() -> None:
-    """Of core 0.7, and of the same with its own layers, and of forks whose default is another."""
-    for more in ({}, {"spec": ["local"]}, {"first_k_dense_replace": 0}, {"encoder_num_layers": None}):
+    """Of core 0.7, and of the same with its own layers, and of forks whose default is another; of main."""
+    for more in ({}, OF_2026, {"spec": ["local"]}, {"first_k_dense_replace": 0}, {"encoder_num_layers": None}):
         found, notices = spec(**(OF_ITSELF | more))
         assert not notices and found == spec()[0]
 
@@ -103,7 +117,7 @@ REFUSED_VALUES: dict[str, Any] = {
     "query_pre_attn_scalar": 144, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "post_norm": True,
     "output_multiplier_scale": 2.0,
     "partial_rotary_factor": 0.5, "add_lmhead_bias": True, "first_k_dense_replace": 1, "square_alibi_mask": True,
-    "fill_neg_inf": True, "rope_theta": 1e6, "use_glm_rope": True,
+    "fill_neg_inf": True, "rope_theta": 1e6, "use_glm_rope": True, "enable_hyper_connections": True,
 }  # fmt: skip
 
 

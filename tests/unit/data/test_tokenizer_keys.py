@@ -40,6 +40,7 @@ def _add(folder: Path, **keys: object) -> None:
 def test_what_transformers_writes_is_silent_and_other_keys_are_said(tmp_path: Path) -> None:
     folders = _folders(tmp_path)
     for folder in folders:
+        _add(folder, vocab_size=49152, use_default_system_prompt=False, errors="replace")  # as SmolLM2's and others'
         assert HuggingFaceTokenizer(str(folder)).notices == (), folder
         _add(folder, add_eos_tokn=True, strip_acents=True, loud=True, off=False, none=None, voice_token="a")
         (said,) = HuggingFaceTokenizer(str(folder)).notices
