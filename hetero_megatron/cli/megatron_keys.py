@@ -83,7 +83,8 @@ _HARMLESS = {
         "mtp_standalone mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads mtp_hybrid_override_pattern"
         " yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int"
         " yaml_cfg mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim"
-        " num_residual_streams mrope_interleaved mup_attn_scale_power yarn_rotary_scaling_factor yarn_mscale yarn_mscale_all_dim"
+        " num_residual_streams mrope_interleaved"
+        " mup_attn_scale_power yarn_rotary_scaling_factor yarn_mscale yarn_mscale_all_dim"
     ),
     "what a run works out for itself": (
         "rank world_size local_rank padded_vocab_size data_parallel_size consumed_train_samples consumed_valid_samples"

@@ -93,7 +93,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "model.data.shuffle_documents": (None, True), "model.data.legacy_dataset": _OFF,
     "model.data.no_seqlen_plus_one_input_tokens": _OFF, "model.data.pad_samples_to_global_batch_size": _OFF,
     "model.use_scaled_init_method": (None, True), "model.ffn_dropout": (None, "0"),
-    "model.cpu_offloading_activations": (None, True), "model.data.validation_drop_last": (None, True), "model.skip_train": _OFF, "model.fsdp": _OFF,
+    "model.cpu_offloading_activations": (None, True), "model.data.validation_drop_last": (None, True),
+    "model.skip_train": _OFF, "model.fsdp": _OFF,
 }  # fmt: skip
 _HARMLESS = {
     "of Lightning's trainer: a run ends by --train-iters, and saves and logs by flags of its own": (

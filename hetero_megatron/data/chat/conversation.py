@@ -246,10 +246,9 @@ def _one_spelling(turn: Mapping[str, Any], field: str, share: bool, where: str) 
             if share and other is not None:
                 found[new] = other
             continue
+        meant: str | list[Any] | None = other if isinstance(other, (str, list)) else None
         if old == "from":
             meant = _ROLES.get(other) if isinstance(other, str) else None
-        else:
-            meant = other if isinstance(other, (str, list)) else None
         if meant is None:
             found[old] = other
         elif meant != "" and found[new] not in (other, meant):

@@ -64,7 +64,8 @@ OF_ITSELF: dict[str, Any] = {
 # Defaults of main in 2026, which makes an argument of every field of its configuration.
 OF_2026: dict[str, Any] = {
     "muon_split_qkv": True, "csa_window_size": 128, "csa_compress_rotary_base": 4e4, "enable_hyper_connections": False,
-    "num_residual_streams": 4, "mhc_sinkhorn_iterations": 20, "mhc_init_gating_factor": 0.01, "mok_fwd_num_comm_sms": 40,
+    "num_residual_streams": 4, "mhc_sinkhorn_iterations": 20, "mhc_init_gating_factor": 0.01,
+    "mok_fwd_num_comm_sms": 40,
     "mok_schedule_capacity_multiplier": 0.5, "mok_all_gather_top_experts_chunk_bytes": 2048, "mrope_interleaved": False,
     "mok_use_mxfp8_weights": True, "moe_hybridep_num_sms_preprocessing": 108, "moe_flex_dispatcher_backend": "deepep",
     "moe_paged_stash_page_size": 64, "moe_paged_stash_buffer_size_factor_cuda": 1.1, "mlp_chunks_for_training": 1,
