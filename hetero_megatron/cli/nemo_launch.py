@@ -24,6 +24,7 @@ _RESOLVED_LATER = re.compile(r"\$\{[^}]*\}")
 _WITH_VALUE = ("config-path", "config-name", "config-dir", "cfg", "experimental-rerun", "package")
 _SHORT = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir", "-c": "--cfg", "-p": "--package"}
 ITS_YAML = "NeMo's YAML is not read: what the line does not say counts as Megatron's default"
+_SCHED = "model.optim.sched"
 _SPLITS = {"train": "train", "validation": "valid", "test": "test"}  # NeMo's name -> the flag's
 _LIBRARIES = {  # of tokenizers -> the flag's type
     "huggingface": "HuggingFaceTokenizer", "sentencepiece": "SentencePieceTokenizer", "tiktoken": "TikTokenizer",
@@ -49,11 +50,24 @@ def read_overrides(words: Sequence[str]) -> NemoLaunch:
         values[key] = [_interpolated(item, values) for item in value] if isinstance(value, list) else (
             _interpolated(value, values)
         )  # fmt: skip
+    _hold(values, launch)
     for key, value in values.items():
         if key not in RANKS:
             _read(key, value, values, launch)
     launch.ranks = _ranks(values, launch)
     return launch
+
+
+def _hold(values: dict[str, Any], launch: NemoLaunch) -> None:
+    """Steps at the least learning rate after warmup and decay, which is a shorter decay; without warmup NeMo's cosine
+    has them elsewhere."""
+    hold, decay = f"{_SCHED}.constant_steps", f"{_SCHED}.max_steps"
+    steps, total = str(values.get(hold)), str(values.get(decay) or values.get("trainer.max_steps"))
+    warm = any(_text(values.get(f"{_SCHED}.{key}")) not in ("null", "0.0") for key in ("warmup_steps", "warmup_ratio"))
+    if warm and steps.isdecimal() and total.isdecimal() and 0 < int(steps) < int(total):
+        del values[hold]
+        values[decay] = str(int(total) - int(steps))
+        launch.others.append(Judged(hold, [steps], HONOURED))
 
 
 def _interpolated(value: Any, values: Mapping[str, Any]) -> Any:
