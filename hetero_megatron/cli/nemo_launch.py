@@ -60,10 +60,10 @@ def read_overrides(words: Sequence[str]) -> NemoLaunch:
 
 def _hold(values: dict[str, Any], launch: NemoLaunch) -> None:
     """Steps at the least learning rate after warmup and decay, which is a shorter decay; without warmup NeMo's cosine
-    has them elsewhere."""
+    has them elsewhere, and a ratio of warmup would be of fewer steps here."""
     hold, decay = f"{_SCHED}.constant_steps", f"{_SCHED}.max_steps"
     steps, total = str(values.get(hold)), str(values.get(decay) or values.get("trainer.max_steps"))
-    warm = any(_text(values.get(f"{_SCHED}.{key}")) not in ("null", "0.0") for key in ("warmup_steps", "warmup_ratio"))
+    warm = _text(values.get(f"{_SCHED}.warmup_steps")) not in ("null", "0.0")
     if warm and steps.isdecimal() and total.isdecimal() and 0 < int(steps) < int(total):
         del values[hold]
         values[decay] = str(int(total) - int(steps))

@@ -59,10 +59,10 @@ def read_documents(record: Mapping[str, Any], where: str) -> Sequence[Mapping[st
 
 
 def _document(document: Any, field: str, where: str, accepted: str) -> Mapping[str, Any]:
-    """Without keys that have no value; what templates write of it is text."""
+    """Without keys that have no value; what templates write of it is text or a number."""
     found = {key: value for key, value in as_object(document, field, where, accepted).items() if value is not None}
     for key in _DOCUMENT_TEXTS:
-        if not isinstance(found.get(key, ""), str):
+        if type(found.get(key, "")) not in (str, int, float):
             raise UserError(
                 "is no text", field=f"{field}.{key}", value=shown(found[key]), accepted="a string", where=where
             )
