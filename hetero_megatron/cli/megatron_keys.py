@@ -64,6 +64,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": _NONE, "final_logit_softcapping": _NONE, "post_norm": _OFF,
     "output_multiplier_scale": _NONE, "partial_rotary_factor": (None, 1.0), "add_lmhead_bias": _OFF,
     "first_k_dense_replace": (None, 0),
+    "attention_mask_type": (None, "causal"), "cp_attention_mask_type": (None, "causal"),
+    "embedding_multiplier_scale": (None, 1.0), "mlp_type": (None, "standard"),
     "square_alibi_mask": _OFF, "fill_neg_inf": _OFF, "rope_theta": _NONE, "use_glm_rope": _OFF,
 }  # fmt: skip
 _HARMLESS = {
@@ -72,7 +74,7 @@ _HARMLESS = {
         " mla_down_proj_fusion attention_backend fp8_dot_product_attention fp8_multi_head_attention"
         " activation_func_fp8_input_store fallback_to_eager_attn memory_efficient_layer_norm bias_activation_fusion"
         " moe_hybridep_pad_variable_tokens moe_ncclep_use_symm_mem cp_partition_mode cuda_graph_use_single_mempool"
-        " use_mamba_mem_eff_path"
+        " use_mamba_mem_eff_path kv_head_repeat_before_uly_alltoall cp_window_size"
     ),
     "first values": "init_method_xavier_uniform embedding_init_method_std moe_use_upcycling moe_upcycling_granularity",
     "of training": (
@@ -109,6 +111,7 @@ _OF_MODEL = re.compile(
     r"|scaling|multiplier|softmax|softcap\w*|logits?|residual|glu|\w+glu|\w*gelu|silu|\w*relu|experts?|router|moe|heads?"
     r"|headscale|qkv?|kv|query|gate|gated|tied?|untie|window|sliding|sandwich|eps|epsilon|mlp|ffn|mla|ssm|conv"
 )
+_OF_EXPERTS = frozenset(("moe", "expert", "experts", "router"))
 _HOW = frozenset(
     (
         "fused", "fusion", "flash", "triton", "cudnn", "kernel", "kernels", "overlap", "recompute", "checkpoint",
@@ -194,7 +197,8 @@ def check_stored(stored: Mapping[str, Any], where: str) -> tuple[str, ...]:
         for key in _DROPS if stored.get("num_experts") and stored.get(key) is not None
     ]  # fmt: skip
     unknown = [key for key in KEYS.unknown(stored) if not _FAMILIES_OFF.fullmatch(key) and _is_said(stored[key])]
-    if of_model := [key for key in unknown if _says_which_model(key)]:
+    dense = not stored.get("num_experts")
+    if of_model := [key for key in unknown if _says_which_model(key, dense)]:
         raise UserError(
             f"not known to leave the model as it is (in no table: {KEYS.named(of_model)})", field=of_model[0],
             value=stored[of_model[0]], where=where,
@@ -205,8 +209,9 @@ def check_stored(stored: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(messages)
 
 
-def _says_which_model(key: str) -> bool:
-    words = key.lower().split("_")
+def _says_which_model(key: str, dense: bool) -> bool:
+    """``dense``: what is said of experts is of none."""
+    words = [word for word in key.lower().split("_") if not (dense and word in _OF_EXPERTS)]
     return "alibi" in words or (any(map(_OF_MODEL.fullmatch, words)) and _HOW.isdisjoint(words))
 
 

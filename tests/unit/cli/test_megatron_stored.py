@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_megatron.cli.flags.megatron_checkpoint import spec_of_arguments
-from hetero_megatron.cli.megatron_keys import KEYS
+from hetero_megatron.cli.megatron_keys import KEYS, check_stored
 from hetero_megatron.errors import UserError
 from tests.support.paths import FIXTURES
 
@@ -76,6 +76,23 @@ OF_2026: dict[str, Any] = {
 }  # fmt: skip
 
 
+# Defaults of forks (Megatron-DeepSpeed, MindSpeed-LLM), also without experts.
+OF_FORKS: dict[str, Any] = {
+    "expert_interval": 2, "moe_train_capacity_factor": 1.0, "moe_min_capacity": 4, "moe_model_type": "megatron_moe",
+    "moe_expert_parallel_size": 1, "attention_mask_type": "causal", "cp_attention_mask_type": "causal",
+    "kv_head_repeat_before_uly_alltoall": True, "cp_window_size": 1, "embedding_multiplier_scale": 1.0,
+    "mlp_type": "standard",
+}  # fmt: skip
+
+
+def test_what_forks_store_of_experts_says_nothing_about_a_model_without() -> None:
+    found, notices = spec(**OF_FORKS)
+    assert found == spec()[0] and len(notices) == 1 and "moe_train_capacity_factor" in notices[0]
+    for key in ("expert_interval", "moe_train_capacity_factor", "router_jitter"):
+        with pytest.raises(UserError, match=f"{key} = 2.*not known to leave the model as it is"):
+            check_stored({key: 2, "num_experts": 4}, "c")
+
+
 def test_what_a_run_stores_of_itself_is_not_said() -> None:
     """Of core 0.7, and of the same with its own layers, and of forks whose default is another; of main."""
     for more in ({}, OF_2026, {"spec": ["local"]}, {"first_k_dense_replace": 0}, {"encoder_num_layers": None}):
@@ -119,6 +136,8 @@ REFUSED_VALUES: dict[str, Any] = {
     "output_multiplier_scale": 2.0,
     "partial_rotary_factor": 0.5, "add_lmhead_bias": True, "first_k_dense_replace": 1, "square_alibi_mask": True,
     "fill_neg_inf": True, "rope_theta": 1e6, "use_glm_rope": True, "enable_hyper_connections": True,
+    "attention_mask_type": "general", "cp_attention_mask_type": "full", "embedding_multiplier_scale": 12.0,
+    "mlp_type": "residual",
 }  # fmt: skip
 
 
@@ -154,7 +173,7 @@ def test_unknown_arguments_whose_names_are_of_the_model_are_refused() -> None:
     """As forks name what they add to it; off, they say nothing, and fused kernels compute the same."""
     for key in ("use_sandwich_norm", "alibi", "embedding_scale", "attention_scale", "rope_thetas", "logit_softcap",
                 "mlp_bias", "n_head_kv", "hidden_act", "residual_multiplier", "emb_dropout_scale",
-                "use_post_attn_norm", "norm_epsilom", "sliding_pattern", "router_jitter", "qk_clamp", "fused_alibi",
+                "use_post_attn_norm", "norm_epsilom", "sliding_pattern", "qk_clamp", "fused_alibi",
                 "tied_head"):  # fmt: skip
         with pytest.raises(UserError, match=f"{key} = .*not known to leave the model as it is"):
             spec(**{key: 0.5})
