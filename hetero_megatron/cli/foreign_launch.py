@@ -56,10 +56,11 @@ def _launch(command: ShellCommand) -> Launch | None:
 
 
 def _is_trainer(words: Sequence[str], at: int) -> bool:
-    """Whether a word is the program that trains: a script, or a command of ours."""
+    """Whether a word is the program that trains: a script, or a command of ours or of NeMo 2."""
     word = words[at]
     if word in ("pretrain", "finetune"):
-        return at > 0 and words[at - 1].rpartition("/")[2] in ("hetero-megatron", "hetero_megatron")
+        nemo = at > 1 and words[at - 1] == "llm" and words[at - 2].rpartition("/")[2] == "nemo"
+        return nemo or (at > 0 and words[at - 1].rpartition("/")[2] in ("hetero-megatron", "hetero_megatron"))
     script = _TRAINER.fullmatch(word) is not None and not any(other in word for other in _OTHERS)
     return script and any(word_after.startswith("--") or OVERRIDE.fullmatch(word_after) or unresolved(word_after)
                           for word_after in words[at + 1 :])  # fmt: skip

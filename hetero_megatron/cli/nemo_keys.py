@@ -27,6 +27,8 @@ NAMES = {
     "model.virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "model.native_amp_init_scale": "initial_loss_scale", "model.native_amp_growth_interval": "loss_scale_window",
     "model.use_flash_attention": "use_flash_attn", "model.ub_tp_comm_overlap": "tp_comm_overlap",
+    "optim.lr_scheduler.warmup_steps": "lr_warmup_iters", "optim.lr_scheduler.max_steps": "lr_decay_iters",
+    "data.paths": "data_path",
 }  # fmt: skip
 RANKS = ("trainer.devices", "trainer.num_nodes")
 # Parts of the configuration, of NeMo 1 and 2, in which a key with the name of a flag is that flag.
@@ -70,7 +72,7 @@ CHOICES: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
         "rmsnorm": ("--normalization", "RMSNorm"),
     },
     # With a suffix -true the weights have no copy in fp32 there; here they always have one.
-    "trainer.precision": _PRECISIONS, "model.precision": _PRECISIONS,
+    **dict.fromkeys(("trainer.precision", "model.precision", "trainer.plugins.precision"), _PRECISIONS),
     "model.optim.name": dict.fromkeys(
         ("adamw", "fused_adam", "megatron_fused_adam", "distributed_fused_adam", "mcore_distributed_optim"), _ADAM
     ) | {"sgd": ("--optimizer", "sgd")},
@@ -87,6 +89,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "model.restore_from_path": (None,), "model.restore_from_ckpt": (None,), "restore_from_path": (None,),
     "model.peft.peft_scheme": (None, "none"), "model.tokenizer.delimiter": (None,), "model.moe_layer_freq": (None, "1"),
     "model.tokenizer.sentencepiece_legacy": _OFF, "model.optim.sched.constant_steps": (None, "0"),
+    "optim.lr_scheduler.constant_steps": (None, "0"), "exp_manager.resume_from_checkpoint": (None,),
+    "resume.restore_config": (None,), "resume.restore_config.path": (None,), "resume.import_path": (None,),
     "model.encoder_attn_mask_type": (None, "causal"), "trainer.accumulate_grad_batches": (None, "1"),
     "trainer.accelerator": (None, "gpu", "auto"), "trainer.gradient_clip_algorithm": (None, "norm"),
     "trainer.overfit_batches": (None, "0", "0.0"), "trainer.fast_dev_run": _OFF,
@@ -127,7 +131,10 @@ _HARMLESS = {
 }  # fmt: skip
 # First parts of keys of which none says what is computed.
 FAMILIES = {
-    "exp_manager": "of NeMo's experiment manager; here --save, --load, --save-interval and --tensorboard-dir",
+    **dict.fromkeys(
+        ("exp_manager", "log", "resume"),
+        "of NeMo's experiment manager; here --save, --load, --save-interval and --tensorboard-dir",
+    ),
     "hydra": "of Hydra itself", "model.nsys_profile": "a profiler's", "trainer.logger": "of Lightning's logger",
     "trainer.callbacks": "of Lightning's callbacks", "model.megatron_timer_kwargs": "of timers",
     "run": "of NeMo's launcher: names, places and times of jobs",

@@ -24,7 +24,7 @@ _RESOLVED_LATER = re.compile(r"\$\{[^}]*\}")
 _WITH_VALUE = ("config-path", "config-name", "config-dir", "cfg", "experimental-rerun", "package")
 _SHORT = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir", "-c": "--cfg", "-p": "--package"}
 ITS_YAML = "NeMo's YAML is not read: what the line does not say counts as Megatron's default"
-_SCHED = "model.optim.sched"
+_OF_NEMO_2 = ("yes", "y", "dryrun", "no-confirm", "direct", "repl")  # flags of its command line
 _SPLITS = {"train": "train", "validation": "valid", "test": "test"}  # NeMo's name -> the flag's
 _LIBRARIES = {  # of tokenizers -> the flag's type
     "huggingface": "HuggingFaceTokenizer", "sentencepiece": "SentencePieceTokenizer", "tiktoken": "TikTokenizer",
@@ -50,7 +50,8 @@ def read_overrides(words: Sequence[str]) -> NemoLaunch:
         values[key] = [_interpolated(item, values) for item in value] if isinstance(value, list) else (
             _interpolated(value, values)
         )  # fmt: skip
-    _hold(values, launch)
+    for scheduler in ("model.optim.sched", "optim.lr_scheduler"):
+        _hold(scheduler, values, launch)
     for key, value in values.items():
         if key not in RANKS:
             _read(key, value, values, launch)
@@ -58,12 +59,12 @@ def read_overrides(words: Sequence[str]) -> NemoLaunch:
     return launch
 
 
-def _hold(values: dict[str, Any], launch: NemoLaunch) -> None:
+def _hold(scheduler: str, values: dict[str, Any], launch: NemoLaunch) -> None:
     """Steps at the least learning rate after warmup and decay, which is a shorter decay; without warmup NeMo's cosine
     has them elsewhere, and a ratio of warmup would be of fewer steps here."""
-    hold, decay = f"{_SCHED}.constant_steps", f"{_SCHED}.max_steps"
+    hold, decay = f"{scheduler}.constant_steps", f"{scheduler}.max_steps"
     steps, total = str(values.get(hold)), str(values.get(decay) or values.get("trainer.max_steps"))
-    warm = _text(values.get(f"{_SCHED}.warmup_steps")) not in ("null", "0.0")
+    warm = _text(values.get(f"{scheduler}.warmup_steps")) not in ("null", "0.0")
     if warm and steps.isdecimal() and total.isdecimal() and 0 < int(steps) < int(total):
         del values[hold]
         values[decay] = str(int(total) - int(steps))
@@ -108,12 +109,19 @@ def _values(words: Sequence[str], launch: NemoLaunch) -> dict[str, Any]:
 
 def _hydra_flag(word: str, words_left: Iterator[str], launch: NemoLaunch) -> None:
     name, separator, value = word.partition("=")
-    option = _SHORT.get(name, name)[2:].replace("_", "-")
+    option = _SHORT.get(name, name).lstrip("-").replace("_", "-")
     if option in _WITH_VALUE and not separator:
         value = next(words_left, "")
+    if option == "factory":
+        value = value or next(words_left, "")
+        launch.others.append(Judged(name, [shown(value)], REFUSED, "a recipe of NeMo 2, which is not read",
+                                    "what it says, as KEY=VALUE"))  # fmt: skip
+        return
     known = option in (*_WITH_VALUE, "multirun", "help", "hydra-help", "version", "run", "info", "resolve")
     values = [shown(value)] if value else []
-    if known:
+    if option in _OF_NEMO_2:
+        launch.others.append(Judged(name, values, NOTICED, "of NeMo's command line"))
+    elif known:
         launch.others.append(Judged(name, values, NOTICED, "names or shows NeMo's YAML, which is not read"))
     else:
         launch.others.append(Judged(name, values, REFUSED, "no flag of Hydra", "KEY=VALUE"))
@@ -131,7 +139,7 @@ def _read(key: str, value: Any, values: Mapping[str, Any], launch: NemoLaunch) -
     """A key's flags; or what is said of it."""
     flag = index().get("--" + NAMES.get(key, key.rpartition(".")[2]).replace("_", "-"))
     section, switch = key.rpartition(".")[0], BESIDE.get(key)
-    if (family := _family(key)) is not None:
+    if key not in KEYS.fixed and (family := _family(key)) is not None:
         launch.others.append(_noticed(key, value, family))
     elif isinstance(value, str) and (unknown := unresolved(value)) and key in (*KEYS.fixed, *CHOICES, *SWITCHES):
         reason = f"{', '.join(unknown)}: known only when the script runs"

@@ -165,6 +165,13 @@ OVERRIDES: list[tuple[str, tuple[str, ...] | tuple[str, str, str]]] = [
     ("++trainer.strategy.ddp.num_distributed_optimizer_instances=2", ("--num-distributed-optimizer-instances", "2")),
     ("trainer.strategy.ckpt_async_save=true", ("trainer.strategy.ckpt_async_save", "refused", "not known")),
     ("data.global_batch_size=8 optim.config.min_lr=1e-5", ("--global-batch-size", "8", "--min-lr", "1e-5")),
+    ("trainer.plugins.precision=bf16-mixed 'data.paths=[1.0,stdlib]'", ("--bf16", "--data-path", "1.0", "stdlib")),
+    ("optim.lr_scheduler.warmup_steps=2 optim.lr_scheduler.constant_steps=4",
+     ("--lr-warmup-iters", "2", "--lr-decay-iters", "5")),
+    ("resume.restore_config.path=/c", ("resume.restore_config.path", "refused", "")),
+    ("exp_manager.resume_from_checkpoint=/c", ("exp_manager.resume_from_checkpoint", "refused", "")),
+    ("log.ckpt.save_top_k=1 --yes", ("log.ckpt.save_top_k", "noticed", "--save")),
+    ("-y", ("-y", "noticed", "")),
     ("model.data.validation_ds.micro_batch_size=4",
      ("model.data.validation_ds.micro_batch_size", "refused", "nothing is read under model.data.validation_ds")),
     ("model.encoder.num_layers=2", ("model.encoder.num_layers", "refused", "nothing is read under model.encoder")),
@@ -206,6 +213,8 @@ def test_every_override_of_nemo_is_accounted_for() -> None:
     assert check_launch(launch).ok and "YAML is not read" in check_launch(launch).notices[0]
     (launch,) = launches_of(f"{NEMO} model.activation=reglu", "x.sh", {})
     assert not check_launch(launch).ok
+    (launch,) = launches_of("nemo llm pretrain --factory llama3_8b trainer.max_steps=9", "x.sh", {})
+    assert launch.flags == ("--train-iters", "9") and launch.others[0].values == ["llama3_8b"]
     for words, ranks in (("[0,1]", 2), ("'[0, 1, 2]'", 3), ("\"['0','1']\"", 2), ("0,1", 2), ("8", 8), ("-1", None),
                          ("auto", None), ("[0,1] trainer.num_nodes=3", 6), ("$GPUS", None)):  # fmt: skip
         (launch,) = launches_of(f"{NEMO} ++trainer.devices={words}", "x.sh", {})
