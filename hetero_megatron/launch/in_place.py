@@ -184,7 +184,7 @@ class InPlaceSupervisor:
         if not self._alive or refusing and self._overdue():
             return self._end()
         stopped = self._store.has_stopped(self._number, self._alive)
-        if self._signalled is not None and len(stopped) < len(self._alive):  # they end; where all wait, one more step
+        if self._signalled is not None and not stopped:  # they end; where some wait, all do one more step
             return self._end() if any(self._codes.get(m) for m in self.members) and self._overdue() else None
         if refusing:
             return None

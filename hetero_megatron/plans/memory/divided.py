@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,9 +29,9 @@ def divided_bytes(
     """By rank, of stages that divide their weights.
 
     Weights are exact, but where forward keeps them for backward: then it is all of them. Gradients are those of one
-    layer, and of the buckets before it that are under way, less the activations that the layers behind have given back
-    by then; with a split backward they are all there from B_INPUT to W, while the last ones of the W before may be
-    under way.
+    layer, of a tied head, and of the buckets before it that are under way, less the activations that the layers behind
+    have given back by then; with a split backward they are all there from B_INPUT to W, while the last ones of the W
+    before may be under way.
 
     Args:
         tied: the head's matrix is the embedding's.
@@ -57,7 +57,10 @@ def divided_bytes(
     return {
         rank: DividedBytes(
             _gathered(stages[rank], tied, steps),
-            _gradients(gradients[rank], gradient_bytes, split, _behind(stages[rank], given_back[rank])),
+            _gradients(
+                gradients[rank], gradient_bytes, split, _behind(stages[rank], given_back[rank]),
+                _behind_tied_head(stages[rank], tied),
+            ),
             _under_way(stages[rank], messages[rank]),
         ) for rank, steps in sizes.items()
     }  # fmt: skip
@@ -127,9 +130,16 @@ def _behind(stage: Stage, given_back: Sequence[int]) -> dict[Step, int]:
     return behind
 
 
+def _behind_tied_head(stage: Stage, tied: bool) -> set[Step]:
+    """Parts in whose backward the embedding's gradient is there already, of which the head brought its part first; it
+    stays until the end of that backward."""
+    return {"head", *range(*stage.chunks[-1])} if tied and stage.embed and stage.head else set()
+
+
 def _gradients(
-    parts: dict[Step, list[tuple[int, int]]], wide: int, split: bool, behind: Mapping[Step, int]
-) -> int:
+    parts: dict[Step, list[tuple[int, int]]], wide: int, split: bool, behind: Mapping[Step, int],
+    behind_tied_head: Container[Step],
+) -> int:  # fmt: skip
     """Bytes of gradients on a rank, its parts in the order of backward, beyond what activations have given back."""
     buckets = [pair for row in parts.values() for pair in row]
     if split:
@@ -140,7 +150,8 @@ def _gradients(
     largest, in_flight = 0, buckets[-IN_FLIGHT:]  # of the micro-batch before
     for part, row in parts.items():
         travels = sum(bytes_under_way for _, bytes_under_way in in_flight)
-        there = wide * sum(elements for elements, _ in (*in_flight, *row)) + travels
+        tied = parts.get("embed", ()) if part in behind_tied_head else ()
+        there = wide * sum(elements for elements, _ in (*in_flight, *row, *tied)) + travels
         largest, in_flight = max(largest, there - behind.get(part, 0)), [*in_flight, *row][-IN_FLIGHT:]
     return largest
 
