@@ -25,7 +25,6 @@ from hetero_megatron.environment.launcher import (
 )
 from hetero_megatron.errors import UserError
 
-
 LOOK_SECONDS = 0.5  # for which an answer is awaited at a time
 
 
@@ -139,7 +138,7 @@ class _Connection:
         threading.Thread(target=_serve_requests, args=(host, port, seconds, prefix, *ends), daemon=True).start()
 
     def ask(self, request: Callable[[dist.Store], Any]) -> Any:
-        """What ``request`` gives, or raises; TimeoutError: nobody answers. After an error the connection is of no use."""
+        """What ``request`` gives, or raises; TimeoutError: nobody answers. Then the connection is of no use."""
         self._requests.put(request)
         pauses = max(1, math.ceil(self._seconds / LOOK_SECONDS))
         for _ in range(pauses):  # not by the clock, which goes on while this process is stopped
@@ -157,7 +156,7 @@ class _Connection:
 def _serve_requests(
     host: str, port: int, seconds: float, prefix: str, requests: SimpleQueue[Any], answers: SimpleQueue[Any]
 ) -> None:
-    """The thread of a connection: puts (error, answer) for each request, until the first error, or until one is None."""
+    """The thread of a connection: (error, answer) for each request, until the first error, or until one is None."""
     store: dist.Store | None = None
     while (request := requests.get()) is not None:
         try:
