@@ -181,6 +181,28 @@ def test_the_launcher_looks_after_ranks_while_a_plan_is_searched(tmp_path: Path)
     assert multiprocessing.active_children() == []
 
 
+def test_a_host_that_came_in_time_is_not_left_while_its_plan_is_searched(tmp_path: Path) -> None:
+    """The search takes longer than the job waits for hosts."""
+
+    def script(job: Played) -> None:
+        member = job.join("one")
+        job.store.ready(member, Speed("cpu", 1.0))
+        until(lambda: (tmp_path / "searched").exists())
+        job.codes[0] = -9
+        until(lambda: job.store.first_epoch(member) == 1)
+        job.store.ended(member, 0)
+
+    def fits(seats: Sequence[Seat], _: object) -> Path:
+        (tmp_path / "searched").touch()
+        time.sleep(1.0)
+        return tmp_path / f"{len(seats)}.yaml"
+
+    job, said = Played(script), list[str]()
+    setup = Setup(tmp_path / "plan", (Seat("first", 0),))
+    one = InPlaceSupervisor(setup, job.start, fits, 1, 60.0, tmp_path, said.append, wait=0.3)
+    assert one.run() == 0 and job.failed == [], said
+
+
 def test_a_job_that_is_to_stop_does_not_wait_for_a_rank_that_hangs(tmp_path: Path) -> None:
     """The rank beside it has seen a failure, and saves after a step without it."""
 
