@@ -1,11 +1,15 @@
 """Seconds from a kill to the next completed step: ``run --elastic`` beside ``run --on-failure replan``.
 
     python benchmarks/bench_elastic.py [--rounds 3] [--layers 6]
+    python benchmarks/bench_elastic.py --copies [--rounds 3] [--layers 8] [--hidden-size 512]
 
 Six ranks on this host train the tiny model in fp32 (``--layers``: deeper) under a plan of three pipelines of two
 stages; one is killed once 8 steps are done, and the fallback plan has five. The restart reads a checkpoint of every
 step. Printed are the wall seconds until the next line of metrics.jsonl, the phases that the elastic run says, and the
 CPU seconds of all processes of each run.
+
+``--copies``: seconds per step of two ranks, each a replica of the whole model, with a copy of every rank's state sent
+to the other one after each step (``--peer-replicas-every 1``) and without, in turn.
 """
 
 from __future__ import annotations
@@ -93,12 +97,48 @@ def one_run(folder: Path, layers: int, elastic: bool) -> tuple[float, float, str
     return seconds, cpu, told[0] if told else ""
 
 
+def seconds_per_step(folder: Path, layers: int, hidden: int, copies: bool) -> float:
+    """Median of all steps but the first few, which make states and the first copy."""
+    run, plan = folder / "run", folder / "two.yaml"
+    pipeline = "  - {{micro_batch_size: 1, num_micro_batches: 4, stages: [{{ranks: {}, layers: [0, {}]}}]}}\n"
+    head = "version: 1\nseq_length: 256\nglobal_batch_size: 8\npipelines:\n"
+    plan.write_text(head + "".join(pipeline.format(rank, layers) for rank in (0, 1)))
+    command = [
+        *(sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(plan), "--fallback-plan", str(plan)),
+        *("--elastic", "--", "--num-layers", str(layers), "--hidden-size", str(hidden), "--num-attention-heads", "8"),
+        *("--vocab-size", "2048", "--mock-data", "--lr", "1e-3", "--train-iters", str(STEPS), "--save", str(run)),
+        *("--log-interval", "1", *(["--peer-replicas-every", "1"] if copies else [])),
+    ]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return median([line["seconds"] for line in metrics if "loss" in line][4:])
+
+
+def measure_copies(rounds: int, layers: int, hidden: int) -> None:
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(rounds):
+        for copies in (False, True) if number % 2 == 0 else (True, False):
+            folder = Path(tempfile.mkdtemp(prefix="bench-elastic-"))
+            try:
+                found[copies].append(seconds_per_step(folder, layers, hidden, copies))
+            finally:
+                shutil.rmtree(folder)
+            print(f"{'with' if copies else 'without'} copies {found[copies][-1]:.3f} s per step", flush=True)
+    print(json.dumps({"with / without": median(found[True]) / median(found[False])}))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--copies", action="store_true", help="what copies for peers cost per step")
+    parser.add_argument("--hidden-size", type=int, default=512, help="for --copies")
     options = parser.parse_args()
     print(machine())
+    if options.copies:
+        measure_copies(options.rounds, options.layers, options.hidden_size)
+        return
     found: dict[str, list[tuple[float, float]]] = {"elastic": [], "replan": []}
     for _ in range(options.rounds):
         for kind, of_kind in found.items():

@@ -120,7 +120,8 @@ class StageSequences:
     @cached_method
     def _seconds(self, size: int, pipelines: int, embed: bool, head: bool) -> Floats:
         """[options, in flight - 1, layers + 1]: of one micro-batch; inf where it does not fit, and last of all."""
-        owners, depth = pipelines + self.tables.lent, min(self.chips, self.tables.depth)
+        owners = 2 if self.tables.lent else pipelines  # whoever lends, states take nothing: one table does for all
+        depth = min(self.chips, self.tables.depth)
         kinds = [
             StageKind(x.group, x.tp, x.dp, size, embed, head, owners, self.inputs.space.recompute)
             for x in self._options(size)

@@ -269,7 +269,7 @@ def _unit(plan: Plan, stage: Stage, unit: Unit, model: ModelSpec) -> str:
     parts = []
     if len(stage.replicas) > 1:
         a, b = unit.sequences
-        parts.append(f"sequences {_spans([(a, b)])} of each micro-batch")
+        parts.append(f"{'sequence' if b - a == 1 else 'sequences'} {_spans([(a, b)])} of each micro-batch")
     if unit.num_tokens == plan.seq_length:
         parts.append("all tokens")
     else:

@@ -50,13 +50,13 @@ def test_found_where_nothing_else_fits() -> None:
         search(problem(cluster, SearchSpace(inner_dp=False, max_tp=1, offload="never", more_schedules="never")))
     result = search(problem(cluster))
     best = result.best
-    for words in ("nothing fits without; 1 big hold", "of the state and 50% of the tokens"):
+    for words in ("nothing fits without; ", " big hold ", "of the state and 50% of the tokens"):
         assert words in result.divided
     assert not best.prediction.over
-    for stage in (s for s in best.plan.stages if len(s.units) == 2):
+    for stage in (s for s in best.plan.stages if len(s.units) > 1):
         assert stage.weights is not None
-        keeps = {cluster.ranks[r].chip: share for r, share in zip(stage.ranks, stage.weights.shard, strict=True)}
-        assert keeps["big"] > 1.4 * keeps["small"] > 0
+        keeps = [(cluster.ranks[r].chip, share) for r, share in zip(stage.ranks, stage.weights.shard, strict=True)]
+        assert min(n for chip, n in keeps if chip == "big") > 1.4 * max(n for chip, n in keeps if chip == "small") > 0
         assert {u.sequences[1] - u.sequences[0] for u in stage.units} == {1}
 
 

@@ -112,7 +112,7 @@ def test_who_holds_what() -> None:
     assert lines[1] == ["ranks 3-4: all tokens, heads 0-5 on rank 3, 6-7 on rank 4"]
     assert lines[2] == [
         "rank 5: sequences 0-2 of each micro-batch, all tokens, all heads",
-        "rank 6: sequences 3 of each micro-batch, all tokens, all heads",
+        "rank 6: sequence 3 of each micro-batch, all tokens, all heads",
     ]
     assert lines[3] == []
 

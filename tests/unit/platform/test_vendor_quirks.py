@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
@@ -130,13 +132,48 @@ class _XpuEvent(_MpsEvent):
         self.recorded = True
 
 
-STUBS = {"apple": Mps, "intel": Xpu}
+class Npu(Xpu):
+    """torch.npu, which torch_npu adds: as torch.cuda, without a capability; a chip's properties have no fp64."""
+
+    def get_device_name(self, index: int) -> str:
+        return "Ascend910B3"
+
+    def get_device_capability(self, index: int) -> None:  # warns, and returns nothing
+        return None
+
+    def get_device_properties(self, index: int) -> Any:
+        return types.SimpleNamespace(name="Ascend910B3", total_memory=64 << 30)
+
+
+class Radeon(Xpu):
+    """torch.cuda of a build for ROCm, with a card for gamers: its name for kernels is no capability."""
+
+    def get_device_name(self, index: int) -> str:
+        return "AMD Radeon RX 7900 XTX"
+
+    def get_device_capability(self, index: int) -> tuple[int, int]:
+        return 11, 0
+
+    def get_device_properties(self, index: int) -> Any:
+        return types.SimpleNamespace(gcnArchName="gfx1100", total_memory=24 << 30)
+
+
+STUBS = {"amd": Radeon, "apple": Mps, "ascend": Npu, "intel": Xpu}
+ARCHS = {"amd": (11, 0, 0), "ascend": (910, 3)}  # what kernels may ask for
 
 
 @pytest.fixture(params=sorted(STUBS))
 def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
     found = load_plugins().platforms[request.param]
-    monkeypatch.setattr(torch, found.device_type, STUBS[request.param](), raising=False)
+    stub = STUBS[request.param]()
+    monkeypatch.setattr(type(found), "module", lambda self: stub)  # torch itself uses torch.cuda
+    if not hasattr(torch, found.device_type):
+        monkeypatch.setattr(torch, found.device_type, stub, raising=False)
+    monkeypatch.setattr(torch.version, "hip", "6.4" if request.param == "amd" else None)
+    if found.adapter:
+        module = types.ModuleType(found.adapter)
+        module.__spec__ = ModuleSpec(found.adapter, None)
+        monkeypatch.setitem(sys.modules, found.adapter, module)
     monkeypatch.setattr(type(found), "host_memory", lambda self, size: torch.empty(size, dtype=torch.uint8))
     monkeypatch.setattr(type(found), "used_on", lambda self, stream, *tensors: None)  # streams of the CPU keep nothing
     return found
@@ -159,7 +196,8 @@ def first_losses(accelerator: Accelerator | None) -> list[float]:
 
 def test_first_steps_are_those_of_the_processor(accelerator: Accelerator) -> None:
     assert accelerator.available() and accelerator.chip() and accelerator.total_memory() > 0
-    assert accelerator.arch() == () and torch.float64 not in accelerator.dtypes
+    assert accelerator.arch() == ARCHS.get(accelerator.name, ())
+    assert (torch.float64 in accelerator.dtypes) == (accelerator.name == "amd")
     Platform(torch.device("cpu"), "gloo", accelerator).synchronize()
     assert first_losses(accelerator) == first_losses(None)
 
