@@ -81,8 +81,12 @@ def _locked(config: RunConfig) -> DirectoryLock | None:
         return None
     assert config.checkpoint.save is not None
     lock = DirectoryLock(config.checkpoint.save)
-    if not lock.take():
-        raise UserError(TAKEN, field="--save", value=config.checkpoint.save, accepted=ACCEPTED)
+    try:
+        problem = "" if lock.take() else TAKEN
+    except OSError as error:
+        problem = f"cannot be opened: {error.strerror}"
+    if problem:
+        raise UserError(problem, field="--save", value=config.checkpoint.save, accepted=ACCEPTED)
     return lock
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import hmac
+import math
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -20,6 +24,8 @@ from hetero_megatron.environment.launcher import (
     is_loopback,
 )
 from hetero_megatron.errors import UserError
+
+LOOK_SECONDS = 0.5  # for which an answer is awaited at a time
 
 
 class JobStore:
@@ -76,6 +82,7 @@ class StoreGone(RuntimeError):
 
 class LastingStore:
     """A client of a store whose connection is made anew where it breaks, so that a hiccup of the network is no loss.
+    For one thread at a time.
 
     Args:
         seconds: for which nobody has to answer before the store counts as gone; at once where its host says that nobody
@@ -84,7 +91,7 @@ class LastingStore:
 
     def __init__(self, host: str, port: int, seconds: float, prefix: str) -> None:
         self._host, self._port, self._seconds, self._prefix = host, port, seconds, prefix
-        self._store: dist.Store | None = None
+        self._connection: _Connection | None = None
 
     def set(self, key: str, value: str) -> None:
         def write(store: dist.Store) -> None:
@@ -111,19 +118,55 @@ class LastingStore:
         end = time.monotonic() + self._seconds
         while True:
             try:
-                self._store = self._store or self._connect()
-                return request(self._store)
+                self._connection = self._connection or _Connection(self._host, self._port, self._seconds, self._prefix)
+                return self._connection.ask(request)
             except (RuntimeError, OSError) as error:
-                self._store = None
+                self._connection = None
                 if isinstance(error, ConnectionRefusedError) or time.monotonic() >= end:
                     place, reason = f"{self._host}:{self._port}", str(error).splitlines()[0]
                     raise StoreGone(f"the launcher does not answer at {place} any more ({reason})") from None
             time.sleep(0.2)
 
-    def _connect(self) -> dist.Store:
-        # First a look: torch's own client tries for long, and logs what it sees.
-        socket.create_connection((self._host, self._port), timeout=5.0).close()
-        return connect_store(self._host, self._port, timedelta(seconds=self._seconds), self._prefix)
+
+class _Connection:
+    """To a store. A thread makes the requests: torch's wait for ever where a host is frozen, or its network is lost."""
+
+    def __init__(self, host: str, port: int, seconds: float, prefix: str) -> None:
+        self._seconds = seconds
+        self._requests, self._answers = SimpleQueue[Any](), SimpleQueue[Any]()
+        ends = (self._requests, self._answers)  # not self, which ends the thread when nobody needs it any more
+        threading.Thread(target=_serve_requests, args=(host, port, seconds, prefix, *ends), daemon=True).start()
+
+    def ask(self, request: Callable[[dist.Store], Any]) -> Any:
+        """What ``request`` gives, or raises; TimeoutError: nobody answers. Then the connection is of no use."""
+        self._requests.put(request)
+        pauses = max(1, math.ceil(self._seconds / LOOK_SECONDS))
+        for _ in range(pauses):  # not by the clock, which goes on while this process is stopped
+            with suppress(Empty):
+                error, answer = self._answers.get(timeout=min(LOOK_SECONDS, self._seconds))
+                if error is not None:
+                    raise error
+                return answer
+        raise TimeoutError(f"no answer for {self._seconds:g} s")
+
+    def __del__(self) -> None:
+        self._requests.put(None)
+
+
+def _serve_requests(
+    host: str, port: int, seconds: float, prefix: str, requests: SimpleQueue[Any], answers: SimpleQueue[Any]
+) -> None:
+    """The thread of a connection: (error, answer) for each request, until the first error, or until one is None."""
+    store: dist.Store | None = None
+    while (request := requests.get()) is not None:
+        try:
+            if store is None:  # first a look: torch's own client tries for long, and logs what it sees
+                socket.create_connection((host, port), timeout=5.0).close()
+                store = connect_store(host, port, timedelta(seconds=seconds), prefix)
+            answers.put((None, request(store)))
+        except Exception as error:
+            answers.put((error, None))
+            return
 
 
 class KeyStore(Protocol):

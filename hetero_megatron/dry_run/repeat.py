@@ -62,8 +62,8 @@ class RepeatingExecutor(PipelineExecutor):
                 order.setdefault((action.kind, action.chunk), []).append(action)
         self._real = {a.micro_batch for row in order.values() for a in row}
         alike = len(set(work.sizes)) == 1 and all(batch is not None for batch in work.batches)
-        if self.weights is not None:  # what one micro-batch gathers, or puts off, another one may find there
-            alike = alike and self.weights.reshard and not any(kind == "W" for kind, _ in order)
+        if self.weights is not None:  # what one micro-batch, or chunk, gathers or puts off another one may find there
+            alike = alike and self.weights.reshard and not any(kind == "W" or chunk for kind, chunk in order)
         if len(self._real) > 1 and alike:
             # Of divided weights the second backward still makes sums at the owners.
             some = 2 if self.weights is None else 3

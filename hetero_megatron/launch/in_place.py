@@ -184,7 +184,7 @@ class InPlaceSupervisor:
         if not self._alive or refusing and self._overdue():
             return self._end()
         stopped = self._store.has_stopped(self._number, self._alive)
-        if self._signalled is not None and len(stopped) < len(self._alive):  # they end; where all wait, one more step
+        if self._signalled is not None and not stopped:  # they end; where some wait, all do one more step
             return self._end() if any(self._codes.get(m) for m in self.members) and self._overdue() else None
         if refusing:
             return None
@@ -222,7 +222,7 @@ class InPlaceSupervisor:
         return time.monotonic() - self._since > self.grace
 
     def _waits(self) -> bool:
-        """Whether the job, whose last rank is gone, waits for hosts that join."""
+        """Whether the job, whose last rank is gone, waits for hosts that join, or for the plan of those there."""
         if self._finished() or self._signalled is not None:
             return False
         if self._since is None:
@@ -230,7 +230,8 @@ class InPlaceSupervisor:
         if self.wait and not self._deserted:
             self.log(f"no rank is left; waiting {self.wait:g} s for hosts to join")
         self._deserted = True
-        return time.monotonic() - self._since < self.wait
+        searches = self._sought is not None and self._sought[2] is not None and bool(self._admission.ready())
+        return self.wait > 0 and (searches or time.monotonic() - self._since < self.wait)
 
     def _finished(self) -> bool:
         """Whether a member has ended its run, so that there is no step to do."""

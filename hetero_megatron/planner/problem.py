@@ -95,6 +95,11 @@ class PlanningProblem:
                 f"the model has {model.max_position_embeddings} positions", field="--seq-length", value=self.seq_length,
                 accepted=f"1 to {model.max_position_embeddings}",
             )  # fmt: skip
+        ways, equal = ("auto", "always", "never"), ("no", "layers", "copies")
+        for name, values in (("context", ways), ("offload", ways), ("offload_activations", ways),
+                             ("more_schedules", ways), ("equal_pipelines", equal)):  # fmt: skip
+            if (value := getattr(self.space, name)) not in values:
+                raise UserError("unknown value", field=name, value=value, accepted=", ".join(values))
         problem = cannot_offload(self.options.costs.moments, self.dtype, self.options.costs.muon)
         if self.space.offload == "always" and problem is not None:
             raise UserError(problem[0], field="--offload", value="always", accepted="auto, never")

@@ -34,7 +34,6 @@ from hetero_megatron.plans.experts import (
     sequence_group,
     split_by_island,
 )
-from hetero_megatron.schedule import Action
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
 
 Ints = NDArray[np.int64]
@@ -362,24 +361,6 @@ def island_layouts(
 def represented_elements(middle: Mapping[str, Layout], owners: Mapping[str, Layout]) -> int:
     """Elements that cross between islands by way of ``middle``: all that an island's ranks represent and do not own."""
     return sum(int(layout.counts().sum() - owners[name].counts().sum()) for name, layout in middle.items())
-
-
-def sync_actions(buckets: Sequence[Bucket], rank: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """(REDUCE, ALL_GATHER) of one rank in the order in which it starts them: by bucket, and within one hop after hop;
-    the parameters come back the other way round. All ranks keep to this one order, so none waits in a circle. Buckets
-    of divided weights travel inside forward and backward."""
-    buckets_of_rank = [b for b in buckets if rank in b.hops[0] and b.weights is None]
-    reduces = tuple(action for b in buckets_of_rank for action in bucket_actions(b, gather=False))
-    all_gathers = tuple(action for b in buckets_of_rank for action in bucket_actions(b, gather=True))
-    return reduces, all_gathers
-
-
-def bucket_actions(bucket: Bucket, gather: bool) -> tuple[Action, ...]:
-    """What every holder does with one bucket, in order."""
-    hops = range(len(bucket.hops))
-    if gather:
-        return tuple(Action("ALL_GATHER", bucket.index, h) for h in reversed(hops))
-    return tuple(Action("REDUCE", bucket.index, h) for h in hops)
 
 
 def plan_groups(

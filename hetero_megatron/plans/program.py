@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plans.buckets import Bucket, sync_actions
+from hetero_megatron.plans.buckets import Bucket
 from hetero_megatron.plans.canonical import Pipeline, Plan
 from hetero_megatron.plans.context_plan import context_groups
 from hetero_megatron.plans.experts import routing_groups
@@ -267,3 +267,21 @@ def validate_step(
     }
     collectives = Collectives(plan, buckets, spec)
     validate_collectives(rows, collectives.synchronising, collectives.kinds().get)
+
+
+def sync_actions(buckets: Sequence[Bucket], rank: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+    """(REDUCE, ALL_GATHER) of one rank in the order in which it starts them: by bucket, and within one hop after hop;
+    the parameters come back the other way round. All ranks keep to this one order, so none waits in a circle. Buckets
+    of divided weights travel inside forward and backward."""
+    buckets_of_rank = [b for b in buckets if rank in b.hops[0] and b.weights is None]
+    reduces = tuple(action for b in buckets_of_rank for action in bucket_actions(b, gather=False))
+    all_gathers = tuple(action for b in buckets_of_rank for action in bucket_actions(b, gather=True))
+    return reduces, all_gathers
+
+
+def bucket_actions(bucket: Bucket, gather: bool) -> tuple[Action, ...]:
+    """What every holder does with one bucket, in order."""
+    hops = range(len(bucket.hops))
+    if gather:
+        return tuple(Action("ALL_GATHER", bucket.index, h) for h in reversed(hops))
+    return tuple(Action("REDUCE", bucket.index, h) for h in hops)

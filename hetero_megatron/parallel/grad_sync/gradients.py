@@ -18,7 +18,8 @@ from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.flat_memory import GradientSums, flatten_parameters
 from hetero_megatron.parallel.grad_sync.routes import HopRoutes
 from hetero_megatron.parallel.side_stream import SideStream
-from hetero_megatron.plans.buckets import Bucket, sync_actions
+from hetero_megatron.plans.buckets import Bucket
+from hetero_megatron.plans.program import sync_actions
 from hetero_megatron.schedule import Action
 
 if TYPE_CHECKING:

@@ -103,7 +103,7 @@ class ScheduleSearch:
         for templates in groups_of_templates:
             if incumbent.should_stop() or (candidates and scorer.work.over(reserve)):
                 break
-            rows = [_estimate(scorer, x, 1, effort, limit) for x in templates]
+            rows = [_estimate(scorer, x, 1, effort, limit) for x in templates if problem.space.allows(x)]
             candidates += [x for x in rows if x.seconds < math.inf]
             limit = NEAR * min((x.seconds for x in candidates), default=math.inf)
         best, cut = list[_Candidate](), list[_Candidate]()
@@ -153,7 +153,7 @@ class ScheduleSearch:
             limit = best.seconds * (1 - LEAST_GAIN)
             if all_done.done >= last_action or all_done.over(reserve) or incumbent.should_stop():
                 return False
-            if _least_seconds(template, scorer.scorer) >= limit:
+            if _least_seconds(template, scorer.scorer) >= limit or not space.allows(template):
                 return False
             candidate = _estimate(scorer, template, best.chunks, space.schedule_effort, limit, best.rules)
             if candidate.seconds < limit:

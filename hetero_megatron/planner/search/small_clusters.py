@@ -49,7 +49,9 @@ class SmallClusters:
             return True
         if not _each_structure(problem, incumbent, self.counts):
             return False
-        return self.counts is not None or not problem.space.shares or _unequal_shares(problem, incumbent)
+        space = problem.space
+        shares_may_differ = self.counts is None and space.shares and space.equal_pipelines == "no"
+        return not shares_may_differ or _unequal_shares(problem, incumbent)
 
 
 def _each_structure(problem: PlanningProblem, incumbent: Incumbent, counts: tuple[int, ...] | None) -> bool:

@@ -75,7 +75,10 @@ def _moved(plan: Plan, incumbent: Incumbent) -> Iterator[Plan]:
     for p, pipeline in enumerate(plan.pipelines):
         groups[tuple(stage.layers for stage in pipeline.stages)].append(p)
         groups[costs.signature(pipeline)].append(p)
+    equal = incumbent.problem.space.equal_pipelines != "no"
     for alike in dict.fromkeys(map(tuple, groups.values())):
+        if equal and len(alike) < len(plan.pipelines):
+            continue
         for s, step in itertools.product(range(len(plan.pipelines[alike[0]].stages) - 1), (1, -1)):
             pipelines = list(plan.pipelines)
             for p in alike:

@@ -142,9 +142,10 @@ def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
 
 def layer_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps on the device in any of the layers, at least."""
-    if not held.layers or held.untrained or held.offloaded:
+    unlike = held.own is not None and not held.full  # the formula knows their average only
+    if not held.layers or held.untrained or held.offloaded or unlike:
         return 0
-    spec, partial = held.own or spec, held.recompute if held.recompute in ("selective", "elementwise") else "none"
+    partial = held.recompute if held.recompute in ("selective", "elementwise") else "none"
     kind = "full" if held.full else partial
     return layer_activation_bytes(spec, held.tokens, kind, held.item, held.tp, held.shards, held.load)
 

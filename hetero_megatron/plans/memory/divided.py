@@ -12,6 +12,7 @@ from hetero_megatron.plans.canonical import Plan, Stage
 from hetero_megatron.plans.program import splits_backward
 
 Step = int | str
+Moving = tuple[int, int]  # of a bucket on a rank: elements, and bytes that its gradients take while they travel
 
 
 class DividedBytes(NamedTuple):
@@ -29,9 +30,9 @@ def divided_bytes(
     """By rank, of stages that divide their weights.
 
     Weights are exact, but where forward keeps them for backward: then it is all of them. Gradients are those of one
-    layer, and of the buckets before it that are under way, less the activations that the layers behind have given back
-    by then; with a split backward they are all there from B_INPUT to W, while the last ones of the W before may be
-    under way.
+    layer, of a tied head, and of the buckets before it that are under way, less the activations that the layers behind
+    have given back by then; with a split backward they are all there from B_INPUT to W, while the last ones of the W
+    before may be under way.
 
     Args:
         tied: the head's matrix is the embedding's.
@@ -40,7 +41,7 @@ def divided_bytes(
     """
     stages, gradient_bytes = plan.sharding_stages, max(item, 4)
     sizes, messages = (defaultdict[int, dict[Step, int]](lambda: defaultdict(int)) for _ in range(2))
-    gradients: dict[int, dict[Step, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    gradients: dict[int, dict[Step, list[Moving]]] = defaultdict(lambda: defaultdict(list))
     for bucket, held_elements, owned_elements in with_counts(b for b in buckets if b.weights is not None):
         assert bucket.segment is not None
         element_bytes, copies = 1 if bucket.int8 else item, held_elements.sum() / owned_elements.sum()
@@ -53,14 +54,15 @@ def divided_bytes(
             )
             if bucket.trained:
                 gradients[rank][bucket.segment].append((held_by_rank, int(travels)))
-    split = splits_backward(plan)
-    return {
-        rank: DividedBytes(
-            _gathered(stages[rank], tied, steps),
-            _gradients(gradients[rank], gradient_bytes, split, _behind(stages[rank], given_back[rank])),
-            _under_way(stages[rank], messages[rank]),
-        ) for rank, steps in sizes.items()
-    }  # fmt: skip
+    split, all_bytes = splits_backward(plan), dict[int, DividedBytes]()
+    for rank, steps in sizes.items():
+        stage, parts = stages[rank], gradients[rank]
+        if split:
+            there = _put_off_gradients(parts, gradient_bytes)
+        else:
+            there = _gradients(parts, _backward_order(stage, tied), gradient_bytes, tied, given_back[rank])
+        all_bytes[rank] = DividedBytes(_gathered(stage, tied, steps), there, _under_way(stage, messages[rank]))
+    return all_bytes
 
 
 def owned_bytes(buckets: Iterable[Bucket], item: int, moments: int) -> dict[int, int]:
@@ -119,30 +121,55 @@ def _gathered(stage: Stage, tied: bool, sizes: Mapping[Step, int]) -> int:
     return largest
 
 
-def _behind(stage: Stage, given_back: Sequence[int]) -> dict[Step, int]:
-    """By part, bytes of activations that are gone when its backward begins: those of the later layers of its chunk."""
-    behind: dict[Step, int] = {"embed": (stage.chunks[0][1] - stage.chunks[0][0]) * given_back[0]}
-    for (a, b), size in zip(stage.chunks, given_back, strict=True):
-        behind |= {layer: (b - 1 - layer) * size for layer in range(a, b)}
-    return behind
+def _backward_order(stage: Stage, tied: bool) -> list[list[Step]]:
+    """By chunk, its parts in the order in which their gradients are complete: the embedding's last, also where the head
+    has brought some of it."""
+    first, last, order = stage.chunks[0], stage.chunks[-1], list[list[Step]]()
+    for a, b in stage.chunks:
+        head = stage.head and (a, b) == last
+        embed = stage.embed and ((a, b) == first or head and tied)
+        order.append([*["head"] * head, *reversed(range(a, b)), *["embed"] * embed])
+    return order
 
 
 def _gradients(
-    parts: dict[Step, list[tuple[int, int]]], wide: int, split: bool, behind: Mapping[Step, int]
-) -> int:
-    """Bytes of gradients on a rank, its parts in the order of backward, beyond what activations have given back."""
-    buckets = [pair for row in parts.values() for pair in row]
-    if split:
-        under_way = [buckets[i : i + IN_FLIGHT] for i in range(len(buckets))]
-        travels = max((sum(x for _, x in window) for window in under_way), default=0)
-        last = max((sum(elements for elements, _ in window) for window in under_way), default=0)
-        return wide * (sum(elements for elements, _ in buckets) + last) + travels
-    largest, in_flight = 0, buckets[-IN_FLIGHT:]  # of the micro-batch before
-    for part, row in parts.items():
-        travels = sum(bytes_under_way for _, bytes_under_way in in_flight)
-        there = wide * sum(elements for elements, _ in (*in_flight, *row)) + travels
-        largest, in_flight = max(largest, there - behind.get(part, 0)), [*in_flight, *row][-IN_FLIGHT:]
+    parts: Mapping[Step, list[Moving]], chunks: Sequence[Sequence[Step]], wide: int, tied: bool,
+    given_back: Sequence[int],
+) -> int:  # fmt: skip
+    """Bytes of gradients on a rank at once, beyond what activations have given back.
+
+    Args:
+        parts: their buckets; chunks: of :func:`_backward_order`; wide: bytes of an element.
+        given_back: by chunk, bytes of activations that backward of a layer gives back.
+    """
+    size = lambda buckets: sum(wide * elements + travels for elements, travels in buckets)  # noqa: E731
+    ends = {(part, i): bucket for steps in chunks for part, i, bucket in _buckets(parts, steps)[-IN_FLIGHT:]}
+    # Of the backward before, of any chunk; what ends first is the least of it.
+    before = sorted(ends.values(), key=lambda bucket: size([bucket]))[-IN_FLIGHT:]
+    largest = 0
+    for steps, layer_bytes in zip(chunks, given_back, strict=True):
+        in_flight, behind = before, 0
+        head_brings = parts.get("embed", []) if tied and "head" in steps and "embed" in steps else []
+        for part in steps:
+            row = parts.get(part, [])
+            there = row if part == "embed" else [*row, *head_brings]
+            largest = max(largest, size(in_flight) + wide * sum(elements for elements, _ in there) - behind)
+            in_flight = [*in_flight, *row][-IN_FLIGHT:]
+            behind += layer_bytes if isinstance(part, int) else 0
     return largest
+
+
+def _buckets(parts: Mapping[Step, list[Moving]], steps: Sequence[Step]) -> list[tuple[Step, int, Moving]]:
+    return [(part, i, bucket) for part in steps for i, bucket in enumerate(parts.get(part, []))]
+
+
+def _put_off_gradients(parts: Mapping[Step, list[Moving]], wide: int) -> int:
+    """The same with a split backward: of all layers, and of the last ones of the W before, which are under way."""
+    buckets = [bucket for row in parts.values() for bucket in row]
+    under_way = [buckets[i : i + IN_FLIGHT] for i in range(len(buckets))]
+    travels = max((sum(x for _, x in window) for window in under_way), default=0)
+    last = max((sum(elements for elements, _ in window) for window in under_way), default=0)
+    return wide * (sum(elements for elements, _ in buckets) + last) + travels
 
 
 def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:

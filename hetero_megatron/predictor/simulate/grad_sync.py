@@ -1,6 +1,6 @@
 """Gradient reduction and all-gather of parameters of a concrete plan, action by action.
 
-The actions are the runtime's (:func:`~hetero_megatron.plans.buckets.bucket_actions`). A bucket is sent when all its
+The actions are the runtime's (:func:`~hetero_megatron.plans.program.bucket_actions`). A bucket is sent when all its
 ranks have its gradients (during the last backward) and fewer than ``IN_FLIGHT`` buckets are under way. Every rank
 starts its actions in order, and packs, sums and unpacks them on its own. Actions that share a chip's link or a node's
 network cards are serialised. With islands a bucket travels in two hops; a rank's second starts after its first has

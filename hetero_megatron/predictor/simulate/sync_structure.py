@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.plans import Plan
-from hetero_megatron.plans.buckets import Bucket, Hop, bucket_actions, make_buckets
+from hetero_megatron.plans.buckets import Bucket, Hop, make_buckets
 from hetero_megatron.plans.islands import hop_elements
+from hetero_megatron.plans.program import bucket_actions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.bucket_flows import BucketFlows, PortIndex, bucket_flows
 from hetero_megatron.utils.cached_method import cached_method

@@ -17,10 +17,10 @@ from hetero_megatron.layout import Box, Layout, assign_owners, reduction, repres
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.plans import dump_yaml, load_plan, plan_from_dict, to_dict
-from hetero_megatron.plans.buckets import Hop, layer_groups, make_buckets, plan_groups, sync_actions
+from hetero_megatron.plans.buckets import Hop, layer_groups, make_buckets, plan_groups
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.islands import add_islands, crossing, format_islands, hop_elements
-from hetero_megatron.plans.program import Collectives, format_step, step_schedules, validate_step
+from hetero_megatron.plans.program import Collectives, format_step, step_schedules, sync_actions, validate_step
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.measured_runs import read_runs

@@ -145,6 +145,23 @@ def test_divided_weights_are_in_the_estimate_to_the_byte(way: int, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_divided_weights_of_a_tied_head_and_of_chunks_are_in_the_estimate(schedule: str, tmp_path: Path) -> None:
+    """The gradient of a tied matrix is there from the head's backward to the embedding's; chunks of unlike sizes leave
+    unlike gradients under way."""
+    tied, halves = schedule == "1f1b", {"dp_split": [2, 2], "weights": {"shard": [3, 1]}}
+    stages = [stage([0, 1], [[0, 2], [4, 5]], **halves), stage([2, 3], [[2, 4], [5, 6]], **halves)]
+    stages = [stage([0, 1], [0, 6], **halves)] if tied else stages
+    run = config("fp32", tmp_path, plan([pipe(4, 2 if tied else 4, *stages)], seq_length=48, schedule=schedule))
+    spec = replace(run.spec, hidden_size=256, ffn_hidden_size=700, vocab_size=8192, tied=tied)
+    run = replace(run, spec=spec)
+    estimates = estimate_memory(run.plan, run.spec, run.dtype)
+    for rank in run.plan.ranks[-2:]:
+        dry, estimate = run_rank(run, rank), estimates[rank]
+        assert 0.97 * dry.peak <= estimate.total <= 1.25 * dry.peak, (rank, dry.peak, estimate)
+
+
+@pytest.mark.slow
 def test_a_dry_rank_sends_what_a_real_one_with_divided_weights_does(tmp_path: Path) -> None:
     first = stage([0, 1, 2], [0, 4], dp_split=[1, 2, 1], weights={"shard": [5, 1, 2]})
     second = stage([3, 4], [4, 6], dp_split=[3, 1], weights={"shard": [1, 3], "gather": "micro-batch"})

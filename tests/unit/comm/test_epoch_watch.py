@@ -14,10 +14,11 @@ from hetero_megatron.comm.job_store import JobStore, LastingStore, StoreGone
 
 
 class Wire:
-    """A port that leads to another one, until it is cut; ``close``: nobody listens any more."""
+    """A port that leads to another one, until it is cut; ``close``: nobody listens any more; ``still``: nothing passes,
+    and nobody is told."""
 
     def __init__(self, port: int) -> None:
-        self._to, self._ends = port, list[socket.socket]()
+        self._to, self._ends, self.still = port, list[socket.socket](), False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -36,7 +37,8 @@ class Wire:
     def _carry(self, one: socket.socket, other: socket.socket) -> None:
         try:
             while data := one.recv(1 << 16):
-                other.sendall(data)
+                if not self.still:
+                    other.sendall(data)
         except OSError:
             pass
         other.close()
@@ -82,3 +84,17 @@ def test_a_hiccup_of_the_network_is_no_loss_and_a_lost_launcher_is_noticed() -> 
     assert f"the launcher does not answer at 127.0.0.1:{wire.port} any more" in watch.gone and "\n" not in watch.gone
     with pytest.raises(StoreGone):
         member.called_off()
+
+
+def test_a_store_that_is_silent_counts_as_gone_in_time() -> None:
+    """With its connection there before, and with one that is made while nobody answers."""
+    server = JobStore()
+    wire = Wire(server.port)
+    ready, late = (LastingStore("127.0.0.1", wire.port, 1.0, SCOPE) for _ in range(2))
+    ready.set("key", "value")
+    wire.still = True
+    for store in (ready, late):
+        with pytest.raises(StoreGone, match=r"no answer for 1 s"):
+            store.check(["key"])
+    wire.still = False
+    assert ready.check(["key"]) and ready.compare_set("key", "", "other") == b"value"

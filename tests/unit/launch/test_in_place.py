@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -178,6 +179,47 @@ def test_the_launcher_looks_after_ranks_while_a_plan_is_searched(tmp_path: Path)
     one = InPlaceSupervisor(setup, job.start, fits, 1, 60.0, tmp_path, said.append)
     assert one.run() == 0 and job.failed == [], said
     assert multiprocessing.active_children() == []
+
+
+def test_a_host_that_came_in_time_is_not_left_while_its_plan_is_searched(tmp_path: Path) -> None:
+    """The search takes longer than the job waits for hosts."""
+
+    def script(job: Played) -> None:
+        member = job.join("one")
+        job.store.ready(member, Speed("cpu", 1.0))
+        until(lambda: (tmp_path / "searched").exists())
+        job.codes[0] = -9
+        until(lambda: job.store.first_epoch(member) == 1)
+        job.store.ended(member, 0)
+
+    def fits(seats: Sequence[Seat], _: object) -> Path:
+        (tmp_path / "searched").touch()
+        time.sleep(1.0)
+        return tmp_path / f"{len(seats)}.yaml"
+
+    job, said = Played(script), list[str]()
+    setup = Setup(tmp_path / "plan", (Seat("first", 0),))
+    one = InPlaceSupervisor(setup, job.start, fits, 1, 60.0, tmp_path, said.append, wait=0.3)
+    assert one.run() == 0 and job.failed == [], said
+
+
+def test_a_job_that_is_to_stop_does_not_wait_for_a_rank_that_hangs(tmp_path: Path) -> None:
+    """The rank beside it has seen a failure, and saves after a step without it."""
+
+    def script(job: Played) -> None:
+        until(lambda: signal.getsignal(signal.SIGTERM) != before)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: bool(job.store.called_off()))
+        job.store.stopped(0, 0, by_failure=True)
+        until(lambda: (epoch := job.store.find(1)) is not None and epoch.members == [0])
+        job.codes[0] = 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    job, said = Played(script), list[str]()
+    setup = Setup(tmp_path / "plan", (Seat("first", 0), Seat("second", 0)))
+    one = InPlaceSupervisor(setup, job.start, lambda *_: tmp_path / "1", 1, 0.2, tmp_path, said.append)
+    assert one.run() == 0 and job.failed == [], said
+    assert any("rank 1 (second, chip 0) did not stop in 0.2 s: killed" in line for line in said)
 
 
 def test_a_search_that_fails_says_why_and_the_job_goes_on(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.plans import Plan, dump_yaml, load_plan, plan_from_dict
-from hetero_megatron.plans.buckets import make_buckets, sync_actions
+from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.canonical import WeightSharding
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.program import sync_actions
 from hetero_megatron.spec import Lora, adapted, stage_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.presets import load_model

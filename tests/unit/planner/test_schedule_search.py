@@ -148,3 +148,23 @@ def test_chunked_schedules_are_made_for_what_is_predicted(chunks: int, sizes: tu
     after = predict(made, MODEL, where, costs=costs)
     assert 0 < least_seconds(made, costs) <= least_seconds(made, costs, after) <= after.pipeline_seconds[0] * (1 + 1e-9)
     assert after.pipeline_seconds[0] < found.pipeline_seconds[0]
+
+
+@pytest.mark.parametrize("kind", ["layers", "copies"])
+def test_equal_pipelines_stay_equal_whatever_else_is_searched(kind: str) -> None:
+    """Where the fastest plans are unlike ones, with unequal shares of the states, or schedules made for them."""
+    unlike = cluster(model=SMALL, speeds=(1.0, 1.7, 1.3, 2.0), memory="13 MiB")
+    space = SearchSpace(
+        more_schedules="always", schedule_effort=0.02, equal_pipelines=kind, recompute="none", micro_batch_sizes=(1,),
+        inner_dp=False, max_tp=1,
+    )  # fmt: skip
+    options = SearchOptions(dtype="fp32", space=space)
+    result = search(PlanningProblem(SMALL, unlike, SEQ, 7, options))
+    for plan_found in (result.best, *result.others):
+        pipelines = plan_found.plan.pipelines
+        assert len({tuple(s.layers for s in p.stages) for p in pipelines}) == 1
+        assert len({p.num_micro_batches for p in pipelines}) <= (1 if kind == "copies" else 2)
+        assert {s.optimizer.share for p in pipelines for s in p.stages} == {1}
+    typo = replace(options, space=replace(space, equal_pipelines="layer"))
+    with pytest.raises(UserError, match="equal_pipelines"):
+        search(PlanningProblem(SMALL, unlike, SEQ, 7, typo))
