@@ -64,8 +64,8 @@ def until(condition: Callable[[], object]) -> None:
 def test_a_hiccup_of_the_network_is_no_loss_and_a_lost_launcher_is_noticed() -> None:
     server = JobStore()
     launcher, wire = EpochStore(server.keys(SCOPE), b""), Wire(server.port)
-    member = EpochStore(LastingStore("127.0.0.1", wire.port, 30.0, SCOPE), b"")
-    watch = EpochWatch(EpochStore(LastingStore("127.0.0.1", wire.port, 30.0, SCOPE), b""))
+    member = EpochStore(LastingStore("127.0.0.1", wire.port, 10.0, SCOPE), b"")
+    watch = EpochWatch(EpochStore(LastingStore("127.0.0.1", wire.port, 10.0, SCOPE), b""))
     for number in range(1, 3):
         watch.begin(number)
         wire.cut()
