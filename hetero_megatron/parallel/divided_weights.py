@@ -9,7 +9,7 @@ only their storage comes and goes, so that what autograd keeps of them is whole 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ class GatheredPart:
         self, exchanges: Sequence[BucketExchange], params: Mapping[str, torch.nn.Parameter],
         resized: Callable[[torch.Tensor], None], name: str, roomier: str,
     ) -> None:  # fmt: skip
-        self._exchanges, self._resized, self._name, self._roomier = exchanges, resized, name, roomier
+        self._exchanges, self._resized = exchanges, resized
         self.buckets, self.trained = [e.bucket.index for e in exchanges], exchanges[0].bucket.trained
         bucket_params = [params[name] for e in exchanges for name in e.bucket.names]
         self._whole = all(param.untyped_storage().nbytes() or not param.numel() for param in bucket_params)
@@ -63,6 +63,8 @@ class GatheredPart:
             self._flat |= flatten_parameters(params, dtype_buckets, together=True)
             self.memories.append(self._flat[dtype_buckets[0].index].memory)
         self._bytes = [memory.untyped_storage().nbytes() for memory in self.memories]
+        purpose = f"gathering the weights of {name} ({format_bytes(sum(self._bytes))}), which its stage divides"
+        self._memory = partial(memory_for, purpose, roomier)
         if not self._whole:
             self._resize([0] * len(self._bytes))
         # Not the parameters: what is gathered would be a change of what autograd has kept.
@@ -106,10 +108,6 @@ class GatheredPart:
                 for exchange in self._exchanges:
                     exchange.finish_spread(0, self._views)
             self._whole, self._coming = True, False
-
-    def _memory(self) -> AbstractContextManager[None]:
-        size = format_bytes(sum(self._bytes))
-        return memory_for(f"gathering the weights of {self._name} ({size}), which its stage divides", self._roomier)
 
     def end(self) -> None:
         """One use less."""

@@ -142,7 +142,10 @@ def _gradients(
         parts: their buckets; chunks: of :func:`_backward_order`; wide: bytes of an element.
         given_back: by chunk, bytes of activations that backward of a layer gives back.
     """
-    size = lambda buckets: sum(wide * elements + travels for elements, travels in buckets)  # noqa: E731
+
+    def size(buckets: Iterable[Moving]) -> int:
+        return sum(wide * elements + travels for elements, travels in buckets)
+
     ends = {(part, i): bucket for steps in chunks for part, i, bucket in _buckets(parts, steps)[-IN_FLIGHT:]}
     # Of the backward before, of any chunk; what ends first is the least of it.
     before = sorted(ends.values(), key=lambda bucket: size([bucket]))[-IN_FLIGHT:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hetero_megatron.cluster import format_bytes
-from hetero_megatron.plans.buckets import Bucket
+from hetero_megatron.plans.buckets import Bucket, with_counts
 from hetero_megatron.plans.canonical import Plan
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 
@@ -40,8 +40,8 @@ def replica_bytes(
         nodes: by rank.
     """
     owned_states = dict.fromkeys(sorted(plan.ranks), 0)
-    for bucket in buckets:
-        for rank, count in zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True):
+    for bucket, _, owned_elements in with_counts(buckets):
+        for rank, count in zip(bucket.ranks, owned_elements.tolist(), strict=True):
             owned_states[rank] += count * (moments if bucket.matrices else 1 + moments)
     ranks, sizes = list(owned_states), [count * max(ITEM_BYTES[dtype], 4) for count in owned_states.values()]
     if len(ranks) == 1:
