@@ -141,6 +141,31 @@ def test_random_plans_that_divide_a_base_in_4_bits(seed: int) -> None:
     check_in_4_bits(seed, True)
 
 
+@pytest.mark.parametrize("base_dtype", quick(["nf4", "int8"], ["nf4"], ["int8"]))
+def test_dividing_a_base_in_few_bits_changes_no_bit(base_dtype: str) -> None:
+    """Whenever it is gathered. Unequal shares, 0 among them, give the adapters other owners, and with these the norm
+    another order of adding."""
+    config = LLAMA | {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2}
+    model, base = make_hf(config, 3)
+    spec = adapted(base, Lora(2, 4.0, base_dtype=base_dtype))
+    initial = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, base).items()}
+    initial |= adapter_values(spec, 3)
+
+    def run(**more: Any) -> list[Any]:
+        made = plan([pipe(3, 2, stage([0, 1, 2], [0, 3], dp_split=[1, 1, 1], **more))], seq_length=12)
+        case = Case(3, 4, config, made, optimizer="sgd")
+        return shared_pool().run(run_rank, case, plan_from_dict(made, spec), spec, initial)[:3]
+
+    plain = run()
+    for gather, shard, off in (("layer", [1, 1, 1], 0), ("step", [1, 1, 1], 0), ("micro-batch", [3, 0, 1], 1e-13)):
+        divided = run(weights={"shard": shard, "gather": gather})
+        for (stats, weights, changed), (plain_stats, plain_weights, _) in zip(divided, plain, strict=True):
+            np.testing.assert_allclose(stats, plain_stats, rtol=off)
+            assert changed == 0
+            for (name, _, values), (_, _, plain_values) in zip(weights, plain_weights, strict=True):
+                np.testing.assert_allclose(values, plain_values, rtol=0, atol=off, err_msg=f"{name}, {gather}")
+
+
 def check_in_4_bits(seed: int, divided: bool) -> None:
     rng = random.Random(seed)
     config = LLAMA | {
