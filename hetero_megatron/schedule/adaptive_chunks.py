@@ -133,8 +133,8 @@ class _Search:
     def try_rule(self, rule: ChunkRule) -> None:
         if self.ended():
             return
-        seconds, orders = list_schedule_chunks(self.times, self.count, rule)
-        self.timed += self.size
+        seconds, orders = list_schedule_chunks(self.times, self.count, rule, self.rule_seconds)
+        self.timed += sum(map(len, orders))
         if seconds < self.rule_seconds:
             self.rule, self.rule_seconds = rule, seconds
         self._offer(seconds, orders)

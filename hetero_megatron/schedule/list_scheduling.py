@@ -63,7 +63,7 @@ class _Run:
         activations, gradients: arrivals by receiving stage, in order of micro-batches.
         after_free, before_free: when the link after and before a stage is free.
         wake: when a stage decides next: the end of its action, or the next arrival that it knows of.
-        left: seconds of the actions that a stage has not begun; after: of what follows the last of them at least.
+        left: at least so many seconds take the actions that a stage has not begun; after: what follows the last.
     """
 
     def __init__(self, times: PipelineTimes, num_micro_batches: int, rule: ListRule) -> None:
@@ -78,7 +78,7 @@ class _Run:
                 times.stages, times.backward_seconds, rule.most_in_flight, rule.most_deferred, rule.forward_first
             )
         ]  # fmt: skip
-        self.left = [num_micro_batches * (x.forward_seconds + x.backward_seconds) for x in times.stages]
+        self.left = [num_micro_batches * (x.forward_seconds + sum(x.least_seconds)) for x in times.stages]
         self.after = [x.tail_seconds for x in times.stages]
         self.rows: list[list[str]] = [[] for _ in range(count)]
         self.ends = [0.0] * count
