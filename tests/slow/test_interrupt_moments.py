@@ -35,8 +35,8 @@ def load() -> Iterator[None]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """``begins`` is printed when Python's own start is over, of ours: what torch's agent does with an interrupt while it
-    is imported itself is torch's."""
+    """``begins`` is printed when Python's own start is over, of ours: what torch's agent does with an interrupt while
+    it is imported is torch's."""
     (folder / "sitecustomize.py").write_text(
         "import sys\nwords = sys.orig_argv\n"
         "if 'torch.distributed.run' not in words and any('pretrain_gpt' in a for a in words):"
