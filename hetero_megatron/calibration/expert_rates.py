@@ -160,7 +160,9 @@ def _exchanges(
 class _Same:
     """Experts that do nothing."""
 
-    def __call__(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor | None
+    ) -> torch.Tensor:
         return x
 
 
