@@ -44,7 +44,7 @@ class Ways:
         table: [members, keys] bool, who gets the tokens of which keys from here.
         names: [members, keys] int64, what a key is called there.
         gives, takes: by member, whether tokens may go to it, and come from it.
-        experts: by member, how many it has, of each of which it is told how many rows come; 0 where it passes tokens on.
+        experts: by member, how many it has, each of which is sent the number of its rows; 0 where it passes tokens on.
     """
 
     group: Group
@@ -261,9 +261,13 @@ class ExpertExchange:
         return partial(self._arrive, x, weights, keys, routes)
 
     def _arrive(self, x: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, routes: Routes) -> torch.Tensor:
-        rows = _Arrive.apply(x, weights, keys, routes)
-        y = self.compute(*rows, routes.ends) if self.further is None else self.further.through(*rows)
-        return _Combine.apply(y, x.shape[0], routes)  # type: ignore[no-any-return]
+        tokens = x.shape[0]
+        x, weights, keys = _Arrive.apply(x, weights, keys, routes)
+        if self.further is None:
+            y = self.compute(x, weights, keys, routes.ends)
+        else:
+            y = self.further.through(x, weights, keys)
+        return _Combine.apply(y, tokens, routes)  # type: ignore[no-any-return]
 
     def through(self, x: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """There and back at once."""
