@@ -22,7 +22,8 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.empty_stage import BaseWeights
 from hetero_megatron.parallel.grad_sync.routes import OwnedPiece
-from hetero_megatron.spec import LogicalTensor, ModelSpec, trained_tensors
+from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors, trained_tensors
+from hetero_megatron.spec.adapted_model import logical_box
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.spec.tensors import expert_tensor
 from hetero_megatron.utils.files import require_regular
@@ -212,11 +213,15 @@ def merged_pieces(
 ) -> Iterator[Owned]:
     """The same of what a rank owns of matrices that its stage divides: pieces, and their values as they are stored."""
     assert spec.lora is not None
+    tensors = {t.name: t for t in logical_tensors(spec)}
     for piece, values in pieces:
-        rows = piece.slices[0]
-        weight, module = params.rows(piece.name, values, rows), piece.name.removesuffix(".weight")
+        rows, columns = piece.slices[0], piece.slices[-1]
+        weight, module = params.part(piece.name, values, rows, columns), piece.name.removesuffix(".weight")
+        box = logical_box(tensors[piece.name], piece.box)
         if (a := params.get(f"{module}.lora_A.weight")) is not None:
             wide_dtype = torch.promote_types(weight.dtype, torch.float32)
-            a, b = a[:, piece.slices[1]].to(wide_dtype), params[f"{module}.lora_B.weight"][rows].to(wide_dtype)
+            held_columns = logical_box(tensors[piece.name], Box((rows.start, columns.start), (rows.stop, columns.stop)))
+            a = a[:, held_columns.slices()[1]].to(wide_dtype)
+            b = params[f"{module}.lora_B.weight"][rows].to(wide_dtype)
             weight = weight.to(wide_dtype).add(b @ a, alpha=spec.lora.scale(module))
-        yield piece.name, piece.box, weight
+        yield piece.name, box, weight

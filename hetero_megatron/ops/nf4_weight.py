@@ -2,18 +2,19 @@
 
 A matrix [outputs, inputs] is blocks of 64 elements, row after row. Of each element 4 bits say which of 16 values it
 has, times the largest magnitude of its block; that is kept in 8 bits, less the mean of all blocks and times the largest
-such difference among 256 of them. Values do not depend on how a plan cuts a matrix: blocks are those of the whole, and
-a rank whose columns begin or end inside a block keeps all of it.
+such difference among 256 of them. In memory the 8 bits follow the 32 bytes of their block, so that some blocks of some
+rows, which ranks may divide, are one box of bytes [outputs, 33 per block]. Values do not depend on how a plan cuts a
+matrix: blocks are those of the whole, and a rank whose columns begin or end inside a block keeps all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from hetero_megatron.spec.lora import NF4_BLOCK, NF4_CHUNK, NF4_GROUP, nf4_blocks
+from hetero_megatron.spec.lora import NF4_BLOCK, NF4_BYTES, NF4_CHUNK, NF4_GROUP, nf4_blocks
 
 # Quantiles of a normal distribution, over the largest one; 0 among them (bitsandbytes, and the paper's appendix E).
 VALUES = (
@@ -38,10 +39,10 @@ def dynamic_values() -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Nf4Scales:
-    """Of a rank's part of a matrix, whose columns are those of whole blocks.
+    """What of a rank's part of a matrix lies beside its blocks.
 
     Attributes:
-        blocks: uint8 [outputs, blocks of a row here]; groups: fp32 [groups of 256 blocks of the whole matrix]; mean:
+        groups: fp32 [groups of 256 blocks of the whole matrix]; mean:
             fp32 [1], of the largest magnitudes of all blocks.
         levels, codes: fp32 [16] and [256]: what 4 bits and 8 bits stand for; beside the weight, so that no product
             waits for them.
@@ -49,7 +50,6 @@ class Nf4Scales:
         skip, columns: the part begins so many columns after its first block does, and has so many.
     """
 
-    blocks: torch.Tensor
     groups: torch.Tensor
     mean: torch.Tensor
     levels: torch.Tensor
@@ -61,29 +61,36 @@ class Nf4Scales:
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        return self.blocks, self.groups, self.mean, self.levels, self.codes
+        return self.groups, self.mean, self.levels, self.codes
 
     def copy_(self, other: Nf4Scales) -> None:
         """Take the values of the same part's."""
         for own_tensor, other_tensor in zip(self.tensors, other.tensors, strict=True):
             own_tensor.copy_(other_tensor)
 
+    def of(self, rows: slice, columns: slice) -> Nf4Scales:
+        """Those of a part of this part: of so many rows, and bytes of whole blocks."""
+        a, b = columns.start // NF4_BYTES, columns.stop // NF4_BYTES
+        return replace(self, first=self.first + rows.start * self.across + a, skip=0, columns=(b - a) * NF4_BLOCK)
+
     def widened(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The part [outputs, columns] of the matrix, computed in fp32 and rounded once to ``dtype``."""
         out = torch.empty(len(weight), self.columns, dtype=dtype, device=weight.device)
-        for start, stop in _chunks(len(weight), 2 * weight.shape[1], NF4_CHUNK):
-            part = weight[start:stop]
-            levels = torch.stack([part >> 4, part & 15], -1).view(stop - start, -1, NF4_BLOCK)
-            values = (self.levels[levels.int()] * self._magnitudes(start, stop)).flatten(1)
+        blocks = _blocks(weight)
+        for start, stop in _chunks(len(weight), blocks.shape[1] * NF4_BLOCK, NF4_CHUNK):
+            part = blocks[start:stop]
+            pairs = part[..., :-1]
+            levels = torch.stack([pairs >> 4, pairs & 15], -1).flatten(2)
+            values = (self.levels[levels.int()] * self._magnitudes(part[..., -1], start)).flatten(1)
             out[start:stop] = values[:, self.skip : self.skip + self.columns]
         return out
 
-    def _magnitudes(self, start: int, stop: int) -> torch.Tensor:
-        """Largest magnitudes [rows, blocks of a row here, 1] of some rows, in fp32."""
-        device, (a, b) = self.blocks.device, nf4_blocks(self.skip, self.skip + self.columns)
-        rows = torch.arange(start, stop, device=device)[:, None] * self.across + self.first
-        group = (rows + torch.arange(b - a, device=device)) // NF4_GROUP
-        return (self.codes[self.blocks[start:stop].int()] * self.groups[group] + self.mean)[..., None]
+    def _magnitudes(self, codes: torch.Tensor, start: int) -> torch.Tensor:
+        """Largest magnitudes [rows, blocks of a row here, 1] of the rows from ``start``, in fp32; ``codes``: uint8
+        [rows, blocks]."""
+        rows = torch.arange(start, start + len(codes), device=codes.device)[:, None] * self.across + self.first
+        group = (rows + torch.arange(codes.shape[1], device=codes.device)) // NF4_GROUP
+        return (self.codes[codes.int()] * self.groups[group] + self.mean)[..., None]
 
 
 def empty_nf4(
@@ -94,12 +101,16 @@ def empty_nf4(
     count, blocks_per_row = rows[1] - rows[0], shape[1] // NF4_BLOCK
     groups = -(-shape[0] * blocks_per_row // NF4_GROUP)
     scales = Nf4Scales(
-        torch.empty(count, b - a, dtype=torch.uint8, device=device),
         torch.empty(groups, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.float32, device=device),
         torch.tensor(VALUES, dtype=torch.float32, device=device), dynamic_values().to(device),
         rows[0] * blocks_per_row + a, blocks_per_row, columns[0] - a * NF4_BLOCK, columns[1] - columns[0],
     )  # fmt: skip
-    return torch.empty(count, (b - a) * NF4_BLOCK // 2, dtype=torch.uint8, device=device), scales
+    return torch.empty(count, (b - a) * NF4_BYTES, dtype=torch.uint8, device=device), scales
+
+
+def _blocks(weight: torch.Tensor) -> torch.Tensor:
+    """[outputs, blocks of a row, 33] of [outputs, bytes]: 32 bytes of two elements each, and the block's magnitude."""
+    return weight.view(len(weight), weight.shape[1] // NF4_BYTES, NF4_BYTES)
 
 
 def quantize_nf4(
@@ -120,15 +131,16 @@ def quantize_nf4(
     codes = torch.bucketize(shares.clamp_(-1, 1), _middles(scales.codes), out_int32=True).to(torch.uint8)
     a, b = nf4_blocks(*columns)
     block_index = slice(*rows), slice(a, b)
-    scales.blocks.copy_(codes.flatten()[: len(largest)].view(whole.shape[0], -1)[block_index])
+    packed = _blocks(weight)
+    packed[..., -1] = codes.flatten()[: len(largest)].view(whole.shape[0], -1)[block_index]
     middles = _middles(scales.levels)
     inverse = (1 / largest.clamp(min=SMALLEST)).view(whole.shape[0], -1)
     for start, stop in _chunks(rows[1] - rows[0], (b - a) * NF4_BLOCK, READ_CHUNK):
         part = slice(rows[0] + start, rows[0] + stop)
         values = whole[part, a * NF4_BLOCK : b * NF4_BLOCK].float().unflatten(1, (-1, NF4_BLOCK))
-        values = (values * inverse[part, a:b, None]).clamp_(-1, 1).flatten(1)
+        values = (values * inverse[part, a:b, None]).clamp_(-1, 1)
         code_indices = torch.bucketize(values, middles, out_int32=True).to(torch.uint8)
-        weight[start:stop] = (code_indices[:, ::2] << 4) | code_indices[:, 1::2]
+        packed[start:stop, :, :-1] = (code_indices[..., ::2] << 4) | code_indices[..., 1::2]
     return weight, scales
 
 

@@ -18,6 +18,7 @@ from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.int8_weight import quantize, widened
 from hetero_megatron.plans import Stage
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
+from hetero_megatron.spec.adapted_model import stored_box
 from hetero_megatron.spec.dropout import NO_DROPOUT
 
 if TYPE_CHECKING:
@@ -82,13 +83,14 @@ def owned_values(
     """What :func:`fill` would write into some boxes of a rank's weight, without the weight.
 
     Args:
-        held: the rank's box; owned: inside it. like: of the weight's dtype and device.
+        held: the rank's box; owned: inside it, of the array in memory. like: of the weight's dtype and device.
     """
     if tensor.name not in scales:
         return [values(tensor, box).to(like.device, like.dtype, copy=True) for box in owned]
-    held_values = torch.empty(held.shape, dtype=like.dtype)  # in host memory
-    fill(tensor, held, values, held_values, scales)
-    return [held_values[box.slices(held)].to(like.device, copy=True) for box in owned]
+    stored = stored_box(tensor, held)
+    stored_values = torch.empty(stored.shape, dtype=like.dtype)  # in host memory
+    fill(tensor, held, values, stored_values, scales)
+    return [stored_values[box.slices(stored)].to(like.device, copy=True) for box in owned]
 
 
 class BaseWeights:
@@ -106,17 +108,17 @@ class BaseWeights:
 
     def get(self, name: str) -> torch.Tensor | None:
         param = self._params.get(name)
-        return param if param is None else self.rows(name, param.detach(), slice(None))
+        if param is None or name not in self._scales:
+            return param if param is None else param.detach()
+        return widened(param.detach(), self._scales[name], self._wide)
 
-    def rows(self, name: str, values: torch.Tensor, rows: slice) -> torch.Tensor:
-        """``values`` of some rows of a weight, as it is stored, in that form."""
+    def part(self, name: str, values: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+        """``values`` of a part of a weight, as it is stored, in that form; ``columns``: of what is stored."""
         scales = self._scales.get(name)
         if scales is None:
             return values
-        if isinstance(scales, torch.Tensor):
-            return widened(values, scales[..., rows, :], self._wide)
-        assert rows == slice(None), "stages that divide weights in 4 bits are refused"
-        return widened(values, scales, self._wide)
+        of_part = scales[rows] if isinstance(scales, torch.Tensor) else scales.of(rows, columns)
+        return widened(values, of_part, self._wide)
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class EmptyStage:
     """Attributes, all by logical name but ``module``:
     module: the stage with this rank's share of every tensor, uninitialised.
     tensors: of the stage; boxes: what this rank has of each.
-    scales: of frozen weights in 8 bits, uninitialised.
+    scales: of frozen weights in 8 or 4 bits, uninitialised.
     adapters: turns them off; None: it has none."""
 
     module: GPTStage
@@ -132,6 +134,10 @@ class EmptyStage:
     boxes: dict[str, Box]
     scales: dict[str, Scales]
     adapters: AdapterSwitch | None = None
+
+    def stored_boxes(self) -> dict[str, Box]:
+        """By logical name, the box of each in the array that memory has."""
+        return {name: stored_box(self.tensors[name], box) for name, box in self.boxes.items()}
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By logical name."""

@@ -91,7 +91,8 @@ class StageModel:
 
     Attributes:
         module: maps tokens [b, s] or a stage's input [b, s, h] to hidden states or logits.
-        boxes: of each parameter in its logical tensor, by logical name.
+        boxes: of each parameter in its logical tensor, by logical name; stored_boxes: of those in 4 bits, of the
+            bytes that memory has.
         scales: of frozen weights in few bits, by logical name.
         adapters: turns them off; None: the model has none.
         row_norms: of a model with DoRA; to be refreshed before every step.
@@ -115,6 +116,7 @@ class StageModel:
         )
         self.module, self.boxes, self.scales, self.adapters = empty.module, empty.boxes, empty.scales, empty.adapters
         self._empty, self._initialize = empty, initialize
+        self.stored_boxes = empty.stored_boxes()
         self.row_norms: RowNorms | None = None
         if spec.lora is not None and spec.lora.dora:
             from hetero_megatron.parallel.lora import RowNorms

@@ -35,6 +35,7 @@ from hetero_megatron.plans.experts import (
     split_by_island,
 )
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
+from hetero_megatron.spec.adapted_model import logical_box, stored_box
 
 Ints = NDArray[np.int64]
 WHOLE_BYTES = 64 << 10  # smaller tensors have one owner: splitting them costs more messages than it saves bytes
@@ -67,8 +68,9 @@ class Bucket:
     """Tensors synchronised together: ``names`` in backward order, ``ranks`` (holders) ascending; ``hops``: one from the
     holders to the owners, or two by way of a representative in each island. ``weights``: how its holders, all of one
     stage, divide them, and ``segment`` the layer (or ``embed``, ``head``) of all its tensors; None: they are whole.
-    ``trained``: False of weights that are gathered only; ``int8``: they are in 8 bits. ``matrices``: Muon's, each whole
-    with its owner, which may hold only a part of it (``plans/matrices.py``)."""
+    ``trained``: False of weights that are gathered only; ``in_bytes``: these are in 8 or 4 bits, and boxes are those of
+    their bytes (``spec.adapted_model.stored_box``). ``matrices``: Muon's, each whole with its owner, which may hold only
+    a part of it (``plans/matrices.py``)."""
 
     index: int
     ranks: tuple[int, ...]
@@ -79,7 +81,7 @@ class Bucket:
     weights: WeightSharding | None = None
     segment: int | str | None = None
     trained: bool = True
-    int8: bool = False
+    in_bytes: bool = False
     matrices: bool = False
 
     @cached_property
@@ -248,16 +250,40 @@ def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout] | 
     if spec.lora is None or not sharding:
         return ()
     holders = tensor_holders(plan, spec) if holders is None else holders
-    order = backward_order(t for t in logical_tensors(spec) if not t.trained)
+    frozen = [t for t in logical_tensors(spec) if not t.trained]
+    holders = _stored_layouts((t for t in frozen if _dividing(sharding, holders[t.name])), holders)
     rows = [
-        [(t.name, (holders[t.name].ranks, t.wide, t.int8, t.layer)) for t in segment
-         if _dividing(sharding, holders[t.name])] for segment in order
+        [(t.name, (holders[t.name].ranks, t.wide, t.int8 or t.nf4, t.layer)) for t in segment]
+        for segment in backward_order(t for t in frozen if t.name in holders)
     ]  # fmt: skip
     make, buckets = _BucketMaker(plan, holders, 4), list[Bucket]()
-    for (ranks, _, int8, segment), names in _runs(rows, holders, BUCKET_BYTES // 4):
+    for (ranks, _, in_bytes, segment), names in _runs(rows, holders, BUCKET_BYTES // 4):
         bucket = make(len(buckets), ranks, names, sharding[ranks[0]].weights, segment)
-        buckets.append(replace(bucket, trained=False, int8=int8))
+        buckets.append(replace(bucket, trained=False, in_bytes=in_bytes))
     return tuple(buckets)
+
+
+def _stored_layouts(tensors: Iterable[LogicalTensor], holders: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Holders of some tensors as these lie in memory; equal layers share layouts. Those in 4 bits are left out where a
+    rank has a part of a block: it would own columns whose adapter others have."""
+    found: dict[tuple[int, bool], Layout | None] = {}
+    stored: dict[str, Layout] = {}
+    for tensor in tensors:
+        layout = holders[tensor.name]
+        key = id(layout), tensor.nf4
+        if key not in found:
+            found[key] = _in_bytes(tensor, layout) if tensor.nf4 else layout
+        if (stored_layout := found[key]) is not None:
+            stored[tensor.name] = stored_layout
+    return stored
+
+
+def _in_bytes(tensor: LogicalTensor, layout: Layout) -> Layout | None:
+    """None: a rank has a part of a block."""
+    boxes = {rank: tuple(stored_box(tensor, box) for box in layout.of(rank)) for rank in layout.ranks}
+    if any(tuple(logical_box(tensor, box) for box in boxes[rank]) != layout.of(rank) for rank in layout.ranks):
+        return None
+    return Layout(stored_box(tensor, Box.whole(tensor.shape)).hi, boxes)
 
 
 def _dividing(sharding: Mapping[int, Stage], layout: Layout) -> bool | None:

@@ -60,7 +60,6 @@ def weights_can_be_sharded(plan: Plan, stage: Stage, path: str, spec: ModelSpec,
     refused = (
         (spec.moe is not None, "a mixture of experts", "experts"),
         (spec.lora is not None and spec.lora.dora, "DoRA, which measures whole rows in every step", "--use-dora"),
-        (spec.in_nf4, "a base in 4 bits, whose blocks have scales of the whole matrix", "--lora-base-dtype nf4"),
         (stage.optimizer.offload, "an optimizer in host memory", "optimizer.offload"),
         (stage.dtype == "fp8", "products in fp8", "dtype"),
     )

@@ -1,4 +1,4 @@
-"""A model with adapters beside its frozen base: what may have them, and what a base in few bits takes."""
+"""A model with adapters beside its frozen base: what may have them; how a base in few bits lies in memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hetero_megatron.spec.lora import (
     EVERY_TARGET,
     MLP_TARGETS,
     NF4_BLOCK,
+    NF4_BYTES,
     NF4_GROUP,
     NF4_TABLES,
     Lora,
@@ -74,10 +75,31 @@ def stored_bytes(tensor: LogicalTensor, box: Box) -> int:
     """Of a rank's box of a tensor that is stored in 8 or 4 bits, with its scales."""
     if tensor.int8:
         return box.size + SCALE_BYTES * math.prod(box.shape[:-1])
-    rows = box.hi[0] - box.lo[0]
-    a, b = nf4_blocks(box.lo[1], box.hi[1])
     groups = -(-tensor.size // (NF4_BLOCK * NF4_GROUP))
-    return rows * (b - a) * (NF4_BLOCK // 2 + 1) + SCALE_BYTES * (groups + 1 + NF4_TABLES)
+    return stored_box(tensor, box).size + SCALE_BYTES * (groups + 1 + NF4_TABLES)
+
+
+def stored_box(tensor: LogicalTensor, box: Box) -> Box:
+    """A box of a tensor in the array that has its values in memory: itself, but of one in 4 bits the bytes of all
+    blocks in which some of its columns are."""
+    if not tensor.nf4:
+        return box
+    a, b = nf4_blocks(box.lo[1], box.hi[1])
+    return Box((box.lo[0], a * NF4_BYTES), (box.hi[0], b * NF4_BYTES))
+
+
+def gathered_bytes(tensor: LogicalTensor, item: int) -> int:
+    """Of a whole tensor with ``item`` bytes per element, or in few bits: what ranks that divide it send each other."""
+    stored = stored_box(tensor, Box.whole(tensor.shape)).size
+    return stored if tensor.int8 or tensor.nf4 else stored * item
+
+
+def logical_box(tensor: LogicalTensor, stored: Box) -> Box:
+    """The box of a tensor that one of whole blocks in memory stands for."""
+    if not tensor.nf4:
+        return stored
+    a, b = (column // NF4_BYTES * NF4_BLOCK for column in (stored.lo[1], stored.hi[1]))
+    return Box((stored.lo[0], a), (stored.hi[0], b))
 
 
 def _fits_nf4(spec: ModelSpec) -> None:

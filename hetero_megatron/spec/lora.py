@@ -20,6 +20,7 @@ LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 EVERY_TARGET = TARGETS + LATENT_TARGETS
 BASE_DTYPES = ("int8", "nf4")
 NF4_BLOCK = 64  # elements of a row that share a largest magnitude, in 4 bits
+NF4_BYTES = NF4_BLOCK // 2 + 1  # of a block: two elements each, and how large its largest magnitude is
 NF4_GROUP = 256  # blocks whose magnitudes share one
 NF4_TABLES = 16 + 256  # numbers that bits stand for
 NF4_CHUNK = 1 << 21  # elements that are made of 4 bits at once, and bytes that each takes then: indices, and fp32 twice

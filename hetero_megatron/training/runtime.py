@@ -174,7 +174,7 @@ class Runtime:
         buckets = [bucket for bucket in compiled.divided if self.comm.rank in bucket.ranks]
         divided = DividedWeights(
             self.here.stage, self.here.spec.tied, buckets, dict(built.module.named_parameters()), sync.divided_sums,
-            self.comm, built.boxes, built.kernels.weight_gradients,
+            self.comm, built.stored_boxes, built.kernels.weight_gradients,
         )  # fmt: skip
         apply_divided_weights(built.module, divided)
         self.executor.weights = divided

@@ -25,6 +25,7 @@ from hetero_megatron.plans.fields import reduced
 from hetero_megatron.plans.memory.divided import owned_bytes
 from hetero_megatron.predictor.simulate.step import StepSimulator
 from hetero_megatron.spec import stage_tensors
+from hetero_megatron.spec.adapted_model import gathered_bytes
 
 MOST_CHIPS = 64
 FEW = 4  # structures that are made into plans; four times as many where nothing else fits
@@ -66,7 +67,7 @@ def _cannot(problem: PlanningProblem) -> bool:
     model, space = problem.model, problem.space
     dora = model.lora is not None and model.lora.dora
     costs = problem.options.costs
-    refused = model.moe is not None or model.mtp_layers > 0 or dora or model.in_nf4 or costs.muon
+    refused = model.moe is not None or model.mtp_layers > 0 or dora or costs.muon
     refused = refused or costs.fp8 is not None or space.equal_pipelines != "no"
     return refused or not space.inner_dp or space.offload == "always" or space.context == "always"
 
@@ -109,9 +110,9 @@ class _DividedSearch(StagedSearch):
         super().__init__(problem, scorer)
         self._rows: dict[object, list[int] | None] = {}
         self._speeds: dict[object, StageSpeed | None] = {}
-        layer = [(math.prod(t.shape), t) for t in stage_tensors(self.model, (0,), False, False)]
-        self._trained = sum(n for n, t in layer if t.trained) if self.model.lora is None else 0
-        self._frozen = sum(n * (1 if t.int8 else self.costs.item) for n, t in layer if not t.trained)
+        layer = stage_tensors(self.model, (0,), False, False)
+        self._trained = sum(t.size for t in layer if t.trained) if self.model.lora is None else 0
+        self._frozen = sum(gathered_bytes(t, self.costs.item) for t in layer if not t.trained)
 
     def bound(self, structure: ChipStructure) -> float:
         """Nor is a step shorter than its messages, of which shares by room may save half."""

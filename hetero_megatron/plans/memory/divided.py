@@ -44,7 +44,7 @@ def divided_bytes(
     gradients: dict[int, dict[Step, list[Moving]]] = defaultdict(lambda: defaultdict(list))
     for bucket, held_elements, owned_elements in with_counts(b for b in buckets if b.weights is not None):
         assert bucket.segment is not None
-        element_bytes, copies = 1 if bucket.int8 else item, held_elements.sum() / owned_elements.sum()
+        element_bytes, copies = 1 if bucket.in_bytes else item, held_elements.sum() / owned_elements.sum()
         moving = buffer_bytes(held_elements, owned_elements, copies, item, bucket.dense)[0]
         columns = (column.tolist() for column in (held_elements, owned_elements, moving))
         for rank, held_by_rank, owned_by_rank, travels in zip(bucket.ranks, *columns, strict=True):
@@ -70,7 +70,7 @@ def owned_bytes(buckets: Iterable[Bucket], item: int, moments: int) -> dict[int,
     gradients."""
     by_rank: dict[int, int] = defaultdict(int)
     for bucket, _, owned_elements in with_counts(buckets):
-        element_bytes = max(item, 4) * (moments + 2) if bucket.trained else 1 if bucket.int8 else item
+        element_bytes = max(item, 4) * (moments + 2) if bucket.trained else 1 if bucket.in_bytes else item
         for rank, elements in zip(bucket.ranks, owned_elements.tolist(), strict=True):
             by_rank[rank] += elements * element_bytes
     return by_rank
@@ -95,7 +95,7 @@ def frozen_bytes(buckets: Iterable[Bucket], item: int) -> dict[int, int]:
     """By rank, bytes that frozen weights take less because their stage divides them, which keeps what ranks own."""
     by_rank: dict[int, int] = defaultdict(int)
     for bucket, held_elements, owned_elements in with_counts(b for b in buckets if not b.trained):
-        away = (held_elements - owned_elements) * (1 if bucket.int8 else item)
+        away = (held_elements - owned_elements) * (1 if bucket.in_bytes else item)
         for rank, bytes_of_rank in zip(bucket.ranks, away.tolist(), strict=True):
             by_rank[rank] += bytes_of_rank
     return by_rank

@@ -40,14 +40,14 @@ class DividedCost:
         self._parts: dict[int, dict[Step, PartSeconds]] = defaultdict(lambda: defaultdict(PartSeconds))
         for bucket in buckets:
             assert bucket.segment is not None
-            key = (bucket.layout_key, bucket.int8, bucket.trained)
+            key = (bucket.layout_key, bucket.in_bytes, bucket.trained)
             if key not in priced:
                 priced[key] = self._price(bucket)
             parts = self._parts[bucket.ranks[0]]
             parts[bucket.segment] += priced[key]
 
     def _price(self, bucket: Bucket) -> PartSeconds:
-        model, chips, item = self.model, self.model.cluster.ranks, 1 if bucket.int8 else self.model.item
+        model, chips, item = self.model, self.model.cluster.ranks, 1 if bucket.in_bytes else self.model.item
         moves = {pair: n for pair, n in hop_elements(bucket.hops[0]).items() if pair[0] != pair[1]}
         owned_elements = dict(zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True))
         gives, takes = defaultdict[int, int](int), defaultdict[int, int](int)

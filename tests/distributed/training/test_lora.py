@@ -133,12 +133,22 @@ def test_random_plans_of_a_base_in_8_bits(seed: int) -> None:
 @pytest.mark.parametrize("seed", quick(range(400, 406), [401], [400]))
 def test_random_plans_of_a_base_in_4_bits(seed: int) -> None:
     """Of whole rows of blocks, wherever a plan cuts them: heads of 16, columns anywhere."""
+    check_in_4_bits(seed, False)
+
+
+@pytest.mark.parametrize("seed", quick(range(500, 510), [500], [501, 502]))
+def test_random_plans_that_divide_a_base_in_4_bits(seed: int) -> None:
+    check_in_4_bits(seed, True)
+
+
+def check_in_4_bits(seed: int, divided: bool) -> None:
     rng = random.Random(seed)
     config = LLAMA | {
         "hidden_size": 128, "intermediate_size": 64 * rng.randint(1, 3), "num_attention_heads": 8,
         "num_key_value_heads": rng.choice([2, 8]),
     }  # fmt: skip
     made = random_plan(rng, config["num_hidden_layers"], 8, rng.randint(8, 16), ranks=rng.choice([2, 3, 4]))
+    made = dividing_plan(rng, config["num_hidden_layers"], 8, 12) if divided else made
     lora = Lora(rng.choice([1, 3]), 4.0, tuple(rng.sample(TARGETS, 4)), base_dtype="nf4")
     check(config, made, lora, Case(seed, 4, config, made, optimizer="sgd", packed=rng.random() < 0.5))
 
@@ -149,6 +159,15 @@ def test_random_plans_that_divide_the_base(seed: int) -> None:
     check_random(seed, "int8" if seed % 3 == 0 else None, divided=True)
 
 
+def dividing_plan(rng: random.Random, layers: int, heads: int, length: int) -> dict[str, Any]:
+    """One in which some stage divides its weights."""
+    while True:
+        made = random_plan(rng, layers, heads, length, ranks=rng.choice([2, 3, 4]), most_pipelines=1)
+        divide_weights(rng, made, heads)
+        if any("weights" in stage for stage in made["pipelines"][0]["stages"]):
+            return made
+
+
 def check_random(seed: int, base_dtype: str | None, dora: bool = False, divided: bool = False) -> None:
     rng = random.Random(seed + 7000)
     config = random_model(rng)
@@ -157,10 +176,7 @@ def check_random(seed: int, base_dtype: str | None, dora: bool = False, divided:
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     length = rng.randint(8, 16)
     made = random_plan(rng, layers, heads, length, ranks=rng.choice([1, 2, 3, 4]))
-    if divided:
-        while not any("weights" in s for s in made["pipelines"][0]["stages"]):
-            made = random_plan(rng, layers, heads, length, ranks=rng.choice([2, 3, 4]), most_pipelines=1)
-            divide_weights(rng, made, heads)
+    made = dividing_plan(rng, layers, heads, length) if divided else made
     targets = TARGETS if rng.random() < 0.5 else tuple(rng.sample(TARGETS, rng.randint(1, 4)))
     dropout = rng.choice([0.0, 0.05, 0.5]) * (not dora)
     lora = Lora(rng.choice([1, 3, 8]), rng.choice([4.0, 16.0]), targets, rng.random() < 0.3, dropout, base_dtype, dora)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from hetero_megatron.layout import Box
 from hetero_megatron.ops.int8_weight import narrow_product, widened
 from hetero_megatron.ops.nf4_weight import VALUES, dynamic_values, quantize_nf4
-from hetero_megatron.spec.adapted_model import stored_bytes
+from hetero_megatron.spec.adapted_model import logical_box, stored_box, stored_bytes
 from hetero_megatron.spec.tensors import Axis, LogicalTensor
 from tests.support.nf4_reference import NF4, dynamic, rounded
 
@@ -34,7 +34,7 @@ def test_values_are_those_of_the_rule(shape: tuple[int, int]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         given = weight(*shape).to(dtype)
         packed, scales = quantize_nf4(given, (0, shape[0]), (0, shape[1]))
-        assert packed.dtype == torch.uint8 and packed.numel() == given.numel() // 2
+        assert packed.dtype == torch.uint8 and packed.numel() == given.numel() // 64 * 33
         wanted = rounded(given.float().numpy())
         np.testing.assert_array_equal(widened(packed, scales, torch.float32).numpy(), wanted)
         exact = widened(packed, scales, torch.float32)
@@ -57,7 +57,8 @@ def test_bitsandbytes_has_the_same_values() -> None:
     given = weight(96, 256)
     packed, state = functional.quantize_4bit(given, blocksize=64, compress_statistics=True, quant_type="nf4")
     mine, scales = quantize_nf4(given, (0, 96), (0, 256))
-    assert torch.equal(mine.flatten(), packed.flatten()) and torch.equal(scales.blocks.flatten(), state.absmax)
+    blocks = mine.view(-1, 33)
+    assert torch.equal(blocks[:, :32].flatten(), packed.flatten()) and torch.equal(blocks[:, 32], state.absmax)
     assert torch.equal(scales.groups, state.state2.absmax) and torch.equal(scales.mean[0], state.offset)
     assert torch.equal(widened(mine, scales, torch.float32), functional.dequantize_4bit(packed, state))
 
@@ -74,7 +75,23 @@ def test_parts_are_those_of_the_whole() -> None:
         packed, scales = quantize_nf4(given, rows, columns)
         assert torch.equal(widened(packed, scales, torch.float32), whole[slice(*rows), slice(*columns)])
         held = sum(t.numel() * t.element_size() for t in (packed, *scales.tensors))
-        assert held == stored_bytes(tensor, Box((rows[0], columns[0]), (rows[1], columns[1])))
+        box = Box((rows[0], columns[0]), (rows[1], columns[1]))
+        assert held == stored_bytes(tensor, box) and tuple(packed.shape) == stored_box(tensor, box).shape
+
+
+def test_boxes_of_bytes_are_whole_blocks() -> None:
+    """Some rows and blocks of a part, as an owner has them, without what lies beside."""
+    given = weight(300, 320)
+    whole = widened(*quantize_nf4(given, (0, 300), (0, 320)), torch.float32)
+    tensor = LogicalTensor("w", (300, 320), (Axis("ffn"), Axis("hidden")), 0, trained=False, nf4=True)
+    packed, scales = quantize_nf4(given, (7, 150), (64, 256))
+    held = stored_box(tensor, Box((7, 64), (150, 256)))
+    for rows, columns in (((7, 150), (64, 256)), ((20, 90), (128, 256)), ((149, 150), (64, 128))):
+        box = Box((rows[0], columns[0]), (rows[1], columns[1]))
+        stored = stored_box(tensor, box)
+        assert logical_box(tensor, stored) == box and stored.size == box.size // 64 * 33
+        index = stored.slices(held)
+        assert torch.equal(scales.of(*index).widened(packed[index].clone(), torch.float32), whole[box.slices()])
 
 
 def test_products() -> None:

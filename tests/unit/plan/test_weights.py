@@ -14,14 +14,15 @@ from hetero_megatron.plans.canonical import WeightSharding
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.program import sync_actions
-from hetero_megatron.spec import Lora, adapted, stage_tensors
+from hetero_megatron.spec import Lora, adapted, logical_tensors, stage_tensors
+from hetero_megatron.spec.adapted_model import gathered_bytes
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.presets import load_model
 from hetero_megatron.training.runtime_options import RuntimeOptions, require_plain
 from hetero_megatron.utils.yaml_document import parse_document
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.refusals import refused
-from tests.support.small_plans import pipe, plan, stage
+from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 SPEC = load_model("tiny")
 ENDS = [0, SPEC.num_layers]
@@ -97,8 +98,8 @@ def test_owners_keep_what_their_shares_say(shard: list[int]) -> None:
 
 
 def test_a_frozen_base_is_divided_and_adapters_stay_whole() -> None:
-    """Weights in 8 bits lie beside others of their layer, and are owned alike."""
-    for dtype in (None, "int8"):
+    """Weights in 8 or 4 bits lie beside others of their layer, and are owned alike, of 4 bits with their blocks' scales."""
+    for dtype in (None, "int8", "nf4"):
         spec = adapted(load_model("llama3-8b"), Lora(8, 16.0, base_dtype=dtype))
         made = _plan(stage([0, 1], [0, 16], weights={"shard": [3, 1]}), stage([2], [16, 32]), spec=spec)
         compiled = CompiledPlan(made, spec)
@@ -107,10 +108,22 @@ def test_a_frozen_base_is_divided_and_adapters_stay_whole() -> None:
         assert {name for b in compiled.frozen for name in b.names} == frozen.keys()
         for bucket in compiled.frozen:
             assert not bucket.trained and {frozen[name].layer for name in bucket.names} == {bucket.segment}
-            assert {frozen[name].int8 for name in bucket.names} == {bucket.int8}
+            assert {frozen[name].int8 or frozen[name].nf4 for name in bucket.names} == {bucket.in_bytes}
+            for name, layout in bucket.holders.items():
+                assert layout.counts()[0] == gathered_bytes(frozen[name], 1)
         owned = sum(b.counts()[1] for b in compiled.frozen)
         assert abs(owned[0] / owned.sum() - 0.75) < 1e-3 and compiled.schedules()
     assert not CompiledPlan(_one({}), SPEC).frozen
+
+
+def test_matrices_cut_inside_a_block_of_4_bits_stay_whole() -> None:
+    """Those with 192 columns over two ranks; 128 are cut between blocks, and so are rows anywhere."""
+    config = LLAMA | {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 2}
+    spec = adapted(from_hf_config(config), Lora(2, 4.0, base_dtype="nf4"))
+    for ranks, whole in (([[0, 1], [2, 3]], {"down_proj"}), ([[0, 1], [2]], {"down_proj"}), ([[0], [1]], set())):
+        made = _plan({"ranks": ranks, "layers": [0, spec.num_layers], "weights": {}}, spec=spec)
+        names = {name for bucket in CompiledPlan(made, spec).frozen for name in bucket.names}
+        assert {t.name.split(".")[-2] for t in logical_tensors(spec) if t.nf4 and t.name not in names} == whole
 
 
 def test_megatron_flags_become_divided_plans(tmp_path: Path) -> None:
