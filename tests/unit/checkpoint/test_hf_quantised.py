@@ -28,7 +28,7 @@ from hetero_megatron.ops.nf4_weight import quantize_nf4
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.spec.adapted_model import adapted
 from hetero_megatron.spec.hf_config import from_hf_config
-from hetero_megatron.spec.lora import Lora
+from hetero_megatron.spec.lora import NF4_BYTES, Lora
 from tests.support.families import DENSE
 from tests.support.hf_reference import make_hf
 from tests.support.moe_models import MOE_FAMILIES
@@ -306,9 +306,10 @@ def test_in_four_bits_again_they_are_the_same_bits(tmp_path: Path) -> None:
         for name in [n for n in weights if f"{n}{STATE}" in stored]:
             whole = weights[name].float()
             packed, scales = quantize_nf4(whole, (0, whole.shape[0]), (0, whole.shape[1]))
+            blocks = packed.view(-1, NF4_BYTES)
             state = json.loads(bytes(stored[name + STATE].tolist())) | {"nested_offset": scales.mean.item()}
             stored |= {
-                name: packed.view(-1, 1), f"{name}.absmax": scales.blocks.flatten(),
+                name: blocks[:, :-1].reshape(-1, 1), f"{name}.absmax": blocks[:, -1].clone(),
                 f"{name}.nested_absmax": scales.groups,
                 name + STATE: torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
             }  # fmt: skip
@@ -324,6 +325,6 @@ def test_in_four_bits_again_they_are_the_same_bits(tmp_path: Path) -> None:
         packed, scales = quantize_nf4(values, (0, tensor.shape[0]), (0, tensor.shape[1]))
         source = hf_source(spec, tensor.name).name
         torch.testing.assert_close(scales.widened(packed, torch.float32), values, rtol=0.01, atol=0)  # the scales'
-        assert torch.equal(packed.flatten(), narrow[source].flatten())
+        assert torch.equal(packed.view(-1, NF4_BYTES)[:, :-1].flatten(), narrow[source].flatten())
         compared += files.dtype(tensor) == torch.bfloat16 and values.dtype == torch.float32
     assert compared == 21
