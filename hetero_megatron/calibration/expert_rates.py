@@ -146,7 +146,8 @@ def _exchanges(
         expert_members = tuple(ExpertMember((r,), (a, b), (1,)) for r, a, b in zip(ranks, ends, ends[1:]))
         receivers = Receivers(ExpertGroup(expert_members), moe.num_experts, (), job.comm.device)
         ways = receivers.straight(_Mirror(job.comm, ranks, None))
-        exchange = ExpertExchange([replace(ways, takes=ways.gives)], _Same())
+        alike = (max(ways.experts),) * members  # what a rank sends is what it gets, counts too
+        exchange = ExpertExchange([replace(ways, takes=ways.gives, experts=alike)], _Same())
         for n in (tokens, max(1, tokens // 4)):
             generator = torch.Generator().manual_seed(0)
             scores = torch.rand(n, moe.num_experts, generator=generator).to(job.comm.device)
@@ -160,7 +161,9 @@ def _exchanges(
 class _Same:
     """Experts that do nothing."""
 
-    def __call__(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor | None
+    ) -> torch.Tensor:
         return x
 
 

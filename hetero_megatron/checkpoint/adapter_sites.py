@@ -36,21 +36,21 @@ def site_keys(spec: ModelSpec, sites: tuple[Sites, ...], plain: list[str]) -> di
     return keys
 
 
-def with_sites(found: Mapping[str, Any], lora: Lora, where: str, spec: ModelSpec) -> Lora:
+def with_sites(entries: Mapping[str, Any], lora: Lora, where: str, spec: ModelSpec) -> Lora:
     """``lora``, whose targets and usual rank and alpha are the file's, with what its other keys choose, as peft reads
     them.
 
     Raises:
         UserError: a key of another type, layers that the model does not have, modules that may have no adapter.
     """
-    names, patterns = modules(spec), _patterns(found, where)
-    _check_experts(found, lora, where, spec)
-    target_modules, listed = found.get("target_modules"), _listed(found, spec)
+    names, patterns = modules(spec), _patterns(entries, where)
+    _check_experts(entries, lora, where, spec)
+    target_modules, listed = entries.get("target_modules"), _listed(entries, spec)
     by_layer = [name for name in listed if "." in name and any(part.isdigit() for part in name.split("."))]
     if not (by_layer or isinstance(target_modules, str) and target_modules != "all-linear"
-            or any(found.get(key) not in (None, [], "") for key in _CHOOSING) or any(patterns.values())):  # fmt: skip
+            or any(entries.get(key) not in (None, [], "") for key in _CHOOSING) or any(patterns.values())):  # fmt: skip
         return lora
-    choice = _choice(found, where, spec, listed)
+    choice = _choice(entries, where, spec, listed)
     places = [place for place, name in names.items() if choice.takes(name)]
     if choice.layers is None:
         _all_known(choice, spec, where)
@@ -74,20 +74,20 @@ def _sizes(patterns: Mapping[str, Mapping[str, Any]], name: str, lora: Lora, whe
     return rank, float(alpha)
 
 
-def _patterns(found: Mapping[str, Any], where: str) -> dict[str, Mapping[str, Any]]:
+def _patterns(entries: Mapping[str, Any], where: str) -> dict[str, Mapping[str, Any]]:
     """Of modules, those of experts' parameters left out."""
     out: dict[str, Mapping[str, Any]] = {}
     for key in PATTERNS:
-        pattern = found.get(key) or {}
+        pattern = entries.get(key) or {}
         if not isinstance(pattern, dict):
             raise UserError("is no object", field=key, value=pattern, accepted='such as {"q_proj": 4}', where=where)
         out[key] = {name: value for name, value in pattern.items() if name.rpartition(".")[2] not in PARAMETERS}
     return out
 
 
-def experts_patterns(found: Mapping[str, Any], key: str) -> dict[str, Any]:
+def experts_patterns(entries: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Of ``rank_pattern`` or ``alpha_pattern``, by parameter of experts."""
-    pattern = found.get(key)
+    pattern = entries.get(key)
     ends = {name.rpartition(".")[2]: value for name, value in pattern.items()} if isinstance(pattern, dict) else {}
     return {name: value for name, value in ends.items() if name in PARAMETERS}
 
@@ -97,19 +97,19 @@ def is_even(pattern: Mapping[str, Any], value: Any) -> bool:
     return all(is_one_of(value, (one,)) for one in pattern.values())
 
 
-def _check_experts(found: Mapping[str, Any], lora: Lora, where: str, spec: ModelSpec) -> None:
+def _check_experts(entries: Mapping[str, Any], lora: Lora, where: str, spec: ModelSpec) -> None:
     """Ranks and alphas of experts are the same everywhere, but for gate and up where they are joined to one of twice
     the rank that counts as much; nothing chooses layers of them."""
     if spec.moe is None or not any(t in MLP_TARGETS for t in lora.targets):
         return
     twice: tuple[Mapping[str, Any], Mapping[str, Any]] = doubled(lora)
-    by_key = {key: experts_patterns(found, key) for key in PATTERNS}
+    by_key = {key: experts_patterns(entries, key) for key in PATTERNS}
     if not (is_even(by_key["rank_pattern"], lora.rank) and is_even(by_key["alpha_pattern"], lora.alpha)):
         for key, values_of_targets in zip(PATTERNS, twice, strict=True):
             value = by_key[key].get(GATE_UP) if len(by_key[key]) == 1 else None
             if not isinstance(value, int | float) or not math.isclose(value, *values_of_targets.values()):
                 raise UserError(
-                    "all adapters of experts have one rank and alpha here", field=key, value=found.get(key),
+                    "all adapters of experts have one rank and alpha here", field=key, value=entries.get(key),
                     accepted=f"none, or rank_pattern {json.dumps(twice[0])}, alpha_pattern {json.dumps(twice[1])}",
                     where=where,
                 )  # fmt: skip
@@ -117,7 +117,7 @@ def _check_experts(found: Mapping[str, Any], lora: Lora, where: str, spec: Model
     all_names = [f"{name}.{end}" for name in module_names for end in (
         "", *PARAMETERS, *(f"0.{t}" for t in MLP_TARGETS), *(f"0.{t}" for t in MIXTRAL))]  # fmt: skip
     all_names = [name.removesuffix(".") for name in all_names]
-    for key, patterns in _patterns(found, where).items():
+    for key, patterns in _patterns(entries, where).items():
         usual_value = lora.rank if key == "rank_pattern" else lora.alpha
         for name in all_names:
             if (value := pattern_value(patterns, name, key, where)) not in (None, usual_value):
@@ -125,16 +125,16 @@ def _check_experts(found: Mapping[str, Any], lora: Lora, where: str, spec: Model
                     f"all adapters of experts have one rank and alpha here ({name})", field=key, value=value,
                     accepted=f"patterns of other modules, or {usual_value:g}", where=where,
                 )  # fmt: skip
-    left_out = ModuleChoice((), _names(found, "exclude_modules", where))
-    modules_named = [name for name in found.get("target_modules") or () if _of_experts(str(name))]
+    left_out = ModuleChoice((), _names(entries, "exclude_modules", where))
+    modules_named = [name for name in entries.get("target_modules") or () if _of_experts(str(name))]
     if (
         modules_named
-        and _layers(found, where, spec) is not None
+        and _layers(entries, where, spec) is not None
         or any(left_out.excludes(name) for name in all_names)
     ):
         key = "layers_to_transform" if modules_named else "exclude_modules"
         raise UserError(
-            "experts have adapters in all layers or none", field=key, value=found.get(key), where=where,
+            "experts have adapters in all layers or none", field=key, value=entries.get(key), where=where,
             accepted="a choice among other modules",
         )  # fmt: skip
 
@@ -144,18 +144,18 @@ def _of_experts(name: str) -> bool:
     return end in MLP_TARGETS or end in MIXTRAL
 
 
-def _listed(found: Mapping[str, Any], spec: ModelSpec) -> tuple[str, ...]:
+def _listed(entries: Mapping[str, Any], spec: ModelSpec) -> tuple[str, ...]:
     """Ends of names of modules that have adapters, those of experts left out."""
-    target_modules = found.get("target_modules")
+    target_modules = entries.get("target_modules")
     if target_modules == "all-linear":
         return tuple(dict.fromkeys(name.rpartition(".")[2] for name in modules(spec).values()))
     names = target_modules if isinstance(target_modules, list) else []
     return tuple(name for name in names if spec.moe is None or not _of_experts(name))
 
 
-def _names(found: Mapping[str, Any], key: str, where: str) -> str | tuple[str, ...]:
+def _names(entries: Mapping[str, Any], key: str, where: str) -> str | tuple[str, ...]:
     """A regular expression, or names."""
-    names = found.get(key)
+    names = entries.get(key)
     if names is None or isinstance(names, str):
         return names or ()
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -163,8 +163,8 @@ def _names(found: Mapping[str, Any], key: str, where: str) -> str | tuple[str, .
     return tuple(names)
 
 
-def _layers(found: Mapping[str, Any], where: str, spec: ModelSpec) -> tuple[int, ...] | None:
-    layers = found.get("layers_to_transform")
+def _layers(entries: Mapping[str, Any], where: str, spec: ModelSpec) -> tuple[int, ...] | None:
+    layers = entries.get("layers_to_transform")
     if layers is None or layers == []:
         return None
     numbers = layers if isinstance(layers, list) else [layers]
@@ -177,9 +177,9 @@ def _layers(found: Mapping[str, Any], where: str, spec: ModelSpec) -> tuple[int,
     return tuple(numbers)
 
 
-def _choice(found: Mapping[str, Any], where: str, spec: ModelSpec, listed: tuple[str, ...]) -> ModuleChoice:
-    target_modules, layers = found.get("target_modules"), _layers(found, where, spec)
-    containers, left_out = (_names(found, key, where) for key in ("layers_pattern", "exclude_modules"))
+def _choice(entries: Mapping[str, Any], where: str, spec: ModelSpec, listed: tuple[str, ...]) -> ModuleChoice:
+    target_modules, layers = entries.get("target_modules"), _layers(entries, where, spec)
+    containers, left_out = (_names(entries, key, where) for key in ("layers_pattern", "exclude_modules"))
     if containers and layers is None:
         raise UserError(
             "says nothing without layers_to_transform", field="layers_pattern", value=containers, where=where,
@@ -189,7 +189,7 @@ def _choice(found: Mapping[str, Any], where: str, spec: ModelSpec, listed: tuple
     if by_pattern and layers is not None:
         raise UserError(
             "a regular expression as target_modules says which layers itself", field="layers_to_transform",
-            value=found["layers_to_transform"], where=where, accepted="null, or a list of names as target_modules",
+            value=entries["layers_to_transform"], where=where, accepted="null, or a list of names as target_modules",
         )  # fmt: skip
     parents = (containers,) if isinstance(containers, str) else containers
     return ModuleChoice(str(target_modules) if by_pattern else listed, left_out, layers, parents, where)

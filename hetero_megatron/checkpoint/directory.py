@@ -49,7 +49,7 @@ class CheckpointDirectory:
         self, path: str | Path, log: Callable[[str], None] = print, check: Callable[[], None] | None = None
     ) -> None:
         self.path, self.log, self.check = Path(path), log, check
-        self._said: set[str | None] = set()
+        self._reported: set[str | None] = set()
 
     def at(self, step: int) -> Path:
         return self.path / name_of(step)
@@ -233,8 +233,8 @@ class CheckpointDirectory:
         return next(name for name in names if not os.path.lexists(name))
 
     def _say(self, path: Path, error: OSError) -> None:
-        if error.strerror not in self._said:
-            self._said.add(error.strerror)
+        if error.strerror not in self._reported:
+            self._reported.add(error.strerror)
             path_left = error.filename or path
             problem = f"cannot be removed ({error.strerror}: {path_left}); it is left, and training goes on"
             self.log(notice_line(f"{path} {problem}"))

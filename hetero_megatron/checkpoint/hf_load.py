@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hetero_megatron.checkpoint.dequantised_slice import DequantisedSlice
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
 from hetero_megatron.checkpoint.hf_files import DTYPES
 from hetero_megatron.checkpoint.hf_quantised import dequantise
@@ -203,13 +204,17 @@ class HFWeights:
         return {tensor.name: self.dtype(tensor) for tensor in logical_tensors(self.spec)}
 
     def read(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
-        """The values of one box in the file's dtype; only these bytes are read."""
+        """The values of one box in the file's dtype; only these bytes are read. What is dequantised to be stored in 4
+        bits again is in fp32."""
         if math.prod(box.shape) == 0:
             return torch.empty(box.shape)
         if tensor.name not in self._sources:
             pieces = [self.read(stored, part_box) for stored, part_box in stored_boxes(self.spec, tensor, box)]
             return torch.stack(pieces) if tensor.per_expert else torch.cat(pieces)
         source = self._sources[tensor.name]
+        made = self._files.tensor(source.name)
+        if isinstance(made, DequantisedSlice):
+            made.rounded = not tensor.nf4
         runs = [self._part(source, slices) for _, slices in source.runs(box)]
         values = runs[0] if len(runs) == 1 else torch.cat(runs)
         if not is_finite(values):

@@ -1,41 +1,22 @@
-"""Weights of a Hugging Face directory in block FP8 or MXFP4, as slices of bf16 tensors: only what is asked for is read
-and dequantised."""
+"""Weights of a Hugging Face directory in fewer bits, as slices of plain tensors: only what is asked for is read and
+dequantised. Block FP8 and MXFP4 are here, bitsandbytes' formats in :mod:`hf_bitsandbytes`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from hetero_megatron.checkpoint.dequantised_slice import DequantisedSlice, Replaced, misfit
+from hetero_megatron.checkpoint.hf_bitsandbytes import eight_bits, four_bits
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
-from hetero_megatron.spec.quantised import FP8, fp8_block, method_of
+from hetero_megatron.spec.quantised import FP8, MXFP4, format_name, fp8_block, method_of
 from hetero_megatron.utils.files import read_json_object
 
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same negative
 _GROUP = 32  # values of MXFP4 with one scale, two to a byte
 _BIAS = 127  # of its scales' exponents
-
-
-class DequantisedSlice:
-    """As a slice object of safetensors: shape, dtype, and any part of the values."""
-
-    shape: tuple[int, ...]
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return "BF16"
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
-        indices = index if isinstance(index, tuple) else (index,)
-        parts = (*indices, *[slice(None)] * (len(self.shape) - len(indices)))
-        return self._part(*(range(*part.indices(size)) for part, size in zip(parts, self.shape, strict=True)))
-
-    def _part(self, *axes: range) -> torch.Tensor:
-        raise NotImplementedError
 
 
 class Fp8Slice(DequantisedSlice):
@@ -94,31 +75,38 @@ def dequantise(files: WeightFiles) -> None:
     method = method_of(config)
     if method is None:
         return
-    slices = _fp8(files, fp8_block(config, str(path))) if method == FP8 else _mxfp4(files)
+    if method == FP8:
+        slices = _fp8(files, fp8_block(config, str(path)))
+    elif method == MXFP4:
+        slices = _mxfp4(files)
+    else:
+        slices = four_bits(files) | eight_bits(files, str(config.get("dtype") or config.get("torch_dtype")))
     for name, (stored_slice, parts) in slices.items():
         files.put(name, stored_slice, parts)
     if slices:
-        format_name = "block FP8" if method == FP8 else "MXFP4"
-        files.notices.append(f"{files.directory}: {len(slices)} tensors in {format_name} are dequantised to bf16")
+        dtypes = {made.get_dtype() for made, _ in slices.values()}
+        to = " and ".join(sorted(dtype.lower().replace("f", "fp").replace("bfp", "bf") for dtype in dtypes))
+        tensors = f"{len(slices)} tensors in {format_name(method)}"
+        files.notices.append(f"{files.directory}: {tensors} are dequantised to {to}")
 
 
-def _fp8(files: WeightFiles, block: tuple[int, int]) -> dict[str, tuple[DequantisedSlice, tuple[str, ...]]]:
-    slices: dict[str, tuple[DequantisedSlice, tuple[str, ...]]] = {}
+def _fp8(files: WeightFiles, block: tuple[int, int]) -> Replaced:
+    slices: Replaced = {}
     for scale in [name for name in files.files_of if name.endswith(f".weight{_SCALE}")]:
         name = scale.removesuffix(_SCALE)
         if name not in files.files_of or files.tensor(name).get_dtype() != "F8_E4M3":
             continue  # refused as what is left
         fp8_slice = Fp8Slice(files.tensor(name), files.tensor(scale), block)
         if not fp8_slice.fits() or files.tensor(scale).get_dtype() not in ("F32", "BF16"):
-            raise _misfit(
+            raise misfit(
                 files, scale, f"float scales of blocks {list(block)} of {shown(name)} {fp8_slice.get_shape()}"
             )
         slices[name] = fp8_slice, (name, scale)
     return slices
 
 
-def _mxfp4(files: WeightFiles) -> dict[str, tuple[DequantisedSlice, tuple[str, ...]]]:
-    slices: dict[str, tuple[DequantisedSlice, tuple[str, ...]]] = {}
+def _mxfp4(files: WeightFiles) -> Replaced:
+    slices: Replaced = {}
     for blocks in [name for name in files.files_of if name.endswith(_BLOCKS)]:
         name = blocks.removesuffix(_BLOCKS)
         scales = name + _SCALES
@@ -128,12 +116,6 @@ def _mxfp4(files: WeightFiles) -> dict[str, tuple[DequantisedSlice, tuple[str, .
         shape = list(stored.get_shape())
         bytes_each = [tensor.get_dtype() for tensor in (stored, exponents)] == ["U8", "U8"]
         if len(shape) != 4 or shape[3] != _GROUP // 2 or list(exponents.get_shape()) != shape[:3] or not bytes_each:
-            raise _misfit(files, scales, f"bytes, one for each group of {_GROUP // 2} bytes of {shown(blocks)} {shape}")
+            raise misfit(files, scales, f"bytes, one for each group of {_GROUP // 2} bytes of {shown(blocks)} {shape}")
         slices[name] = Mxfp4Slice(stored, exponents), (blocks, scales)
     return slices
-
-
-def _misfit(files: WeightFiles, scales: str, accepted: str) -> Exception:
-    scale_slice = files.tensor(scales)
-    problem = f"{shown(scales)} is {scale_slice.get_dtype()} {list(scale_slice.get_shape())}"
-    return files.refuse(problem, Path(files.directory), accepted)

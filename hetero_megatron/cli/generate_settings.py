@@ -45,7 +45,7 @@ def find_settings(
     Raises:
         UserError: the file says what is not supported.
     """
-    stored, origin = _said(source, checkpoint)
+    stored, origin = _generation_entries(source, checkpoint)
     messages = notices(stored, origin, args.temperature) if Path(origin).name == GENERATION else []
     if args.ignore_generation_config:
         stored, messages = {key: stored[key] for key in ("eos_token_id",) if key in stored}, []
@@ -72,7 +72,7 @@ def filters_of(args: Namespace, settings: ScoreSettings) -> Filters:
     return filters if args.top_k is None else replace(filters, top_k=args.top_k or None)
 
 
-def _said(source: str, checkpoint: Checkpoint | None) -> tuple[dict[str, Any], str]:
+def _generation_entries(source: str, checkpoint: Checkpoint | None) -> tuple[dict[str, Any], str]:
     """(settings by name, the file that has them)."""
     files = {} if checkpoint is None else checkpoint.model_files().files
     for get, place in ((files.get, checkpoint.path if checkpoint is not None else None), (_file(source), Path(source))):

@@ -52,7 +52,7 @@ class Ahead:
 
 
 @dataclass(frozen=True)
-class Said:
+class TeacherTokens:
     """What a teacher said of a batch, as :class:`~hetero_megatron.data.sample.LikeliestTokens` has it: ids int32 and
     logps [b, s, k], rest [b, s]."""
 
@@ -89,7 +89,7 @@ class Batch:
     pairs: Pairs | None = None
     ahead: tuple[Ahead, ...] = ()
     samples: tuple[int, ...] = ()
-    teacher: Said | None = None
+    teacher: TeacherTokens | None = None
     mismatched: Batch | None = None
 
     def num_loss_tokens(self) -> int:
@@ -111,7 +111,7 @@ class Batch:
         pairs = None if self.pairs is None else replace(self.pairs, sides=part(self.pairs.sides))
         ahead = tuple(replace(a, tokens=part(a.tokens), labels=part(a.labels), mask=part(a.mask)) for a in self.ahead)
         teacher = self.teacher
-        teacher = None if teacher is None else Said(part(teacher.ids), part(teacher.logps), part(teacher.rest))
+        teacher = None if teacher is None else TeacherTokens(part(teacher.ids), part(teacher.logps), part(teacher.rest))
         return replace(
             self, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, pairs=pairs, ahead=ahead,
             teacher=teacher,
@@ -146,12 +146,14 @@ def _batch(samples: Sequence[Sample], options: BatchOptions) -> Batch:
         mask,
         documents,
         pairs=_pairs(samples, length) if samples and samples[0].pairs is not None else None,
-        teacher=_said([s.teacher for s in samples if s.teacher is not None]),
+        teacher=_teacher_tokens([s.teacher for s in samples if s.teacher is not None]),
     )
 
 
-def _said(every: Sequence[LikeliestTokens]) -> Said | None:
-    return Said(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*every, strict=True))) if every else None
+def _teacher_tokens(every: Sequence[LikeliestTokens]) -> TeacherTokens | None:
+    if not every:
+        return None
+    return TeacherTokens(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*every, strict=True)))
 
 
 def _pairs(samples: Sequence[Sample], length: int) -> Pairs:

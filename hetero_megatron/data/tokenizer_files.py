@@ -51,7 +51,9 @@ def check_directory(model: str) -> str:
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", field=_FIELD, value=model) from None
     for name in names:
-        if any(fnmatch(name, pattern) for pattern in _FILES) and not os.path.isdir(path / name):
+        # A model may have its tokenizer in a folder `tokenizer`; a folder `tokenizer.json` is none.
+        folder = os.path.isdir(path / name) and not os.path.splitext(name)[1]
+        if any(fnmatch(name, pattern) for pattern in _FILES) and not folder:
             require_regular(path / name, _FIELD)
             if name.endswith(".json"):
                 directory_content = read_json_object(path / name, _FIELD, LIMIT)

@@ -28,8 +28,8 @@ class ExpectedRoutes(Routes):
         self._to, self._come = to, come
         super().__init__(*args)
 
-    def read(self, counts: torch.Tensor) -> list[list[int]]:
-        return [self._to, self._come]
+    def read(self, counts: torch.Tensor) -> list[int]:
+        return [*self._to, *self._come, *[0] * (len(counts) - len(self._to) - len(self._come))]
 
 
 def expect_routing(runtime: Runtime) -> None:
@@ -39,9 +39,11 @@ def expect_routing(runtime: Runtime) -> None:
         return
     loads = layer_loads(spec, runtime.here.stage, True, islands=runtime.here.plan.islands)
 
-    def sort(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sort(
+        chosen: torch.Tensor, experts: int, ends: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = chosen.new_empty(round(loads.of[rank].rows))
-        return rows, torch.full_like(chosen, -1), chosen.new_empty(experts)
+        return rows, torch.full_like(chosen, -1), chosen.new_empty(experts) if ends is None else ends
 
     for layer in runtime.stage_model.module.layers():
         if not isinstance(layer.mlp, MoEMLP):

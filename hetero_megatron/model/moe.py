@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 # (tokens [n, h], weights [n, k], experts [n, k]) sends tokens off; calling what it returns gives the experts' output
 Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
-Sort = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+# (experts [n, k], how many are here, ends [experts] or None) -> (rows, slots, ends), see ops.moe_permute.routed_rows
+Sort = Callable[[torch.Tensor, int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 # (weights, logits, experts, sequences, mask [b, s] of the tokens that count in the loss or None) -> weights
 Observe = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
@@ -60,7 +61,8 @@ class Experts(nn.Module):
     """The experts that this rank has, or some columns of each.
 
     ``forward(x [n, h], weights [n, k], chosen [n, k])``: for each row the weighted sum [n, h] of what its chosen
-    experts (numbers on this rank; -1: none, or one elsewhere) make of it.
+    experts (numbers on this rank; -1: none, or one elsewhere) make of it. ``ends`` [experts], where the rows of each
+    expert end when they are sorted, saves a wait for the device where they were counted before.
     """
 
     def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
@@ -77,8 +79,10 @@ class Experts(nn.Module):
         self.down_proj = GroupedLinear(b - a, d - c, h, kernels, bias, adds_bias=c == 0 and d > 0)
         self.clamped = (spec.swiglu_alpha, spec.swiglu_limit) if spec.activation == "clamped_swiglu" else None
 
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        rows, slots, ends = self.sort(chosen, self.count)
+    def forward(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        rows, slots, ends = self.sort(chosen, self.count, ends)
         routed = self.kernels.moe_permute(x, rows, slots)
         if self.weigh_inputs:
             routed = routed * _by_row(weights, slots, len(rows)).to(routed.dtype)[:, None]

@@ -26,7 +26,7 @@ class LineFile:
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self._file, self._said = path, file, set[str]()
+        self.path, self._file, self._reported = path, file, set[str]()
 
     def write(self, line: bytes) -> None:
         """``line`` with its end."""
@@ -61,8 +61,8 @@ class LineFile:
             self._say("was removed or replaced while the run writes it: it goes on in a new one")
 
     def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._reported:
+            self._reported.add(text)
             tell(f"{self.path} {text}")
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class Reporter:
         own_peak: FLOP/s of this rank's device, where that was measured before.
 
     Attributes:
-        speaks: this is the first rank of the plan.
+        is_first: this is the first rank of the plan.
         chips: type of chip by rank.
         expected_busy: predicted seconds of compute per step by rank, from calibrated rates only; empty on ranks that do
             not speak.
@@ -68,7 +68,7 @@ class Reporter:
     ) -> None:  # fmt: skip
         self.first_step, self.emulation, self._events_failed = first_step, emulation, False
         self.config, self.runtime, self.platform = config, runtime, platform
-        self.speaks = runtime.comm.rank == config.plan.ranks[0]
+        self.is_first = runtime.comm.rank == config.plan.ranks[0]
         self.own_peak = measured_peak_flops(platform, runtime.stage_model.dtype) if own_peak is None else own_peak
         self.peak = float(runtime.world.gather_vectors(torch.tensor([self.own_peak], dtype=torch.float64)).sum())
         self.flops = sequence_flops(config.spec, config.plan.seq_length)
@@ -78,8 +78,8 @@ class Reporter:
         self.shares = work_shares(config.plan, config.spec)
         self.expected_busy: dict[int, float] = {}
         self.predicted: float | None = None
-        self.writer = self._writer() if self.speaks else None
-        if self.speaks:
+        self.writer = self._writer() if self.is_first else None
+        if self.is_first:
             self._begin()
         if self.writer is not None and (facts := emulation.facts()):
             self.writer.emulation(first_step - 1, facts)
@@ -134,13 +134,13 @@ class Reporter:
             self.event("start", text, **start_event(self.config, prediction, busy, self.chips, self.first_step))
 
     def say(self, text: str) -> None:
-        """Print a line, on the rank that speaks."""
-        if self.speaks:
+        """Print a line, on the first rank of the plan."""
+        if self.is_first:
             print(printable(text), flush=True)
 
     def event(self, kind: EventKind, text: str, **more: Any) -> None:
-        """Add to ``events.jsonl`` in the --save directory, if there is one; from the rank that speaks."""
-        if self.speaks and self.config.logging.save is not None:
+        """Add to ``events.jsonl`` in the --save directory, if there is one; from the first rank of the plan."""
+        if self.is_first and self.config.logging.save is not None:
             self.runtime.comm.fence()
             try:
                 add_event(self.config.logging.save, kind, text, **more)

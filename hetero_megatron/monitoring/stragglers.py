@@ -124,7 +124,7 @@ class StragglerWatch:
 class StragglerReport:
     """Names ranks that fall behind, where that was asked for, and stops the run for a new plan, where that was.
 
-    Only the rank that speaks has something to watch; a stop becomes everyone's at the next step.
+    Only the first rank of the plan has something to watch; a stop becomes everyone's at the next step.
     """
 
     def __init__(self, config: RunConfig, reporter: Reporter, exit: ExitConditions) -> None:
@@ -133,7 +133,7 @@ class StragglerReport:
         self._drift: list[Behind] = []  # for which the run stops
         self._reason = ""
         failure, plan = config.failure, config.plan
-        if (failure.stragglers or failure.replan_on_drift) and reporter.speaks:
+        if (failure.stragglers or failure.replan_on_drift) and reporter.is_first:
             factor = failure.replan_on_drift or FACTOR
             expected, size = reporter.expected_busy, plan.global_batch_size
             self._watch = StragglerWatch(plan.ranks, reporter.chips, expected, factor, size)

@@ -88,11 +88,14 @@ def unpermute_backward(
     return gathered.mul_(factors[:, None]).to(y.dtype), dweights
 
 
-def routed_rows(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def routed_rows(
+    indices: torch.Tensor, experts: int, ends: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(rows, slots, ends) for tokens that are routed to experts.
 
     Args:
         indices: [tokens, k] int64, experts of each token; -1 (or anything that is no expert): none.
+        ends: where they are known before; None: they are counted.
 
     Returns:
         rows: [n], the token of each sorted row: by expert, tokens ascending in each.
@@ -103,8 +106,9 @@ def routed_rows(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
     is_live = (flat >= 0) & (flat < experts)
     expert = torch.where(is_live, flat, experts)
     order = expert.sort(stable=True).indices
-    ends = flat.new_zeros(experts + 1).index_add_(0, expert, torch.ones_like(expert))[:experts].cumsum(0)
-    host_ends = on_host(ends)  # the only wait for the device: products that need the ends on the host find them there
+    if ends is None:
+        ends = flat.new_zeros(experts + 1).index_add_(0, expert, torch.ones_like(expert))[:experts].cumsum(0)
+    host_ends = on_host(ends)  # the only wait for the device, if any: products find the ends there
     order = order[: host_ends[-1] if host_ends else 0]
     slots = torch.full_like(flat, -1)
     slots[order] = torch.arange(order.shape[0], device=flat.device)

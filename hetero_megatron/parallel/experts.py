@@ -3,7 +3,8 @@
 A group of ranks exchanges tokens. Each token goes once to every rank that has some of its experts (or some columns of
 them), with its weights; the rank sends back the weighted sum of what its experts made of it, and the sums of all ranks
 are added where the token lives. How many tokens go where is known only then, so every exchange is preceded by one of
-counts. All ranks of a group go through the same exchanges in the same order, also those without tokens or experts.
+counts, by member and by expert: the host reads them together, once. All ranks of a group go through the same exchanges
+in the same order, also those without tokens or experts.
 
 In two hops (``plans/experts.py``) a token goes once to each island that has some of its experts, where the rank that
 gets it exchanges it inside the island as if it were one of its own. So sums are added over the ranks of an island in
@@ -22,14 +23,15 @@ import torch
 from hetero_megatron.comm import Comm, Group, Work
 from hetero_megatron.model import GPTStage
 from hetero_megatron.model.moe import MoEMLP
+from hetero_megatron.ops.grouped_gemm import with_host_values
 from hetero_megatron.ops.spec import wide
 from hetero_megatron.plans import Stage
 from hetero_megatron.plans.canonical import ExpertGroup
 from hetero_megatron.plans.experts import Islands, TokenHops, destinations, expert_groups, token_hops
 from hetero_megatron.spec.moe import MoE
 
-# (tokens [n, h], weights [n, k], keys [n, k]) -> [n, h]: experts, or a further hop to them
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (tokens [n, h], weights [n, k], experts [n, k], ends [experts] of the rows of each) -> [n, h]
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Table = list[list[bool]]
 
 
@@ -42,6 +44,7 @@ class Ways:
         table: [members, keys] bool, who gets the tokens of which keys from here.
         names: [members, keys] int64, what a key is called there.
         gives, takes: by member, whether tokens may go to it, and come from it.
+        experts: by member, how many it has, each of which is sent the number of its rows; 0 where it passes tokens on.
     """
 
     group: Group
@@ -49,6 +52,7 @@ class Ways:
     names: torch.Tensor
     gives: tuple[bool, ...]
     takes: tuple[bool, ...]
+    experts: tuple[int, ...]
 
 
 class Routes:
@@ -58,6 +62,7 @@ class Routes:
         rows: by member of the group, which of my tokens it gets, ascending.
         here: by member, [rows, k], which of the token's choices are of experts there.
         counts: by member, how many tokens come from it.
+        ends: [experts here], where the rows of each expert end when all that come are sorted by expert.
     """
 
     def __init__(self, ways: Ways, keys: torch.Tensor) -> None:
@@ -66,8 +71,12 @@ class Routes:
         self._under_way: tuple[Work, list[torch.Tensor]] | None = None
         hits = ways.table[:, keys] & (keys >= 0)  # [members, tokens, k]
         members = hits.any(-1)
-        sent = members.sum(1)
-        to, self.counts = self.read(torch.stack([sent, self._exchange_counts(sent)]))
+        sent = torch.cat([members.sum(1, keepdim=True), self._count_rows(hits, keys)], 1)
+        received = self._exchange_counts(sent)
+        self.ends = received[:, 1:].sum(0).cumsum(0)
+        values = self.read(torch.cat([sent[:, 0], received[:, 0], self.ends]))
+        to, self.counts = values[: self.group.size], values[self.group.size : 2 * self.group.size]
+        with_host_values(self.ends, values[2 * self.group.size :])
         self.rows = self.taken(members, to)
         self.here = [hits[i, rows] for i, rows in enumerate(self.rows)]
 
@@ -80,18 +89,31 @@ class Routes:
         sorted_by_member = tokens.new_empty(total + 1).scatter_(0, places, tokens)[:total]
         return list(sorted_by_member.split(list(counts)))
 
-    def _exchange_counts(self, sent: torch.Tensor) -> torch.Tensor:
-        """[members]; only between those between which tokens may go."""
-        sent_counts = sent[:, None].contiguous()
-        received_counts = torch.zeros_like(sent_counts)
-        give = [part if some else part[:0] for part, some in zip(sent_counts, self.ways.gives, strict=True)]
-        take = [part if some else part[:0] for part, some in zip(received_counts, self.ways.takes, strict=True)]
-        self.group.exchange(give, take).wait()
-        received_counts[self.group.index] = sent_counts[self.group.index]
-        return received_counts.flatten()
+    def _count_rows(self, hits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """``hits`` [members, tokens, k] -> [members, most experts of a member], the rows for each expert there."""
+        most = max(self.ways.experts)
+        if not most:
+            return keys.new_empty(len(hits), 0)
+        experts = torch.where(hits, self.ways.names[:, keys], most)  # what is not there is counted behind the end
+        first = torch.arange(len(hits), device=keys.device)[:, None] * (most + 1)
+        places = (experts.flatten(1) + first).flatten()
+        rows = keys.new_zeros(len(hits) * (most + 1)).index_add_(0, places, torch.ones_like(places))
+        return rows.view(len(hits), most + 1)[:, :most]
 
-    def read(self, counts: torch.Tensor) -> list[list[int]]:
-        """(how many go to each member, how many come): the only wait for the device of an exchange."""
+    def _exchange_counts(self, sent: torch.Tensor) -> torch.Tensor:
+        """``sent`` [members, 1 + most experts of a member]: tokens for each member, and rows for each of its experts ->
+        [members, 1 + experts here], what comes from each; only between those between which tokens may go."""
+        ways, mine = self.ways, self.group.index
+        received = sent.new_zeros(self.group.size, 1 + ways.experts[mine])
+        give = [row[: 1 + n if some else 0] for row, n, some in zip(sent, ways.experts, ways.gives, strict=True)]
+        take = [row if some else row[:0] for row, some in zip(received, ways.takes, strict=True)]
+        self.group.exchange(give, take).wait()
+        received[mine] = sent[mine, : received.shape[1]]
+        return received
+
+    def read(self, counts: torch.Tensor) -> list[int]:
+        """How many tokens go to each member, how many come, and ``ends``: the only wait for the device of an exchange
+        and of the products of its experts."""
         return counts.tolist()  # type: ignore[no-any-return]
 
     def start(self, parts: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
@@ -224,7 +246,7 @@ class ExpertExchange:
     def __init__(self, ways: Sequence[Ways], experts: Compute) -> None:
         self.ways, *further = ways
         self.further = ExpertExchange(further, experts) if further else None
-        self.compute = experts if self.further is None else self.further.through
+        self.compute = experts
         self.find_routes: Callable[[Ways, torch.Tensor], Routes] = Routes
 
     @property
@@ -239,8 +261,13 @@ class ExpertExchange:
         return partial(self._arrive, x, weights, keys, routes)
 
     def _arrive(self, x: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, routes: Routes) -> torch.Tensor:
-        rows = _Arrive.apply(x, weights, keys, routes)
-        return _Combine.apply(self.compute(*rows), x.shape[0], routes)  # type: ignore[no-any-return]
+        tokens = x.shape[0]
+        x, weights, keys = _Arrive.apply(x, weights, keys, routes)
+        if self.further is None:
+            y = self.compute(x, weights, keys, routes.ends)
+        else:
+            y = self.further.through(x, weights, keys)
+        return _Combine.apply(y, tokens, routes)  # type: ignore[no-any-return]
 
     def through(self, x: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """There and back at once."""
@@ -257,6 +284,7 @@ class Receivers:
     def __init__(self, group: ExpertGroup, num_experts: int, islands: Islands, device: torch.device) -> None:
         self.group, self.num_experts, self.islands, self.device = group, num_experts, islands, device
         first = {rank: member.experts[0] for member in group.members for rank in member.ranks}
+        self.counts = {r: member.experts[1] - member.experts[0] for member in group.members for r in member.ranks}
         self.numbers = torch.arange(num_experts, device=device)
         self.local = {rank: self.numbers - first[rank] for rank in group.ranks}  # an expert's number there
 
@@ -268,9 +296,12 @@ class Receivers:
         to = self.of(sender)
         return [[any(r in ranks for r in receivers) for receivers in to] for ranks in among.values()]
 
-    def ways(self, group: Group, table: Table, names: torch.Tensor, takes: Iterable[bool]) -> Ways:
+    def ways(
+        self, group: Group, table: Table, names: torch.Tensor, takes: Iterable[bool], to_relays: bool = False
+    ) -> Ways:
         ways_table = torch.tensor(table, device=self.device)
-        return Ways(group, ways_table, names, tuple(map(any, table)), tuple(takes))
+        experts = tuple(0 if to_relays else self.counts[rank] for rank in group.ranks)
+        return Ways(group, ways_table, names, tuple(map(any, table)), tuple(takes), experts)
 
     def straight(self, group: Group) -> Ways:
         """One hop: every rank that has some of a token's experts gets it."""
@@ -289,7 +320,7 @@ class Receivers:
         takes = [
             hops.relay(sender, own_island) == own_rank and self._wants(sender, own_island) for sender in group.ranks
         ]
-        return self.ways(group, table, names, takes)
+        return self.ways(group, table, names, takes, to_relays=True)
 
     def _wants(self, sender: int, island: tuple[int, ...]) -> bool:
         """Whether tokens of ``sender`` may go to an island."""

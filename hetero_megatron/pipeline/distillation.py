@@ -112,7 +112,7 @@ class DistillationLoss(ComparedLoss):
         if batch.loss_mask is not None:
             weights = batch.loss_mask.flatten().to(weights.dtype)
         size = max(len(labels) if self._chunk is None else self._chunk, 1)
-        teacher = [None if part is None else part.split(size) for part in self._said(batch, out)]
+        teacher = [None if part is None else part.split(size) for part in self._teacher_likeliest(batch, out)]
         head, total = self._model.lm_head, torch.zeros((), dtype=weights.dtype, device=out.device)
         with_bias = {} if head.bias is None else {"bias": head.bias}
         pieces = zip(out.flatten(0, -2).split(size), labels.split(size), weights.split(size), strict=True)
@@ -122,7 +122,7 @@ class DistillationLoss(ComparedLoss):
             total = total + (self.head(x, head.matrix, rows, seeds, **with_bias) * counted).sum()
         return total
 
-    def _said(self, batch: Batch, out: torch.Tensor) -> Known:
+    def _teacher_likeliest(self, batch: Batch, out: torch.Tensor) -> Known:
         """What the teacher said of the batch's tokens, in rows."""
         if self.teacher is not None:
             if self._rehearsing:

@@ -57,19 +57,22 @@ def adaptive(times: PipelineTimes, num_micro_batches: int, effort: int = EFFORT)
     return search_adaptive(times, num_micro_batches, effort).schedule
 
 
-def search_adaptive(times: PipelineTimes, num_micro_batches: int, effort: int = EFFORT) -> AdaptiveResult:
+def search_adaptive(
+    times: PipelineTimes, num_micro_batches: int, effort: int = EFFORT, near: float = ROUNDING
+) -> AdaptiveResult:
     """The fastest schedule found of those that keep every stage's memory; never slower than 1F1B in the same memory.
 
     Equal arguments give equal schedules: the effort is counted in actions, not seconds.
 
     Args:
-        effort: about how many actions may be timed; 0 gives 1F1B. The search ends earlier at the lower bound, and on
+        effort: about how many actions may be timed; 0 gives 1F1B. The search ends earlier near the lower bound, and on
             small pipelines when nothing faster is found for long.
+        near: part of the lower bound by which a schedule may be slower that nothing faster is looked for.
 
     Raises:
         UserError: a negative number of micro-batches or effort.
     """
-    search, plain = _searched(times, num_micro_batches, effort)
+    search, plain = _searched(times, num_micro_batches, effort, near)
     full = generate("1f1b", len(times.stages), num_micro_batches)
     schedule = schedule_of("adaptive", search.orders)
     return AdaptiveResult(
@@ -78,23 +81,23 @@ def search_adaptive(times: PipelineTimes, num_micro_batches: int, effort: int = 
 
 
 def adaptive_seconds(
-    times: PipelineTimes, num_micro_batches: int, effort: int, rule: ListRule | None = None
+    times: PipelineTimes, num_micro_batches: int, effort: int, near: float, rule: ListRule | None = None
 ) -> tuple[float, ListRule, int]:
     """(seconds of the schedule that :func:`search_adaptive` would find, its best rule, actions timed). ``rule``: that
     of a similar pipeline, tried before the others and instead of zero-bubble."""
-    search, _ = _searched(times, num_micro_batches, effort, rule)
+    search, _ = _searched(times, num_micro_batches, effort, near, rule)
     return search.seconds, search.rule, search.timed
 
 
 def _searched(
-    times: PipelineTimes, num_micro_batches: int, effort: int, rule: ListRule | None = None
+    times: PipelineTimes, num_micro_batches: int, effort: int, near: float, rule: ListRule | None = None
 ) -> tuple[_Search, float]:
     """(what the search found, seconds of 1F1B in the same memory)."""
     if num_micro_batches < 0:
         raise UserError("is negative", field="num_micro_batches", value=num_micro_batches, accepted="0 or more")
     if effort < 0:
         raise UserError("is negative", field="effort", value=effort, accepted="0 or more")
-    search = _Search(times, num_micro_batches, effort)
+    search = _Search(times, num_micro_batches, effort, near)
     plain = search.seconds
     if rule is None or len(rule.forward_first) != len(times.stages):
         search.try_zero_bubble()
@@ -121,9 +124,11 @@ def one_f_one_b_orders(times: PipelineTimes, num_micro_batches: int) -> Orders:
 class _Search:
     """The best orders so far, and how many actions have been timed."""
 
-    def __init__(self, times: PipelineTimes, num_micro_batches: int, effort: int) -> None:
+    def __init__(self, times: PipelineTimes, num_micro_batches: int, effort: int, near: float) -> None:
         self.times, self.count, self.effort = times, num_micro_batches, effort
         self.bound = lower_bound_seconds(times, num_micro_batches)
+        # Nothing is faster than the bound, but sums of seconds differ in their last digits.
+        self.goal = self.bound * (1 + max(near, ROUNDING))
         self.size = 3 * len(times.stages) * num_micro_batches  # actions of a schedule, at most
         self.orders = one_f_one_b_orders(times, num_micro_batches)
         timing = time_orders(times, self.orders)
@@ -134,11 +139,6 @@ class _Search:
 
     def ended(self) -> bool:
         return self.seconds <= self.goal or self.timed + self.size > self.effort
-
-    @property
-    def goal(self) -> float:
-        """Nothing is faster than the bound, but sums of seconds differ in their last digits."""
-        return self.bound * (1 + ROUNDING)
 
     def try_zero_bubble(self) -> None:
         """Zero-bubble with as many micro-batches per stage as fit."""
@@ -185,8 +185,10 @@ class _Search:
     def try_rule(self, rule: ListRule) -> None:
         if self.ended():
             return
-        seconds, orders = list_schedule(self.times, self.count, rule)
-        self.timed += self.size
+        # With whole backwards it may be the fastest though it is not so yet.
+        limit = math.inf if self.splits_cost else self.rule_seconds * (1 + ROUNDING)
+        seconds, orders = list_schedule(self.times, self.count, rule, limit)
+        self.timed += sum(map(len, orders))
         if self.splits_cost and self.timed + self.size <= self.effort:
             joined = tuple(map(join_backwards, orders))
             timing = time_orders(self.times, joined)

@@ -54,40 +54,43 @@ class ChunkedResult:
     timed_actions: int
 
 
-def search_adaptive_chunks(times: ChunkedTimes, num_micro_batches: int, effort: int = EFFORT) -> ChunkedResult:
+def search_adaptive_chunks(
+    times: ChunkedTimes, num_micro_batches: int, effort: int = EFFORT, near: float = ROUNDING
+) -> ChunkedResult:
     """The fastest schedule found of those that keep every stage's memory; never slower than interleaved 1F1B, where
     that keeps it, nor, if the effort is that of ten schedules, than zero-bubble with as many micro-batches per stage as
     fit. Equal arguments give equal schedules.
 
     Args:
         effort: about how many actions may be timed, besides those of zero-bubble; at least one schedule is.
+        near: part of the lower bound by which a schedule may be slower that nothing faster is looked for.
 
     Raises:
         UserError: a negative number of micro-batches or effort.
     """
-    search, plain = _searched(times, num_micro_batches, effort)
+    search, plain = _searched(times, num_micro_batches, effort, near)
     schedule = schedule_of("adaptive", search.orders, times.chunks)
     name = "interleaved" if search.orders == search.interleaved else "adaptive"
     return ChunkedResult(replace(schedule, name=name), search.seconds, plain, search.bound, search.timed)
 
 
 def adaptive_chunks_seconds(
-    times: ChunkedTimes, num_micro_batches: int, effort: int, rule: ChunkRule | None = None
+    times: ChunkedTimes, num_micro_batches: int, effort: int, near: float, rule: ChunkRule | None = None
 ) -> tuple[float, ChunkRule, int]:
     """(seconds of the schedule that :func:`search_adaptive_chunks` would find, its best rule, actions timed).
     ``rule``: that of a similar pipeline, tried before the others and instead of zero-bubble."""
-    search, _ = _searched(times, num_micro_batches, effort, rule)
+    search, _ = _searched(times, num_micro_batches, effort, near, rule)
     return search.seconds, search.rule, search.timed
 
 
 def _searched(
-    times: ChunkedTimes, num_micro_batches: int, effort: int, rule: ChunkRule | None = None
+    times: ChunkedTimes, num_micro_batches: int, effort: int, near: float, rule: ChunkRule | None = None
 ) -> tuple[_Search, float]:
     """(what the search found, seconds of interleaved 1F1B)."""
     for name, value in (("num_micro_batches", num_micro_batches), ("effort", effort)):
         if value < 0:
             raise UserError("is negative", field=name, value=value, accepted="0 or more")
-    search = _Search(times, num_micro_batches, effort)
+    search = _Search(times, num_micro_batches, effort, near)
     plain = search.seconds
     if rule is None:
         search.try_zero_bubble()
@@ -103,9 +106,10 @@ def _searched(
 class _Search:
     """The best orders so far, and how many actions have been timed."""
 
-    def __init__(self, times: ChunkedTimes, num_micro_batches: int, effort: int) -> None:
+    def __init__(self, times: ChunkedTimes, num_micro_batches: int, effort: int, near: float) -> None:
         self.times, self.count, self.effort = times, num_micro_batches, effort
         self.bound = chunked_lower_bound_seconds(times, num_micro_batches)
+        self.goal = self.bound * (1 + max(near, ROUNDING))
         self.size = 3 * len(times.stages) * times.chunks * num_micro_batches  # actions of a schedule, at most
         self.timed, self.draw = self.size, random.Random(0)
         schedule = generate("interleaved", len(times.stages), num_micro_batches, times.chunks)
@@ -118,7 +122,7 @@ class _Search:
     def ended(self) -> bool:
         if math.isinf(self.seconds):
             return False
-        return self.seconds <= self.bound * (1 + ROUNDING) or self.timed + self.size > self.effort
+        return self.seconds <= self.goal or self.timed + self.size > self.effort
 
     def _offer(self, seconds: float | None, orders: ChunkOrders) -> bool:
         if seconds is None or not seconds < self.seconds * (1 - ROUNDING):
@@ -129,8 +133,8 @@ class _Search:
     def try_rule(self, rule: ChunkRule) -> None:
         if self.ended():
             return
-        seconds, orders = list_schedule_chunks(self.times, self.count, rule)
-        self.timed += self.size
+        seconds, orders = list_schedule_chunks(self.times, self.count, rule, self.rule_seconds)
+        self.timed += sum(map(len, orders))
         if seconds < self.rule_seconds:
             self.rule, self.rule_seconds = rule, seconds
         self._offer(seconds, orders)

@@ -31,29 +31,36 @@ class ChunkRule:
 
 
 def list_schedule_chunks(
-    times: ChunkedTimes, num_micro_batches: int, rule: ChunkRule
+    times: ChunkedTimes, num_micro_batches: int, rule: ChunkRule, limit: float = math.inf
 ) -> tuple[float, ChunkOrders]:
     """(seconds of the step, orders) of the schedule that ``rule`` makes. It keeps the stages' memory, and never
     deadlocks: a forward starts only where memory is left in which all micro-batches that the stage holds can still be
-    done, the oldest first (the banker's algorithm)."""
+    done, the oldest first (the banker's algorithm). Given up, with inf for its seconds and orders that are not whole,
+    as soon as it is certain to take more than ``limit`` seconds."""
     run = _Run(times, num_micro_batches, rule)
-    while run.events:
+    while run.events and run.least_seconds <= limit:
         clock, stage = heappop(run.events)
         if clock == run.wake[stage]:
             run.start(stage, clock)
-    seconds = max(end + chunks[0].tail_seconds for end, chunks in zip(run.ends, times.stages, strict=True))
-    return seconds, tuple(tuple(row) for row in run.rows)
+    return math.inf if run.events else run.least_seconds, tuple(tuple(row) for row in run.rows)
 
 
 class _Run:
-    """The state of the pipeline at one moment. ``wake``: when a stage decides next: the end of its action, or the next
-    arrival that it knows of."""
+    """The state of the pipeline at one moment.
+
+    Attributes:
+        wake: when a stage decides next: the end of its action, or the next arrival that it knows of.
+        left: at least so many seconds take the actions that a stage has not begun.
+        least_seconds: of the step; exact once all actions have begun.
+    """
 
     def __init__(self, times: ChunkedTimes, num_micro_batches: int, rule: ChunkRule) -> None:
         count, chunks = len(times.stages), times.chunks
         self.times, self.rule, self.chunks = times, rule, range(chunks)
         self.rows: list[list[str]] = [[] for _ in range(count)]
-        self.ends = [0.0] * count
+        self.left = [num_micro_batches * sum(c.forward_seconds + sum(c.least_seconds) for c in x) for x in times.stages]
+        self.tails = [x[0].tail_seconds for x in times.stages]
+        self.least_seconds = max(self.tails)
         # By stage and chunk: forwards, backwards and W's done.
         self.forwards, self.backwards, self.weights = ([[0] * chunks for _ in range(count)] for _ in range(3))
         self.deferred, self.waiting = [[0] * chunks for _ in range(count)], [0] * count  # W's by chunk; of all chunks
@@ -162,7 +169,7 @@ class _Run:
         chunk = self.times.stages[s][c]
         self.forwards[s][c] += 1
         self.held[s] += chunk.activation_bytes
-        self._ends(s, c, "F", clock + chunk.forward_seconds)
+        self._ends(s, c, "F", clock, chunk.forward_seconds)
 
     def _backward(self, s: int, c: int, clock: float, letter: str) -> None:
         chunk = self.times.stages[s][c]
@@ -172,7 +179,7 @@ class _Run:
             self.deferred[s][c] += 1
             self.waiting[s] += 1
             self.held[s] += chunk.deferred_bytes
-        self._ends(s, c, letter, clock + (chunk.input_gradient_seconds if letter == "I" else chunk.backward_seconds))
+        self._ends(s, c, letter, clock, chunk.input_gradient_seconds if letter == "I" else chunk.backward_seconds)
 
     def _weight_gradient(self, s: int, clock: float) -> None:
         """The oldest that is due, of the last chunk where several are."""
@@ -182,11 +189,14 @@ class _Run:
         self.waiting[s] -= 1
         self.weights[s][c] += 1
         self.held[s] -= chunk.deferred_bytes
-        self._ends(s, c, "W", clock + chunk.weight_gradient_seconds)
+        self._ends(s, c, "W", clock, chunk.weight_gradient_seconds)
 
-    def _ends(self, s: int, c: int, letter: str, end: float) -> None:
+    def _ends(self, s: int, c: int, letter: str, clock: float, seconds: float) -> None:
+        end = clock + seconds
         self.rows[s].append(self.names[letter][c])
-        self.idle[s], self.wake[s], self.ends[s] = False, end, end
+        self.idle[s], self.wake[s] = False, end
+        self.left[s] -= seconds
+        self.least_seconds = max(self.least_seconds, end + max(self.left[s], 0.0) + self.tails[s])
         heappush(self.events, (end, s))
         if letter == "W":
             return

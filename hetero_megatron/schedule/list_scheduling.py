@@ -43,13 +43,16 @@ class ListRule:
         return replace(self, **changed)
 
 
-def list_schedule(times: PipelineTimes, num_micro_batches: int, rule: ListRule) -> tuple[float, Orders]:
+def list_schedule(
+    times: PipelineTimes, num_micro_batches: int, rule: ListRule, limit: float = math.inf
+) -> tuple[float, Orders]:
     """(seconds of the step, orders) of the schedule that ``rule`` makes; it keeps the stages' memory and never
-    deadlocks, as the oldest micro-batch can always go on."""
+    deadlocks, as the oldest micro-batch can always go on. Given up, with inf for its seconds and orders that are not
+    whole, as soon as it is certain to take more than ``limit`` seconds."""
     run = _Run(times, num_micro_batches, rule)
-    run.all_actions()
+    ended = run.all_actions(limit)
     seconds = max(end + stage.tail_seconds for end, stage in zip(run.ends, times.stages, strict=True))
-    return seconds, tuple("".join(row) for row in run.rows)
+    return seconds if ended else math.inf, tuple("".join(row) for row in run.rows)
 
 
 class _Run:
@@ -60,6 +63,7 @@ class _Run:
         activations, gradients: arrivals by receiving stage, in order of micro-batches.
         after_free, before_free: when the link after and before a stage is free.
         wake: when a stage decides next: the end of its action, or the next arrival that it knows of.
+        left: at least so many seconds take the actions that a stage has not begun; after: what follows the last.
     """
 
     def __init__(self, times: PipelineTimes, num_micro_batches: int, rule: ListRule) -> None:
@@ -74,6 +78,8 @@ class _Run:
                 times.stages, times.backward_seconds, rule.most_in_flight, rule.most_deferred, rule.forward_first
             )
         ]  # fmt: skip
+        self.left = [num_micro_batches * (x.forward_seconds + sum(x.least_seconds)) for x in times.stages]
+        self.after = [x.tail_seconds for x in times.stages]
         self.rows: list[list[str]] = [[] for _ in range(count)]
         self.ends = [0.0] * count
         self.activations: list[list[float]] = [[] for _ in range(count)]
@@ -84,11 +90,12 @@ class _Run:
         self.wake[0] = 0.0
         self.events = [(0.0, 0)]
 
-    def all_actions(self) -> None:
-        """In order of time. One loop without calls for each action: most of the time that schedules are made in."""
+    def all_actions(self, limit: float) -> bool:
+        """In order of time; False where given up. One loop without calls for each action: most of the time that
+        schedules are made in."""
         count = len(self.rows)
         rows, numbers, events, wake, idle = self.rows, self.numbers, self.events, self.wake, self.idle
-        activations, gradients = self.activations, self.gradients
+        activations, gradients, left, after = self.activations, self.gradients, self.left, self.after
         forwards, backwards, deferred, held_bytes = [0] * count, [0] * count, [0] * count, [0.0] * count
         while events:
             clock, s = heappop(events)
@@ -133,9 +140,13 @@ class _Run:
                     deferred[s], held_bytes[s], end = due + 1, full - kept_bytes + waiting, clock + inputs
                 if s:
                     self._sent_backward(s, end)
+            left[s] -= end - clock
+            if end + left[s] + after[s] > limit:
+                return False
             rows[s].append(letter)
             idle[s], wake[s], self.ends[s] = False, end, end
             heappush(events, (end, s))
+        return True
 
     def _sent_forward(self, s: int, end: float) -> None:
         if s == len(self.rows) - 1:

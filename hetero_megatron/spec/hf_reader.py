@@ -117,8 +117,7 @@ def require_one_of(value: Any, accepted: tuple[Any, ...], key: str, where: str) 
             raise UserError(
                 f"the weights are quantised{method_text}, and nothing is trained in such a format",
                 field=key, value=value, where=where,
-                accepted=f"{words}: the model's directory from before the quantisation (of bitsandbytes' also what "
-                "model.dequantize() and save_pretrained write)",
+                accepted=f"{words}: the model's directory from before the quantisation",
             )  # fmt: skip
         raise UserError(
             "this setting changes the model and is not supported", field=key, value=value, accepted=words, where=where

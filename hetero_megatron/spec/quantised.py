@@ -1,4 +1,4 @@
-"""Checkpoints in fewer bits whose weights are dequantised as they are read: block FP8 and MXFP4."""
+"""Checkpoints in fewer bits whose weights are dequantised as they are read: block FP8, MXFP4, bitsandbytes' formats."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from typing import Any
 
 from hetero_megatron.spec.hf_reader import Config, ConfigReader
 
-KEY, FP8, MXFP4 = "quantization_config", "fp8", "mxfp4"
+KEY, FP8, MXFP4, BITSANDBYTES = "quantization_config", "fp8", "mxfp4", "bitsandbytes"
 _ANY = frozenset({"modules_to_not_convert", "modules_to_convert", "ignored_layers"})  # the tensors say it
+# Of bitsandbytes: what the tensors say too, and how products would be computed.
+_HARMLESS = frozenset({
+    "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype",
+    "bnb_4bit_use_double_quant", "llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload",
+})  # fmt: skip
 # Method -> its keys and the values that they may have.
 _FORMATS: dict[str, dict[str, tuple[Any, ...]]] = {
     FP8: {
@@ -15,15 +20,25 @@ _FORMATS: dict[str, dict[str, tuple[Any, ...]]] = {
         "expert_dtype": ("fp8",), "dequantize": (True, False),
     },
     MXFP4: {"dequantize": (True, False)},
+    BITSANDBYTES: {"bnb_4bit_quant_storage": ("uint8", None), "llm_int8_has_fp16_weight": (False, None)},
 }  # fmt: skip
-_SAID = {FP8: "block FP8", MXFP4: "MXFP4"}
+_FORMAT_NAMES = {FP8: "block FP8", MXFP4: "MXFP4", BITSANDBYTES: "bitsandbytes' 4 or 8 bits"}
+
+
+def format_name(method: str) -> str:
+    """As messages call it."""
+    return _FORMAT_NAMES[method]
 
 
 def method_of(config: Config) -> str | None:
-    """The format of the weights, where it is one that is dequantised; gpt-oss alone has MXFP4."""
+    """The format of the weights, where it is one that is dequantised; gpt-oss alone has MXFP4, and files of
+    bitsandbytes' need not name it."""
     settings = config.get(KEY)
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    is_read = method == FP8 or (method == MXFP4 and config.get("model_type") == "gpt_oss")
+    if not isinstance(settings, dict):
+        return None
+    bits = any(settings.get(f"load_in_{bits}bit") is True for bits in (4, 8))
+    method = settings.get("quant_method", BITSANDBYTES if bits else None)
+    is_read = method in (FP8, BITSANDBYTES) or (method == MXFP4 and config.get("model_type") == "gpt_oss")
     return method if is_read else None
 
 
@@ -47,12 +62,13 @@ def without_quantisation(config: Config, where: str) -> tuple[Config, tuple[str,
     if method is None:
         return config, ()
     reader = ConfigReader(config[KEY], where, f"{KEY}.")
-    known_keys = _FORMATS[method].keys() | _ANY | {"quant_method"} | ({"weight_block_size"} if method == FP8 else set())
+    others = {FP8: {"weight_block_size"}, MXFP4: set[str](), BITSANDBYTES: _HARMLESS}[method]
+    known_keys = _FORMATS[method].keys() | _ANY | {"quant_method"} | others
     for key in sorted(config[KEY].keys() - known_keys):
         raise reader.refuse(f"unknown with quant_method {method}", key, ", ".join(sorted(known_keys)))
     for key, values in _FORMATS[method].items():
         reader.must_be(key, *values)
     if method == FP8:
         fp8_block(config, where)
-    notice = f"{where}: the weights are in {_SAID[method]}: they are dequantised to bf16 as they are read"
+    notice = f"{where}: the weights are in {format_name(method)}: they are dequantised as they are read"
     return {key: value for key, value in config.items() if key != KEY}, (notice,)

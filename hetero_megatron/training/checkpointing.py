@@ -233,21 +233,21 @@ class Checkpointing:
         scale = config.loss_scale if known is None else config.loss_scale.with_state(known)
         return config, progress, scale
 
-    def _load_tensors(self, found: Checkpoint, with_optimizer: bool) -> None:
+    def _load_tensors(self, checkpoint: Checkpoint, with_optimizer: bool) -> None:
         outer, spec, world = self.runtime.outer, self.config.spec, self.runtime.world
-        if with_optimizer and found.state.get("outer") is not None:
+        if with_optimizer and checkpoint.state.get("outer") is not None:
             from hetero_megatron.checkpoint.outer_state import check_outer, load_outer, other_rates
 
-            check_outer(found, self.config.plan)
+            check_outer(checkpoint, self.config.plan)
             assert outer is not None
-            load_outer(found, outer, spec, world)
-            for text in other_rates(found.state["outer"], outer.outer):
+            load_outer(checkpoint, outer, spec, world)
+            for text in other_rates(checkpoint.state["outer"], outer.outer):
                 self._log(notice_line(text))
             return
         from hetero_megatron.checkpoint.state import load_tensors
 
         assert self.runtime.optimizer is not None
-        load_tensors(found, self.runtime.optimizer, spec, world, with_optimizer)
+        load_tensors(checkpoint, self.runtime.optimizer, spec, world, with_optimizer)
         self._begin_outer()
 
     def _begin_outer(self) -> None:
@@ -266,11 +266,11 @@ class Checkpointing:
             if was != mine.get(flag, was):
                 self._log(notice_line(f"{flag} is {mine[flag]:g}; the checkpoint was made with {was:g}"))
 
-    def _take_along(self, found: Checkpoint | None) -> None:
+    def _take_along(self, checkpoint: Checkpoint | None) -> None:
         if self.runtime.world.index == 0 and (self.saver is not None or self.config.save_hf is not None):
             from hetero_megatron.training.run_model_files import run_model_files
 
-            self.model_files = run_model_files(self.config, self.data, found, self._log)
+            self.model_files = run_model_files(self.config, self.data, checkpoint, self._log)
             if self.saver is not None:
                 self.saver.extra.update(self.model_files.native())
 
@@ -300,16 +300,16 @@ class Checkpointing:
         previous = self.config.checkpoint.previous_on_corruption
         return open_checkpoint(path, self.runtime.world, step, previous, self._log, field)
 
-    def _check_optimizer(self, found: Checkpoint) -> None:
-        mine, saved = self.config.optimizer.name, found.state["optimizer"]
-        if saved is None and found.step == 0:  # converted: nothing was trained yet
+    def _check_optimizer(self, checkpoint: Checkpoint) -> None:
+        mine, saved = self.config.optimizer.name, checkpoint.state["optimizer"]
+        if saved is None and checkpoint.step == 0:  # converted: nothing was trained yet
             return
         if saved is None:
             problem, accepted = "the checkpoint holds no optimizer state", "--no-load-optim, or --finetune"
         elif saved["name"] != mine:
             problem = f"the checkpoint's optimizer is {saved['name']}"
             accepted = f"--optimizer {saved['name']}, or --no-load-optim"
-        elif mine == "sgd" and found.step and _had_momentum(found) != bool(self.config.optimizer.momentum):
+        elif mine == "sgd" and checkpoint.step and _had_momentum(checkpoint) != bool(self.config.optimizer.momentum):
             problem, accepted = "the checkpoint was made with another --sgd-momentum", "--no-load-optim"
         else:
             return
@@ -321,9 +321,9 @@ class Checkpointing:
 
         return self._scored_by or reference_fingerprint(self.config)
 
-    def _check_reference(self, found: Checkpoint) -> None:
+    def _check_reference(self, checkpoint: Checkpoint) -> None:
         """Of a run that goes on with preference pairs: what they are compared with is what they were."""
-        was = found.state.get("reference", "")
+        was = checkpoint.state.get("reference", "")
         if was and self._reference and was != self._reference:
             if self.config.distillation is not None:
                 flag = "--teacher-hf" if self.config.teacher_scores is None else "--teacher-scores"
@@ -335,25 +335,25 @@ class Checkpointing:
                 "with", field="--load-hf", value=self.config.load_hf, accepted="the directory of the first run",
             )  # fmt: skip
 
-    def _say_differences(self, found: Checkpoint) -> None:
+    def _say_differences(self, checkpoint: Checkpoint) -> None:
         """What may differ, and changes numbers."""
         for key, flag, mine in (("seed", "--seed", self.config.seed), ("dtype", "--dtype", self.config.dtype)):
-            if found.state[key] not in (mine, None):
-                self._log(notice_line(f"{flag} is {mine}; the checkpoint was made with {found.state[key]}"))
+            if checkpoint.state[key] not in (mine, None):
+                self._log(notice_line(f"{flag} is {mine}; the checkpoint was made with {checkpoint.state[key]}"))
         rates = _dropout_rates(self.config)
-        for flag, was in (found.state.get("dropout") or rates).items():
+        for flag, was in (checkpoint.state.get("dropout") or rates).items():
             if was != rates.get(flag, was):
                 self._log(notice_line(f"{flag} is {rates[flag]:g}; the checkpoint was made with {was:g}"))
-        self._say_other_rates(found.state["optimizer"] or {})
+        self._say_other_rates(checkpoint.state["optimizer"] or {})
         length, data = self.config.plan.seq_length, self.data.fingerprints["train"]
-        was = (found.state["plan"] or {}).get("seq_length", length)
+        was = (checkpoint.state["plan"] or {}).get("seq_length", length)
         if was != length:
             again = "samples are other windows of the data, so what was read already may come again"
             self._log(notice_line(f"--seq-length is {length}; the checkpoint was made with {was}: {again}"))
-        elif data and found.state.get("data_fingerprint", data) not in (data, ""):
-            at = found.state["consumed_train_samples"]
+        elif data and checkpoint.state.get("data_fingerprint", data) not in (data, ""):
+            at = checkpoint.state["consumed_train_samples"]
             self._log(notice_line(f"the training data are not the checkpoint's: they are read from sample {at} on"))
-        if found.state["plan_fingerprint"] not in (None, self.config.plan.fingerprint()):
+        if checkpoint.state["plan_fingerprint"] not in (None, self.config.plan.fingerprint()):
             self._log("the checkpoint was made under another plan; each rank reads what it now owns")
 
 
@@ -367,12 +367,12 @@ def _none_in(flag: str, path: str) -> UserError:
     return UserError("holds no checkpoint", field=flag, value=path, accepted="a directory that --save wrote")
 
 
-def _had_momentum(found: Checkpoint) -> bool:
+def _had_momentum(checkpoint: Checkpoint) -> bool:
     """As the flag was: where no step was taken yet (fp16 looks for its scale) there are no moments in either case."""
     from hetero_megatron.checkpoint.state import moments
 
-    saved = found.state["optimizer"]
-    return bool(saved["momentum"] if "momentum" in saved else moments(found))
+    saved = checkpoint.state["optimizer"]
+    return bool(saved["momentum"] if "momentum" in saved else moments(checkpoint))
 
 
 def furthest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -130,7 +130,7 @@ class Training:
         config, data = self.config, self.node_data.datasets
         if not config.skip_train:
             assert data.train is not None
-            if self.reporter.speaks and not self.step:  # a stream would have to go back to its beginning
+            if self.reporter.is_first and not self.step:  # a stream would have to go back to its beginning
                 self.reporter.say(self.node_data.describe(data.train))
             self.emulation.started()
             with self.node_data.loader(data.train) as loader:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,9 @@ from hetero_megatron.data.sample import Dataset
 from hetero_megatron.data.scores_file import create_scores, open_scores
 from hetero_megatron.errors import UserError
 from hetero_megatron.pipeline.step_work import Fetch
-from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.alignment.session import Alignment
+from hetero_megatron.training.config import AlignmentConfig, RunConfig
+from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.utils.text import plural
@@ -57,6 +60,41 @@ def reference_logps(config: RunConfig, runtime: Runtime, data: NodeData) -> Know
     if runtime.pairs is not None:
         runtime.pairs.reference.begin_step()
     return logps
+
+
+def logps_of_another_model(config: RunConfig, world: Group, build: Callable[..., Runtime], data: NodeData) -> Known:
+    """What the model in --reference-hf says of the run's pairs, built and given up again before the run's own.
+
+    Args:
+        world: the ranks of the plan.
+        build: the runtime of (``config``, ``initialize``, ``alignment``).
+    """
+    other = replace(config, load_hf=config.reference_hf)
+    weights = InitialWeights(other, world)
+    runtime = build(config=other, initialize=weights.values, alignment=Alignment(AlignmentConfig()))
+    return reference_logps(config, runtime, data)
+
+
+def use_reference(config: RunConfig, runtime: Runtime, data: NodeData, logps: Known | None) -> int | None:
+    """Have the loss of preferences know what the reference says; ``logps``: None: the runtime's weights are its.
+
+    Returns:
+        of how many training samples that is known; None: of all.
+    """
+    assert config.preference is not None
+    covered = None
+    if config.preference.stored:
+        covered = covered_samples(config, data)
+        logps = reference_logps(config, runtime, data) if logps is None else logps
+    if config.preference.unpaired:
+        from hetero_megatron.training.labelled import LabelledSteps
+
+        steps = LabelledSteps(runtime)
+        steps.use(logps or {})
+        runtime.hooks.before_forward = steps.before_forward
+    elif runtime.pairs is not None:
+        runtime.pairs.reference.known = dict(logps or {})
+    return covered
 
 
 def _needed(config: RunConfig, data: NodeData) -> Iterable[tuple[Dataset, int]]:

@@ -31,7 +31,7 @@ from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.training.agreement import check_agreement, check_program, run_facts
 from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing, ConsumedSamples
-from hetero_megatron.training.config import AlignmentConfig, OptimizerConfig, RunConfig
+from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.exit import ExitConditions
 from hetero_megatron.training.failure import ReplicaCheck, StepGuard
 from hetero_megatron.training.initial_weights import InitialWeights
@@ -59,7 +59,6 @@ from hetero_megatron.training.save_directory import claim_directory, make_folder
 from hetero_megatron.utils.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
-    from hetero_megatron.training.reference import Known
     from hetero_megatron.training.teacher_client import TeacherClient
 
 
@@ -144,7 +143,10 @@ def set_up(
     initialize = weights.values if resume is None else weights.blank
     reference = None
     if config.reference_hf is not None:
-        reference = _of_another_model(config, comm, platform, plugins, node_data)
+        from hetero_megatron.training.reference import logps_of_another_model
+
+        build = partial(build_runtime, comm=comm, platform=platform, plugins=plugins)
+        reference = logps_of_another_model(config, world, build, node_data)
     runtime = build_runtime(config, comm, platform, plugins, initialize, alignment)
     if resume is None:
         weights.complete(runtime)
@@ -156,7 +158,9 @@ def set_up(
     agree_on_kernels(runtime, config.logging.kernel_plan)
     source_dtypes = weights.dtypes if weights.adapters is None else None
     if config.preference is not None:
-        known_samples = _use_reference(config, runtime, node_data, reference)
+        from hetero_megatron.training.reference import use_reference
+
+        known_samples = use_reference(config, runtime, node_data, reference)
     checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes, scored_by)
     config, done, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
     if known_samples is not None and not config.skip_train:
@@ -184,30 +188,6 @@ def set_up(
     return training
 
 
-def _use_reference(config: RunConfig, runtime: Runtime, data: NodeData, known: Known | None) -> int | None:
-    """Have the loss of preferences know what the reference says; ``known``: None: the runtime's weights are its.
-
-    Returns:
-        of how many training samples that is known; None: of all.
-    """
-    assert config.preference is not None
-    covered = None
-    if config.preference.stored:
-        from hetero_megatron.training.reference import covered_samples, reference_logps
-
-        covered = covered_samples(config, data)
-        known = reference_logps(config, runtime, data) if known is None else known
-    if config.preference.unpaired:
-        from hetero_megatron.training.labelled import LabelledSteps
-
-        steps = LabelledSteps(runtime)
-        steps.use(known or {})
-        runtime.hooks.before_forward = steps.before_forward
-    elif runtime.pairs is not None:
-        runtime.pairs.reference.known = dict(known or {})
-    return covered
-
-
 def _refuse_unknown(config: RunConfig, done: ConsumedSamples, known: int) -> None:
     """UserError where a run that goes on, perhaps with batches of another size, comes to training samples after those
     of which is known what another model says."""
@@ -218,18 +198,6 @@ def _refuse_unknown(config: RunConfig, done: ConsumedSamples, known: int) -> Non
             f"first {known:,}", field="--train-iters", value=config.steps,
             accepted="as many as are left, --train-samples, or a file of more samples (hetero-megatron score)",
         )  # fmt: skip
-
-
-def _of_another_model(
-    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, data: NodeData
-) -> Known:
-    """What the model in --reference-hf says of the run's pairs, built and given up again before the run's own."""
-    from hetero_megatron.training.reference import reference_logps
-
-    other = replace(config, load_hf=config.reference_hf)
-    weights = InitialWeights(other, comm.group(config.plan.ranks))
-    runtime = build_runtime(other, comm, platform, plugins, weights.values, Alignment(AlignmentConfig()))
-    return reference_logps(config, runtime, data)
 
 
 def build_runtime(

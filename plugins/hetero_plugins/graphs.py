@@ -1,7 +1,8 @@
 """What devices called cuda have in common: graphs by torch.cuda, which torch 2.13 does not serve through
 torch.accelerator.Graph, and what NCCL can be told and asked.
 
-ROCm's builds have them by the same names. None of it has run on a device.
+ROCm's builds have them by the same names. Graphs have run on one H200 (docs/results/first_run_h200.md); what NCCL is
+told and asked, and all of it under ROCm, on no device yet.
 """
 
 from __future__ import annotations

@@ -35,9 +35,12 @@ def load() -> Iterator[None]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """``begins`` is printed when Python's own start is over."""
+    """``begins`` is printed when Python's own start is over, of ours: what torch's agent does with an interrupt while
+    it is imported is torch's."""
     (folder / "sitecustomize.py").write_text(
-        "import sys\nif any('pretrain_gpt' in a for a in sys.orig_argv): print('begins', flush=True)"
+        "import sys\nwords = sys.orig_argv\n"
+        "if 'torch.distributed.run' not in words and any('pretrain_gpt' in a for a in words):"
+        " print('begins', flush=True)"
     )
     return {**ENVIRONMENT, "PYTHONPATH": str(folder)}
 

@@ -24,7 +24,8 @@ PART = KeyTable(
         "where and how the text was had": "id index cache_control annotations citations logprobs",
     }),
 )  # fmt: skip
-CALL = KeyTable(frozenset(("function", "name", "arguments")), {}, by_reason({_TOLD: "id type index call_id"}))
+_WORDS_OF_CALLS = ("id", "type", "index", "call_id")
+CALL = KeyTable(frozenset(("function", "name", "arguments")), {}, by_reason({_TOLD: " ".join(_WORDS_OF_CALLS)}))
 FUNCTION = KeyTable(frozenset(("name", "arguments")), {}, by_reason({_TOLD: "description strict"}))
 TOOL = KeyTable(
     frozenset(("type", "function", "name", "description", "parameters")), {},
@@ -109,6 +110,10 @@ class Pieces:
 
     def _call(self, call: Any, name: str) -> Mapping[str, Any]:
         call = as_object(call, name, self.where, _CALL_ACCEPTED)
+        for key in _WORDS_OF_CALLS:
+            if isinstance(call.get(key), dict | list):
+                raise UserError("is neither text nor a number", field=f"{name}.{key}", value=shown(call[key]),
+                                accepted=_CALL_ACCEPTED, where=self.where)  # fmt: skip
         mark = turn_mark(call, name, self.where)
         if call.get("function") is None:
             self._require(call, CALL, name)

@@ -64,7 +64,7 @@ class Template:
         except MemoryError:
             raise self._failed("it needs more memory than a text may", where) from None
         except Exception as error:  # a template is a program of a stranger's: it may raise anything
-            raise self._failed(_said(error), where) from None
+            raise self._failed(_error_text(error), where) from None
         finally:
             limits.end()
         text = texts[0]
@@ -91,7 +91,7 @@ class Template:
         )  # fmt: skip
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """What Python says of a template, without what only Python's own programs mean: addresses, its name for none."""
     message = " ".join(str(error).split())[:200] or type(error).__name__
     return re.sub(r" object at 0x[0-9a-f]+", "", message).replace("NoneType", "none")

@@ -24,6 +24,7 @@ from hetero_megatron.utils.cached_method import cached_method
 FEWEST, FEWEST_KNOWN = 6, 2  # schedules that are made for an estimate; where the rule of a similar template is known
 MOST_CHUNKED = 15_000  # actions of these schedules with several chunks, which take longer
 PRICED, CHUNKED = 1_000, 5  # work of all but the schedule; of an action of several chunks
+SCHEDULE_NEAR = 0.001  # part of the least seconds of a schedule, for which none faster is looked for
 Rules = tuple[ListRule | ChunkRule, ...]  # of the parts of a template
 
 
@@ -90,11 +91,11 @@ class ScheduleScorer:
         effort = max(effort, FEWEST_KNOWN * size, min(fewest * size, MOST_CHUNKED if chunks > 1 else fewest * size))
         if isinstance(times, PipelineTimes):
             list_rule = rule if isinstance(rule, ListRule) else None
-            seconds, best_rule, actions = adaptive_seconds(times, count, effort, list_rule)
+            seconds, best_rule, actions = adaptive_seconds(times, count, effort, SCHEDULE_NEAR, list_rule)
             self.work.add(actions)
             return seconds, best_rule
         chunk_rule = rule if isinstance(rule, ChunkRule) else None
-        seconds, best, actions = adaptive_chunks_seconds(times, count, effort, chunk_rule)
+        seconds, best, actions = adaptive_chunks_seconds(times, count, effort, SCHEDULE_NEAR, chunk_rule)
         self.work.add(CHUNKED * actions)
         return seconds, best
 

@@ -19,7 +19,7 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulate_template
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
-from hetero_megatron.planner.search.schedule_score import CHUNKED, Rules, ScheduleScorer
+from hetero_megatron.planner.search.schedule_score import CHUNKED, SCHEDULE_NEAR, Rules, ScheduleScorer
 from hetero_megatron.planner.search.schedule_times import pipeline_times, without_context
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
@@ -355,8 +355,8 @@ def adapted(
             action_cost, count = 1 if isinstance(times, PipelineTimes) else CHUNKED, pipeline.num_micro_batches
             timed_actions = int(min(effort, work.left() / action_cost))
             searched = (
-                search_adaptive(times, count, timed_actions) if isinstance(times, PipelineTimes)
-                else search_adaptive_chunks(times, count, timed_actions)
+                search_adaptive(times, count, timed_actions, SCHEDULE_NEAR) if isinstance(times, PipelineTimes)
+                else search_adaptive_chunks(times, count, timed_actions, SCHEDULE_NEAR)
             )  # fmt: skip
             work.add(action_cost * searched.timed_actions)
             orders_by_times[times] = stored_orders(searched.schedule) if searched.schedule.name == ADAPTIVE else ()

@@ -42,109 +42,110 @@ def format_seconds(seconds: float) -> str:
     return "0 s" if seconds < 5e-10 else f"{seconds * 1e9:.3g} ns"
 
 
-def format_step_seconds(found: Prediction) -> str:
+def format_step_seconds(prediction: Prediction) -> str:
     """``1.236 s (1.19-1.29)``, the range in the unit of the seconds; without it where there is none."""
-    text = format_seconds(found.step_seconds)
-    if found.seconds_range is None:
+    text = format_seconds(prediction.step_seconds)
+    if prediction.seconds_range is None:
         return text
     number, unit = text.split()
-    factor = float(number) / found.step_seconds if found.step_seconds else 0.0
-    low, high = (seconds * factor for seconds in found.seconds_range)
+    factor = float(number) / prediction.step_seconds if prediction.step_seconds else 0.0
+    low, high = (seconds * factor for seconds in prediction.seconds_range)
     digits = max(0, 2 - math.floor(math.log10(high))) if high > 0 else 0
     return f"{number} {unit} ({low:.{digits}f}-{high:.{digits}f})"
 
 
-def bubble_share(found: Prediction) -> float:
+def bubble_share(prediction: Prediction) -> float:
     """Share of the time of all stages, until the last backward of the step, in which they do not compute."""
-    busy = sum(sum(timeline.busy) for timeline in found.timelines)
-    return 1 - busy / (max(found.pipeline_seconds) * sum(len(timeline.busy) for timeline in found.timelines))
+    busy = sum(sum(timeline.busy) for timeline in prediction.timelines)
+    return 1 - busy / (max(prediction.pipeline_seconds) * sum(len(timeline.busy) for timeline in prediction.timelines))
 
 
-def format_prediction(found: Prediction) -> str:
+def format_prediction(prediction: Prediction) -> str:
     """Step time and its parts, use of the chips, memory, and what was assumed."""
-    share = f", {found.mfu:.1%} of the chips' peak (MFU)" if found.mfu is not None else ""
+    share = f", {prediction.mfu:.1%} of the chips' peak (MFU)" if prediction.mfu is not None else ""
     lines = [
-        f"plan {found.plan.fingerprint()}: {plural(found.plan.world_size, 'rank')}, "
-        f"{plural(len(found.plan.pipelines), 'pipeline')}",
-        f"predicted step: {format_step_seconds(found)}, {found.tokens_per_second:,.0f} tokens/s{share}",
+        f"plan {prediction.plan.fingerprint()}: {plural(prediction.plan.world_size, 'rank')}, "
+        f"{plural(len(prediction.plan.pipelines), 'pipeline')}",
+        f"predicted step: {format_step_seconds(prediction)}, {prediction.tokens_per_second:,.0f} tokens/s{share}",
     ]
     for part, words in PARTS.items():
-        seconds = found.parts[part]
+        seconds = prediction.parts[part]
         if seconds or part not in ("jitter", "reference", "outer"):
-            lines.append(f"  {words:<40}{format_seconds(seconds):>12}{seconds / found.step_seconds:>8.1%}")
-    lines += format_dtypes(found)
-    lines += ["", "busy with compute", *_busy(found), "", format_memory(found.memory)]
-    lines += found.communicators
-    free = min((found.limits[r] - m.total, r) for r, m in found.memory.items())
-    if found.over:
-        lines += [f"does not fit: {over}" for over in found.over[:4]]
-        if len(found.over) > 4:
-            lines.append(f"and {len(found.over) - 4} more")
+            lines.append(f"  {words:<40}{format_seconds(seconds):>12}{seconds / prediction.step_seconds:>8.1%}")
+    lines += format_dtypes(prediction)
+    lines += ["", "busy with compute", *_busy(prediction), "", format_memory(prediction.memory)]
+    lines += prediction.communicators
+    free = min((prediction.limits[r] - m.total, r) for r, m in prediction.memory.items())
+    if prediction.over:
+        lines += [f"does not fit: {over}" for over in prediction.over[:4]]
+        if len(prediction.over) > 4:
+            lines.append(f"and {len(prediction.over) - 4} more")
     else:
         lines.append(f"fits: rank {free[1]} has least left, {format_bytes(free[0])} below its limit")
-    if found.assumed:
-        chips = found.describe_assumed()
+    if prediction.assumed:
+        chips = prediction.describe_assumed()
         lines.append(f"assumed: data sheet x default efficiencies for {chips}; no rates in the cluster file")
-    return "\n".join([*lines, *split_notice(found)])
+    return "\n".join([*lines, *split_notice(prediction)])
 
 
-def split_notice(found: Prediction) -> list[str]:
+def split_notice(prediction: Prediction) -> list[str]:
     """A line where the plan splits backwards, and rates do not say what their parts take."""
-    if not found.unsplit:
+    if not prediction.unsplit:
         return []
     return [f"assumed: weight gradients (W) take their share of a backward's FLOPs, and splitting it takes nothing, on "
-            f"{', '.join(found.unsplit)}: their rates say nothing about it, run calibrate"]  # fmt: skip
+            f"{', '.join(prediction.unsplit)}: their rates say nothing about it, run calibrate"]  # fmt: skip
 
 
-def format_dtypes(found: Prediction) -> list[str]:
+def format_dtypes(prediction: Prediction) -> list[str]:
     """A line per dtype: which ranks have linear modules in it; nothing where no run has fp8."""
     rows: dict[str, list[int]] = {}
-    for rank, dtype in sorted(found.dtypes.items()):
+    for rank, dtype in sorted(prediction.dtypes.items()):
         rows.setdefault(dtype, []).append(rank)
     lines = []
     for dtype, ranks in rows.items():
-        chips = ", ".join(dict.fromkeys(found.chips[rank] for rank in ranks))
+        chips = ", ".join(dict.fromkeys(prediction.chips[rank] for rank in ranks))
         lines.append(f"  linear modules in {dtype}: {word(len(ranks), 'rank')} {rank_ranges(ranks)} ({chips})")
     return lines
 
 
-def _busy(found: Prediction) -> list[str]:
+def _busy(prediction: Prediction) -> list[str]:
     """One line per run of ranks of one stage (or several alike)."""
     rows: dict[tuple[str, float], list[int]] = {}
-    for rank, seconds in sorted(found.busy.items()):
-        rows.setdefault((found.chips[rank], seconds), []).append(rank)
+    for rank, seconds in sorted(prediction.busy.items()):
+        rows.setdefault((prediction.chips[rank], seconds), []).append(rank)
+    step = prediction.step_seconds
     return [
-        f"  ranks {rank_ranges(ranks):<20}{chip:<18}{format_seconds(seconds):>10}{seconds / found.step_seconds:>8.1%}"
+        f"  ranks {rank_ranges(ranks):<20}{chip:<18}{format_seconds(seconds):>10}{seconds / step:>8.1%}"
         for (chip, seconds), ranks in rows.items()
     ]
 
 
-def as_json(found: Prediction) -> Mapping[str, Any]:
+def as_json(prediction: Prediction) -> Mapping[str, Any]:
     """Everything but the timeline, as JSON data; seconds and bytes."""
     return {
-        "plan": found.plan.fingerprint(),
-        "step_seconds": found.step_seconds,
-        "seconds_range": None if found.seconds_range is None else list(found.seconds_range),
-        "tokens_per_second": found.tokens_per_second,
-        "mfu": found.mfu,
-        "parts": dict(found.parts),
-        "pipeline_seconds": list(found.pipeline_seconds),
-        "fits": not found.over,
+        "plan": prediction.plan.fingerprint(),
+        "step_seconds": prediction.step_seconds,
+        "seconds_range": None if prediction.seconds_range is None else list(prediction.seconds_range),
+        "tokens_per_second": prediction.tokens_per_second,
+        "mfu": prediction.mfu,
+        "parts": dict(prediction.parts),
+        "pipeline_seconds": list(prediction.pipeline_seconds),
+        "fits": not prediction.over,
         "over": [
             {"rank": o.rank, "chip": o.chip, "bytes": o.over} | ({"host": o.node} if isinstance(o, OverHost) else {})
-            for o in found.over
+            for o in prediction.over
         ],
-        "assumed": list(found.assumed),
+        "assumed": list(prediction.assumed),
         "ranks": [
             {
                 "rank": rank,
-                "chip": found.chips[rank],
-                "busy_seconds": found.busy[rank],
-                **({"linear_modules": found.dtypes[rank]} if found.dtypes else {}),
+                "chip": prediction.chips[rank],
+                "busy_seconds": prediction.busy[rank],
+                **({"linear_modules": prediction.dtypes[rank]} if prediction.dtypes else {}),
                 "memory": memory.parts() | {"total": memory.total, "host": memory.host},
-                "memory_limit": found.limits[rank],
+                "memory_limit": prediction.limits[rank],
             }
-            for rank, memory in sorted(found.memory.items())
+            for rank, memory in sorted(prediction.memory.items())
         ],
     }
 

@@ -26,26 +26,26 @@ from hetero_megatron.utils.text import plural, rank_ranges, word
 
 
 def html_page(
-    found: Prediction, title: str, cluster: Cluster | None = None, asked: Question | None = None
+    prediction: Prediction, title: str, cluster: Cluster | None = None, asked: Question | None = None
 ) -> str:
     """The page of one plan: its blocks, memory, and a chart per distinct pipeline (wheel zooms, dragging moves, double
     click resets); all figures as text at the end."""
     heading = f"{title}: predicted step"
     rows = asked_list(asked.rows()) if asked is not None else ""
     model = asked.model if asked is not None else None
-    body = f"<h1>{html.escape(heading)}</h1>{rows}{prediction_pictures(found, cluster, model)}"
-    return page(heading, body + section("All figures") + f"<pre>{html.escape(format_prediction(found))}</pre>")
+    body = f"<h1>{html.escape(heading)}</h1>{rows}{prediction_pictures(prediction, cluster, model)}"
+    return page(heading, body + section("All figures") + f"<pre>{html.escape(format_prediction(prediction))}</pre>")
 
 
-def prediction_pictures(found: Prediction, cluster: Cluster | None = None, model: ModelSpec | None = None) -> str:
+def prediction_pictures(prediction: Prediction, cluster: Cluster | None = None, model: ModelSpec | None = None) -> str:
     """The sections about a predicted plan; with the model also who holds which tokens and heads."""
-    colors = chip_colors([found.chips[rank] for rank in sorted(found.chips)])
-    mfu = [("of the chips' peak (MFU)", f"{found.mfu:.1%}")] if found.mfu is not None else []
-    free = min(found.limits[rank] - memory.total for rank, memory in found.memory.items())
+    colors = chip_colors([prediction.chips[rank] for rank in sorted(prediction.chips)])
+    mfu = [("of the chips' peak (MFU)", f"{prediction.mfu:.1%}")] if prediction.mfu is not None else []
+    free = min(prediction.limits[rank] - memory.total for rank, memory in prediction.memory.items())
     parts = [
         figures(
-            ("predicted per step", format_seconds(found.step_seconds)),
-            ("tokens per second", f"{found.tokens_per_second:,.0f}"), *mfu,
+            ("predicted per step", format_seconds(prediction.step_seconds)),
+            ("tokens per second", f"{prediction.tokens_per_second:,.0f}"), *mfu,
             ("least free memory of a rank" if free >= 0 else "too much memory on a rank", format_bytes(abs(free))),
         ),
     ]  # fmt: skip
@@ -55,32 +55,32 @@ def prediction_pictures(found: Prediction, cluster: Cluster | None = None, model
             nodes.setdefault(rank.node, []).append((rank.rank, rank.chip))
         kinds = {**colors, **{k: c for k, c in chip_colors([*colors, *cluster.chips]).items() if k not in colors}}
         parts += [section("Cluster", "a square per chip; pale ones are idle"), legend(kinds)]
-        parts.append(cluster_blocks(nodes, set(found.plan.ranks), kinds))
+        parts.append(cluster_blocks(nodes, set(prediction.plan.ranks), kinds))
     parts += [section("Pipelines", "blocks as wide as their layers, colored by chip"), legend(colors)]
-    parts.append(plan_blocks(_pipeline_blocks(found, model), colors))
+    parts.append(plan_blocks(_pipeline_blocks(prediction, model), colors))
     parts.append(section("Memory of each rank", "against its limit, the dashed line"))
-    memory = {rank: m.parts() for rank, m in found.memory.items()}
-    parts.append(memory_bars(memory, found.limits, found.chips))
+    memory = {rank: m.parts() for rank, m in prediction.memory.items()}
+    parts.append(memory_bars(memory, prediction.limits, prediction.chips))
     parts.append(section("One step on the time axis", "predicted; each row is a stage"))
-    parts.append(charts_html(prediction_charts(found), found.step_seconds))
+    parts.append(charts_html(prediction_charts(prediction), prediction.step_seconds))
     return "".join(parts)
 
 
-def _pipeline_blocks(found: Prediction, model: ModelSpec | None) -> list[PipelineBlock]:
+def _pipeline_blocks(prediction: Prediction, model: ModelSpec | None) -> list[PipelineBlock]:
     blocks = []
-    for group in groups(found):
+    for group in groups(prediction):
         number = group[0]
-        pipeline = found.plan.pipelines[number]
+        pipeline = prediction.plan.pipelines[number]
         stages = []
         for stage in pipeline.stages:
             count = sum(b - a for a, b in stage.chunks)
-            chips = tuple(dict.fromkeys(found.chips[rank] for rank in stage.ranks))
+            chips = tuple(dict.fromkeys(prediction.chips[rank] for rank in stage.ranks))
             recompute = [f"recompute {stage.recompute}"] if str(stage.recompute) != "none" else []
             ranks = f"{word(len(stage.ranks), 'rank')} {rank_ranges(stage.ranks)}"
             divided = [degrees(stage)] if len(stage.ranks) > 1 else []
             details = ", ".join([plural(count, "layer"), ranks, "+".join(chips), *divided, *recompute])
             if model is not None:
-                details = "\n".join([details, *holdings(found.plan, stage, model)])
+                details = "\n".join([details, *holdings(prediction.plan, stage, model)])
             stages.append(StageBlock(count, f"layers {format_layers(stage)}" if count else "no layers", details, chips))
         caption = share_caption(number, len(group), pipeline.num_micro_batches, pipeline.micro_batch_size)
         blocks.append(PipelineBlock(caption, tuple(stages)))

@@ -18,20 +18,20 @@ COLORS = {  # reserved names of the trace format: of the first chunk of layers, 
 }  # fmt: skip
 
 
-def groups(found: Prediction) -> list[tuple[int, ...]]:
+def groups(prediction: Prediction) -> list[tuple[int, ...]]:
     """Indices of pipelines that run alike, which are shown once."""
     alike: dict[int, list[int]] = {}
-    for p, timeline in enumerate(found.timelines):
+    for p, timeline in enumerate(prediction.timelines):
         alike.setdefault(id(timeline), []).append(p)
     return [tuple(indices) for indices in alike.values()]
 
 
-def _synchronisation(found: Prediction) -> Iterator[tuple[str, float, float]]:
+def _synchronisation(prediction: Prediction) -> Iterator[tuple[str, float, float]]:
     """(part, start, seconds) of what follows the pipelines, the same for all stages."""
-    start = found.computed_seconds
+    start = prediction.computed_seconds
     for part in ("gradients", "optimizer", "parameters"):
-        yield part, start, found.parts[part]
-        start += found.parts[part]
+        yield part, start, prediction.parts[part]
+        start += prediction.parts[part]
 
 
 def format_layers(stage: Stage) -> str:
@@ -39,35 +39,35 @@ def format_layers(stage: Stage) -> str:
     return ", ".join(f"{a}-{b - 1}" if a < b else "none" for a, b in stage.chunks)
 
 
-def stage_label(found: Prediction, pipeline: int, stage: int) -> str:
+def stage_label(prediction: Prediction, pipeline: int, stage: int) -> str:
     """``stage 1, ranks 4-7, A100-80-SXM, layers 8-15``."""
-    chosen = found.plan.pipelines[pipeline].stages[stage]
-    chips = "+".join(dict.fromkeys(found.chips[r] for r in chosen.ranks))
+    chosen = prediction.plan.pipelines[pipeline].stages[stage]
+    chips = "+".join(dict.fromkeys(prediction.chips[r] for r in chosen.ranks))
     layers = format_layers(chosen)
     return f"stage {stage}, ranks {rank_ranges(chosen.ranks)}, {chips}, layers {layers}"
 
 
-def group_title(found: Prediction, group: Sequence[int]) -> str:
-    seconds = found.timelines[group[0]].step_seconds
-    return f"{word(len(group), 'pipeline')} {rank_ranges(group)}: {seconds:.4g} s of {found.step_seconds:.4g} s"
+def group_title(prediction: Prediction, group: Sequence[int]) -> str:
+    seconds = prediction.timelines[group[0]].step_seconds
+    return f"{word(len(group), 'pipeline')} {rank_ranges(group)}: {seconds:.4g} s of {prediction.step_seconds:.4g} s"
 
 
-def prediction_charts(found: Prediction) -> list[dict[str, Any]]:
+def prediction_charts(prediction: Prediction) -> list[dict[str, Any]]:
     """A chart per distinct pipeline, as :func:`hetero_megatron.html.page.charts_html` draws them."""
     synchronisation = [
-        [KINDS.index(part), _round(start), _round(seconds), -1] for part, start, seconds in _synchronisation(found)
+        [KINDS.index(part), _round(start), _round(seconds), -1] for part, start, seconds in _synchronisation(prediction)
     ]
     charts = []
-    for group in groups(found):
+    for group in groups(prediction):
         rows = [
             [
                 *([KINDS.index(kind_of(a)), _round(start), _round(end - start), a.micro_batch]
                   for a, start, end in stage if a.kind in KINDS), *synchronisation,
             ]
-            for stage in found.timelines[group[0]].stages
+            for stage in prediction.timelines[group[0]].stages
         ]  # fmt: skip
-        labels = [stage_label(found, group[0], s) for s in range(len(rows))]
-        charts.append({"title": group_title(found, group), "labels": labels, "rows": rows})
+        labels = [stage_label(prediction, group[0], s) for s in range(len(rows))]
+        charts.append({"title": group_title(prediction, group), "labels": labels, "rows": rows})
     return charts
 
 
@@ -75,19 +75,20 @@ def _round(seconds: float) -> float:
     return float(f"{seconds:.6g}")
 
 
-def format_timeline(found: Prediction, width: int = 100) -> str:
+def format_timeline(prediction: Prediction, width: int = 100) -> str:
     """One row per stage; each column shows the mark that takes most of its time: F forward, b backward, w weight
     gradients, g gradient reduction, u optimizer, p parameter all-gather, . waiting."""
     lines = ["timeline (F forward, b backward, w weight gradients, g gradients, u optimizer, p parameters, . waiting)"]
-    scale = width / found.step_seconds if found.step_seconds else 0.0
-    for group in groups(found):
-        lines.append(group_title(found, group))
-        stages = found.plan.pipelines[group[0]].stages
-        for s, (row, stage) in enumerate(zip(found.timelines[group[0]].stages, stages, strict=True)):
+    scale = width / prediction.step_seconds if prediction.step_seconds else 0.0
+    for group in groups(prediction):
+        lines.append(group_title(prediction, group))
+        stages = prediction.plan.pipelines[group[0]].stages
+        for s, (row, stage) in enumerate(zip(prediction.timelines[group[0]].stages, stages, strict=True)):
             spans = [(MARKS[a.kind], start, end) for a, start, end in row if a.kind in MARKS]
             last = max((end for _, _, end in spans), default=0.0)
             spans += [
-                (MARKS[part], max(start, last), start + seconds) for part, start, seconds in _synchronisation(found)
+                (MARKS[part], max(start, last), start + seconds)
+                for part, start, seconds in _synchronisation(prediction)
             ]
             lines.append(f"{_short(s, stage.ranks):<16}|{_columns(spans, width, scale)}|")
     return "\n".join(lines)
@@ -110,14 +111,14 @@ def _columns(spans: Sequence[tuple[str, float, float]], width: int, scale: float
     return "".join(max(t, key=t.__getitem__) if sum(t.values()) >= 0.5 else "." for t in time)
 
 
-def perfetto_trace(found: Prediction) -> Mapping[str, Any]:
+def perfetto_trace(prediction: Prediction) -> Mapping[str, Any]:
     """Trace events (JSON array format): one process per distinct pipeline, one thread per stage and per link direction;
     the buckets of gradients and parameters are further processes."""
     events: list[dict[str, Any]] = []
-    for number, group in enumerate(groups(found)):
-        events.append(_name("process", number, 0, group_title(found, group)))
-        for s, row in enumerate(found.timelines[group[0]].stages):
-            events.append(_name("thread", number, 3 * s, stage_label(found, group[0], s)))
+    for number, group in enumerate(groups(prediction)):
+        events.append(_name("process", number, 0, group_title(prediction, group)))
+        for s, row in enumerate(prediction.timelines[group[0]].stages):
+            events.append(_name("thread", number, 3 * s, stage_label(prediction, group[0], s)))
             events.append(_name("thread", number, 3 * s + 1, f"stage {s} to stage {s + 1}"))
             events.append(_name("thread", number, 3 * s + 2, f"stage {s} to stage {s - 1}"))
             for action, start, end in row:
@@ -128,8 +129,8 @@ def perfetto_trace(found: Prediction) -> Mapping[str, Any]:
                 if action.kind in COLORS:
                     event["cname"] = COLORS[action.kind][action.chunk > 0]
                 events.append(event)
-    events += _buckets("gradients", found.reduces, len(found.timelines))
-    events += _buckets("parameters", found.all_gathers, len(found.timelines) + 1)
+    events += _buckets("gradients", prediction.reduces, len(prediction.timelines))
+    events += _buckets("parameters", prediction.all_gathers, len(prediction.timelines) + 1)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

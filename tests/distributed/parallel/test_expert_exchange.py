@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hetero_megatron.comm import Comm
+from hetero_megatron.ops.grouped_gemm import on_host
 from hetero_megatron.parallel.experts import ExpertExchange, Routes, expert_ways
 from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember
 from hetero_megatron.plans.experts import destinations, token_hops
@@ -54,7 +55,10 @@ class Scaled:
     def __init__(self, first: int, ranks: int) -> None:
         self.first, self.ranks = first, ranks
 
-    def __call__(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        assert ends.tolist() == on_host(ends) == [int(((chosen >= 0) & (chosen <= e)).sum()) for e in range(len(ends))]
         factors = torch.where(chosen >= 0, weights * (self.first + chosen + 1.0), 0.0).sum(1, keepdim=True)
         return (x * factors / self.ranks).to(x.dtype)
 

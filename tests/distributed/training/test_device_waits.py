@@ -77,11 +77,11 @@ def waits_of_a_step(comm: Comm, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_step_holds_up_the_host_at_most_twice_and_a_micro_batch_never(name: str, pool: Pool) -> None:
+def test_a_step_holds_up_the_host_once_and_a_micro_batch_never(name: str, pool: Pool) -> None:
     for micro_batches in (2, MICRO_BATCHES):
         for found in pool.run(waits_of_a_step, case(PLANS[name], micro_batches)):
             if found:
-                assert sum(found["waits"].values()) <= 2, found["waits"]
+                assert sum(found["waits"].values()) <= 1, found["waits"]
 
 
 MIXTURE = {
@@ -91,24 +91,23 @@ MIXTURE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "reads"), [("one rank", 1), ("experts", 2)])
-def test_experts_hold_up_the_host_for_their_counts_only(name: str, reads: int, pool: Pool) -> None:
-    """Of a layer and a micro-batch: how many tokens each expert here has, and before that, where they are exchanged,
-    how many go where."""
+@pytest.mark.parametrize("name", ["one rank", "experts"])
+def test_experts_hold_up_the_host_once_for_their_counts(name: str, pool: Pool) -> None:
+    """Of a layer and a micro-batch: how many tokens each expert here has, and, where they are exchanged, how many go
+    where, are read together."""
     experts = {"tp": 2} if name == "experts" else {}
     stages = [{"ranks": [0, 1][: 2 if experts else 1], "layers": [0, 3], **experts}]
     waits = []
     for micro_batches in (2, 4):
         found = pool.run(waits_of_a_step, replace(case(stages, micro_batches), model=MIXTURE))
         waits.append([sum(x["waits"].values()) for x in found if x])
-        print(found[0]["waits"])
-    assert all(after - before <= 2 * 3 * reads for before, after in zip(*waits, strict=True)), waits
+    assert all(before <= 1 + 2 * 3 and after <= 1 + 4 * 3 for before, after in zip(*waits, strict=True)), waits
 
 
 def test_a_tied_head_holds_up_no_stage(pool: Pool) -> None:
     """Its gradient is there before the last backward, and its sum waits for the first stage's embedding."""
     for found in pool.run(waits_of_a_step, case(PLANS["pipeline"], MICRO_BATCHES, tie_word_embeddings=True)):
-        assert sum(found["waits"].values()) <= 2, found["waits"]
+        assert sum(found["waits"].values()) <= 1, found["waits"]
 
 
 def test_times_are_of_the_devices_stream(pool: Pool) -> None:

@@ -110,6 +110,8 @@ MISSED: list[tuple[dict[str, Any], str]] = [
     (called(function={"name": "f", "arguments": OBJECT}, arguments={"x": 2}), "function.arguments beside it"),
     (called(function={"name": "f", "arguments": OBJECT, "loss": False}, loss=1), "marks of its parts"),
     (answer(content="fox", tool_calls=[{"name": "f", "arguments": OBJECT, "train": False}]), "marks of its parts"),
+    (called(name="f", arguments=OBJECT, type=[TEXT]), r"tool_calls\[0\].type = .*neither text nor a number"),
+    (called(function={"name": "f", "arguments": OBJECT}, id={"id": 1}), r"tool_calls\[0\].id = .*neither text nor"),
     (answer(content="fox", value="dog"), r"messages\[1\].value = \"dog\": content beside it is \"fox\""),
     (answer(content="fox", **{"from": "human"}), r"messages\[1\].from = \"human\": role beside it is \"assistant\""),
     ({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y", "content": "other"}]},

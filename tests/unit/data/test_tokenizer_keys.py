@@ -12,6 +12,7 @@ from transformers import BertTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTraine
 from hetero_megatron.cli.preprocess import main
 from hetero_megatron.data import DataConfig, build_datasets
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
+from hetero_megatron.errors import UserError
 from tests.support.chat import TEMPLATES, chat_tokenizer
 
 KEY = "tokenizer_config.json"
@@ -50,6 +51,18 @@ def test_what_transformers_writes_is_silent_and_other_keys_are_said(tmp_path: Pa
         _add(folder, do_lower_case=True)  # which only some classes read
         (said,) = HuggingFaceTokenizer(str(folder)).notices
         assert ("do_lower_case" in said) == (folder.name != "1")
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused_and_one_with_a_tokenizer_is_not(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path / "t", TEMPLATES["chatml"])
+    (folder / "tokenizer").mkdir()
+    HuggingFaceTokenizer(str(folder))
+    for name in (KEY, "special_tokens_map.json", "vocab.txt", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).mkdir()
+        with pytest.raises(UserError, match=f"{name}"):
+            HuggingFaceTokenizer(str(folder))
+        (folder / name).rmdir()
 
 
 def test_they_are_said_by_whoever_reads_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,6 +86,30 @@ def test_it_is_valid_within_memory_and_takes_what_is_simulated(seed: int) -> Non
     assert found.bound_seconds <= found.seconds <= found.one_f_one_b_seconds
 
 
+def test_only_rules_that_take_longer_than_the_limit_are_given_up() -> None:
+    draw, given_up = random.Random(3), 0
+    for _ in range(200):
+        times, count = drawn(draw.randrange(2**32))
+        rule = ListRule.uniform(len(times.stages), draw.choice((0, 1, math.inf)), draw.random() < 0.5, draw.random())
+        whole = list_schedule(times, count, rule)
+        assert list_schedule(times, count, rule, whole[0] * (1 + 1e-9)) == whole
+        seconds, _ = list_schedule(times, count, rule, 0.8 * whole[0])
+        assert seconds in (whole[0], math.inf)
+        given_up += seconds == math.inf
+    assert given_up > 100
+
+
+def test_it_ends_near_the_bound_when_asked_to() -> None:
+    draw, sooner = random.Random(4), 0
+    for _ in range(60):
+        times, count = drawn(draw.randrange(2**32))
+        found, near = search_adaptive(times, count, 5_000), search_adaptive(times, count, 5_000, near=0.05)
+        assert near.seconds <= max(found.seconds, 1.05 * found.bound_seconds)
+        assert near.timed_actions <= found.timed_actions
+        sooner += near.timed_actions < found.timed_actions
+    assert sooner > 5
+
+
 def test_on_random_pipelines_it_is_never_slower_than_1f1b_and_never_above_the_cap() -> None:
     draw = random.Random(1)
     faster = 0

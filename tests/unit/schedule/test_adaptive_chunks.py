@@ -67,6 +67,19 @@ def test_it_is_valid_within_memory_and_takes_what_is_simulated(seed: int) -> Non
         assert found.seconds <= simulated_seconds(plain, times) * (1 + 1e-12)
 
 
+def test_only_rules_that_take_longer_than_the_limit_are_given_up() -> None:
+    draw, given_up = random.Random(3), 0
+    for _ in range(60):
+        times, count = drawn(draw.randrange(2**32))
+        rule = ChunkRule(draw.randint(1, 5), most_deferred=draw.choice((0, 1, math.inf)), patience=draw.random())
+        whole = list_schedule_chunks(times, count, rule)
+        assert list_schedule_chunks(times, count, rule, whole[0] * (1 + 1e-9)) == whole
+        seconds, _ = list_schedule_chunks(times, count, rule, 0.8 * whole[0])
+        assert seconds in (whole[0], math.inf)
+        given_up += seconds == math.inf
+    assert given_up > 30
+
+
 @pytest.mark.slow
 def test_on_random_pipelines_it_is_never_slower_than_others_and_never_above_the_cap() -> None:
     draw = random.Random(1)

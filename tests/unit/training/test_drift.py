@@ -204,7 +204,7 @@ def test_a_run_stops_for_a_new_plan_and_says_for_which_ranks(end: str, tmp_path:
     checkpoint, made = SimpleNamespace(save=str(tmp_path)), SimpleNamespace(ranks=(0, 3), global_batch_size=8)
     config: Any = SimpleNamespace(failure=failure, plan=made, checkpoint=checkpoint, dtype="fp32", steps=50)
     reporter: Any = SimpleNamespace(
-        speaks=True, chips={0: "a", 3: "b"}, expected_busy={}, say=said.append, event=lambda *_, **__: None
+        is_first=True, chips={0: "a", 3: "b"}, expected_busy={}, say=said.append, event=lambda *_, **__: None
     )
     leave: Any = SimpleNamespace(reason="")
     report, steps = StragglerReport(config, reporter, leave), WARM_UP + BASELINE + RECENT

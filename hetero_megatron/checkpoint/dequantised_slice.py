@@ -1,0 +1,53 @@
+"""A tensor that is dequantised as it is read, in the place of those that are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
+
+_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class DequantisedSlice:
+    """As a slice object of safetensors: shape, dtype (its name there), and any part of the values.
+
+    Attributes:
+        rounded: values are of that dtype; False: as they were computed, in fp32, for whoever stores them in 4 bits
+            again, which then are the same 4 bits.
+    """
+
+    shape: tuple[int, ...]
+    dtype = "BF16"
+    rounded = True
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _TORCH[self.dtype] if self.rounded else torch.float32
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        indices = index if isinstance(index, tuple) else (index,)
+        parts = (*indices, *[slice(None)] * (len(self.shape) - len(indices)))
+        return self._part(*(range(*part.indices(size)) for part, size in zip(parts, self.shape, strict=True)))
+
+    def _part(self, *axes: range) -> torch.Tensor:
+        raise NotImplementedError
+
+
+# By name of a tensor: what is read in its place, and the names of the stored tensors that this stands for.
+Replaced = dict[str, tuple[DequantisedSlice, tuple[str, ...]]]
+
+
+def misfit(files: WeightFiles, name: str, accepted: str) -> Exception:
+    """The error for a stored tensor that does not fit the others."""
+    stored = files.tensor(name)
+    problem = f"{shown(name)} is {stored.get_dtype()} {list(stored.get_shape())}"
+    return files.refuse(problem, Path(files.directory), accepted)
