@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file
 from tests.distributed.checkpoint.test_resume import metrics, run
 from tests.distributed.training.test_end_to_end import PACKING
 from tests.support.programs import SINGLE
+from tests.support.small_plans import LLAMA
 
 HEAD = """
 version: 1
@@ -30,14 +32,20 @@ BY_MICRO_BATCH = HEAD + """
 
 
 LORA = pytest.param(["--lora-rank", "2"], marks=pytest.mark.exhaustive)
+QLORA = ["--lora-rank", "2", "--lora-base-dtype", "nf4"]
+SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 257}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [[], LORA])
+@pytest.mark.parametrize("lora", [[], LORA, QLORA])
 def test_stop_under_one_division_and_go_on_under_another(lora: list[str], tmp_path: Path) -> None:
     """Ramp-up, so that in some steps a replica has no rows; evaluation in the middle; packed documents; fp64. Copies of
     weights are compared, and values that are not finite looked for. Of adapters the frozen base is divided, which
     checkpoints do not hold, and the export has both."""
+    if "nf4" in lora:  # rows of whole blocks
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | SIZES))
+        lora = [*lora, "--model", str(tmp_path / "config.json")]
     watched = ["--check-weight-hash-across-dp-replicas-interval", "1", *lora]
     merged = ["--merge-lora"] if lora else []
     hf = [tmp_path / name for name in ("one", "three")]
