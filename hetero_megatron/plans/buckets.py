@@ -35,7 +35,6 @@ from hetero_megatron.plans.experts import (
     split_by_island,
 )
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
-from hetero_megatron.spec.adapted_model import logical_box, stored_box
 
 Ints = NDArray[np.int64]
 WHOLE_BYTES = 64 << 10  # smaller tensors have one owner: splitting them costs more messages than it saves bytes
@@ -69,8 +68,8 @@ class Bucket:
     holders to the owners, or two by way of a representative in each island. ``weights``: how its holders, all of one
     stage, divide them, and ``segment`` the layer (or ``embed``, ``head``) of all its tensors; None: they are whole.
     ``trained``: False of weights that are gathered only; ``in_bytes``: these are in 8 or 4 bits, and boxes are those of
-    their bytes (``spec.adapted_model.stored_box``). ``matrices``: Muon's, each whole with its owner, which may hold only
-    a part of it (``plans/matrices.py``)."""
+    their bytes (``spec.adapted_model.stored_box``). ``matrices``: Muon's, each whole with its owner, which may hold
+    only a part of it (``plans/matrices.py``)."""
 
     index: int
     ranks: tuple[int, ...]
@@ -249,9 +248,11 @@ def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout] | 
     sharding = plan.sharding_stages
     if spec.lora is None or not sharding:
         return ()
+    from hetero_megatron.plans.stored_layouts import stored_layouts
+
     holders = tensor_holders(plan, spec) if holders is None else holders
     frozen = [t for t in logical_tensors(spec) if not t.trained]
-    holders = _stored_layouts((t for t in frozen if _dividing(sharding, holders[t.name])), holders)
+    holders = stored_layouts((t for t in frozen if _dividing(sharding, holders[t.name])), holders)
     rows = [
         [(t.name, (holders[t.name].ranks, t.wide, t.int8 or t.nf4, t.layer)) for t in segment]
         for segment in backward_order(t for t in frozen if t.name in holders)
@@ -261,29 +262,6 @@ def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout] | 
         bucket = make(len(buckets), ranks, names, sharding[ranks[0]].weights, segment)
         buckets.append(replace(bucket, trained=False, in_bytes=in_bytes))
     return tuple(buckets)
-
-
-def _stored_layouts(tensors: Iterable[LogicalTensor], holders: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Holders of some tensors as these lie in memory; equal layers share layouts. Those in 4 bits are left out where a
-    rank has a part of a block: it would own columns whose adapter others have."""
-    found: dict[tuple[int, bool], Layout | None] = {}
-    stored: dict[str, Layout] = {}
-    for tensor in tensors:
-        layout = holders[tensor.name]
-        key = id(layout), tensor.nf4
-        if key not in found:
-            found[key] = _in_bytes(tensor, layout) if tensor.nf4 else layout
-        if (stored_layout := found[key]) is not None:
-            stored[tensor.name] = stored_layout
-    return stored
-
-
-def _in_bytes(tensor: LogicalTensor, layout: Layout) -> Layout | None:
-    """None: a rank has a part of a block."""
-    boxes = {rank: tuple(stored_box(tensor, box) for box in layout.of(rank)) for rank in layout.ranks}
-    if any(tuple(logical_box(tensor, box) for box in boxes[rank]) != layout.of(rank) for rank in layout.ranks):
-        return None
-    return Layout(stored_box(tensor, Box.whole(tensor.shape)).hi, boxes)
 
 
 def _dividing(sharding: Mapping[int, Stage], layout: Layout) -> bool | None:

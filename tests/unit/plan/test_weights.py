@@ -98,7 +98,7 @@ def test_owners_keep_what_their_shares_say(shard: list[int]) -> None:
 
 
 def test_a_frozen_base_is_divided_and_adapters_stay_whole() -> None:
-    """Weights in 8 or 4 bits lie beside others of their layer, and are owned alike, of 4 bits with their blocks' scales."""
+    """Weights in 8 or 4 bits lie beside others of their layer, and are owned alike; blocks of 4 bits with scales."""
     for dtype in (None, "int8", "nf4"):
         spec = adapted(load_model("llama3-8b"), Lora(8, 16.0, base_dtype=dtype))
         made = _plan(stage([0, 1], [0, 16], weights={"shard": [3, 1]}), stage([2], [16, 32]), spec=spec)
