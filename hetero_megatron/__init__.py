@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from hetero_megatron.utils.version import __version__
+from hetero_megatron.utils.version import __version__ as _version
 
+__version__ = _version
 __all__ = [
     "Answer",
     "Cluster",
