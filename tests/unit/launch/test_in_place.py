@@ -174,11 +174,11 @@ def test_the_launcher_looks_after_ranks_while_a_plan_is_searched(tmp_path: Path)
             time.sleep(600)
         return tmp_path / f"{len(seats)}.yaml"
 
-    job, said = Played(script), list[str]()
+    job, said, before = Played(script), list[str](), set(multiprocessing.active_children())
     setup = Setup(tmp_path / "plan", (Seat("first", 0),))
     one = InPlaceSupervisor(setup, job.start, fits, 1, 60.0, tmp_path, said.append)
     assert one.run() == 0 and job.failed == [], said
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before  # the search's process is gone
 
 
 def test_a_host_that_came_in_time_is_not_left_while_its_plan_is_searched(tmp_path: Path) -> None:
