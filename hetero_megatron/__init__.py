@@ -16,7 +16,7 @@ from importlib import import_module
 
 from hetero_megatron.utils.version import __version__ as _version
 
-__version__ = _version
+__version__ = _version  # an assignment, as tools that read or change versions look for
 __all__ = [
     "Answer",
     "Cluster",

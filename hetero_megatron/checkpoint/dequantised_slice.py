@@ -7,31 +7,30 @@ from pathlib import Path
 import torch
 
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
-
-_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+from hetero_megatron.checkpoint.hf_files import DTYPES
 
 
 class DequantisedSlice:
-    """As a slice object of safetensors: shape, dtype (its name there), and any part of the values.
+    """As a slice object of safetensors: shape, dtype, and any part of the values.
 
     Attributes:
-        rounded: values are of that dtype; False: as they were computed, in fp32, for whoever stores them in 4 bits
-            again, which then are the same 4 bits.
+        rounded: values are of that dtype; False: bitsandbytes' are as they were computed, in fp32, for whoever stores
+            them in 4 bits again, which then are the same 4 bits.
     """
 
     shape: tuple[int, ...]
-    dtype = "BF16"
+    dtype = torch.bfloat16
     rounded = True
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        return self.dtype
+        return DTYPES[self.dtype][0]
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return _TORCH[self.dtype] if self.rounded else torch.float32
+    def value_dtype(self) -> torch.dtype:
+        return self.dtype if self.rounded else torch.float32
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         indices = index if isinstance(index, tuple) else (index,)

@@ -21,11 +21,12 @@ import torch
 
 from hetero_megatron.checkpoint.dequantised_slice import DequantisedSlice, Replaced, misfit
 from hetero_megatron.checkpoint.hf_directory import WeightFiles
+from hetero_megatron.checkpoint.metadata import DTYPES
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import parse_json
 
 _STATE = ".quant_state.bitsandbytes__"
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_DTYPES = {name: DTYPES[name] for name in ("bfloat16", "float16", "float32")}
 _FORMAT = ".weight_format"  # beside int8: 0, row after row
 _LONGEST = 1 << 16  # bytes of a state
 _CHUNK = 1 << 22  # elements that are dequantised at once
@@ -38,7 +39,7 @@ class _State:
     """What the JSON text says. ``nested``: (blocks of one group, offset); None: absmax is in fp32."""
 
     shape: tuple[int, int]
-    dtype: str
+    dtype: torch.dtype
     block: int
     nested: tuple[int, float] | None
 
@@ -59,7 +60,7 @@ class FourBitSlice(DequantisedSlice):
 
     def _part(self, *axes: range) -> torch.Tensor:
         rows, columns = axes
-        across, out = self.shape[1], torch.empty(len(rows), len(columns), dtype=self.torch_dtype)
+        across, out = self.shape[1], torch.empty(len(rows), len(columns), dtype=self.value_dtype)
         step = max(1, _CHUNK // across)
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
@@ -89,14 +90,13 @@ class FourBitSlice(DequantisedSlice):
 class Int8Slice(DequantisedSlice):
     """int8 [rows, columns] of 127ths of fp32 [rows], rounded once."""
 
-    def __init__(self, weight: Any, scales: Any, dtype: str) -> None:
+    def __init__(self, weight: Any, scales: torch.Tensor, dtype: torch.dtype) -> None:
         self.weight, self.scales, self.dtype = weight, scales, dtype
         self.shape = tuple(weight.get_shape())
 
     def _part(self, *axes: range) -> torch.Tensor:
         rows, columns = (slice(axis.start, axis.stop) for axis in axes)
-        scales = self.scales[rows].float()[:, None]
-        return (self.weight[rows, columns].float() * scales * _PART_OF_INT8).to(self.torch_dtype)
+        return (self.weight[rows, columns].float() * self.scales[rows, None] * _PART_OF_INT8).to(self.value_dtype)
 
 
 def four_bits(files: WeightFiles) -> Replaced:
@@ -115,12 +115,9 @@ def four_bits(files: WeightFiles) -> Replaced:
             raise misfit(files, stored_state, f"beside {', '.join(missing)}")
         blocks = -(-math.prod(state.shape) // state.block)
         groups = -(-blocks // state.nested[0]) if state.nested else 0
-        bytes_stored = -(-math.prod(state.shape) // 2)
-        _require(files, name, "U8", bytes_stored)
+        _require(files, name, "U8", -(-math.prod(state.shape) // 2))
         _require(files, beside[0], "U8" if state.nested else "F32", blocks)
-        for part, size in zip(beside[1:], (16, 256, groups), strict=False):
-            _require(files, part, "F32", size, finite=True)
-        levels, *more = (files.whole(part).flatten() for part in beside[1:])
+        levels, *more = (_numbers(files, *each) for each in zip(beside[1:], (16, 256, groups), strict=False))
         made = FourBitSlice(files.tensor(name), files.tensor(beside[0]), state, levels, tuple(more))
         slices[name] = made, (name, *beside, stored_state)
     return slices
@@ -141,24 +138,30 @@ def eight_bits(files: WeightFiles, dtype: str) -> Replaced:
         shape = files.tensor(name).get_shape()
         if len(shape) != 2 or f"{name}{_FORMAT}" in files.files_of:
             raise misfit(files, name, "a matrix in int8, row after row")
-        _require(files, scales, "F32", shape[0], finite=True)
         parts = [name, scales]
         if layout in files.files_of:
             number = files.whole(layout).flatten().tolist()
             if number != [0]:
                 raise misfit(files, layout, "0: int8 row after row")
             parts.append(layout)
-        made = Int8Slice(files.tensor(name), files.tensor(scales), _DTYPES.get(dtype, "BF16"))
-        slices[name] = made, tuple(parts)
+        row_scales = _numbers(files, scales, shape[0])
+        slices[name] = Int8Slice(files.tensor(name), row_scales, _DTYPES.get(dtype, torch.bfloat16)), tuple(parts)
     return slices
 
 
-def _require(files: WeightFiles, name: str, dtype: str, elements: int, finite: bool = False) -> None:
+def _require(files: WeightFiles, name: str, dtype: str, elements: int) -> None:
     stored = files.tensor(name)
     if stored.get_dtype() != dtype or list(stored.get_shape()) not in ([elements], [elements, 1]):
         raise misfit(files, name, f"{dtype} [{elements}]")
-    if finite and not bool(files.whole(name).isfinite().all()):
+
+
+def _numbers(files: WeightFiles, name: str, elements: int) -> torch.Tensor:
+    """fp32 [elements], all finite."""
+    _require(files, name, "F32", elements)
+    values = files.whole(name).flatten()
+    if not bool(values.isfinite().all()):
         raise misfit(files, name, "finite numbers")
+    return values
 
 
 def _read_state(files: WeightFiles, name: str) -> _State:

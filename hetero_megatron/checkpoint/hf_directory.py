@@ -149,6 +149,10 @@ class WeightFiles:
             del self.files_of[part]
         self.files_of[name], self._put[name] = files, made
 
+    def replacement(self, name: str) -> Any:
+        """What was :meth:`put` in a tensor's place; None: it is as stored."""
+        return self._put.get(name)
+
     def tensor(self, name: str, file: str | None = None) -> Any:
         """A slice object of safetensors or a ``BinSlice``: shape, dtype, and any part of the values; from the last file
         that holds it, or from ``file``."""

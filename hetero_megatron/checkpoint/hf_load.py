@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.checkpoint.dequantised_slice import DequantisedSlice
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
 from hetero_megatron.checkpoint.hf_files import DTYPES
 from hetero_megatron.checkpoint.hf_quantised import dequantise
@@ -212,9 +211,8 @@ class HFWeights:
             pieces = [self.read(stored, part_box) for stored, part_box in stored_boxes(self.spec, tensor, box)]
             return torch.stack(pieces) if tensor.per_expert else torch.cat(pieces)
         source = self._sources[tensor.name]
-        made = self._files.tensor(source.name)
-        if isinstance(made, DequantisedSlice):
-            made.rounded = not tensor.nf4
+        if (dequantised := self._files.replacement(source.name)) is not None:
+            dequantised.rounded = not tensor.nf4
         runs = [self._part(source, slices) for _, slices in source.runs(box)]
         values = runs[0] if len(runs) == 1 else torch.cat(runs)
         if not is_finite(values):

@@ -12,6 +12,7 @@ from hetero_megatron.checkpoint.hf_bitsandbytes import eight_bits, four_bits
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
 from hetero_megatron.spec.quantised import FP8, MXFP4, format_name, fp8_block, method_of
 from hetero_megatron.utils.files import read_json_object
+from hetero_megatron.utils.text import dtype_name
 
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same negative
@@ -84,8 +85,7 @@ def dequantise(files: WeightFiles) -> None:
     for name, (stored_slice, parts) in slices.items():
         files.put(name, stored_slice, parts)
     if slices:
-        dtypes = {made.get_dtype() for made, _ in slices.values()}
-        to = " and ".join(sorted(dtype.lower().replace("f", "fp").replace("bfp", "bf") for dtype in dtypes))
+        to = " and ".join(sorted({dtype_name(str(made.dtype)) for made, _ in slices.values()}))
         tensors = f"{len(slices)} tensors in {format_name(method)}"
         files.notices.append(f"{files.directory}: {tensors} are dequantised to {to}")
 

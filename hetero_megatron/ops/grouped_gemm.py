@@ -35,7 +35,7 @@ def on_host(values: torch.Tensor) -> list[int]:
     elements: list[int] | None = getattr(values, _NAME, None)
     if elements is None:
         elements = values.tolist()
-        setattr(values, _NAME, elements)
+        with_host_values(values, elements)
     return elements
 
 

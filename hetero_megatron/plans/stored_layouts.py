@@ -12,14 +12,14 @@ from hetero_megatron.spec.adapted_model import logical_box, stored_box
 def stored_layouts(tensors: Iterable[LogicalTensor], holders: Mapping[str, Layout]) -> dict[str, Layout]:
     """Holders of some tensors as these lie in memory; equal layers share layouts. Those in 4 bits are left out where a
     rank has a part of a block: it would own columns whose adapter others have."""
-    found: dict[tuple[int, bool], Layout | None] = {}
+    by_layout: dict[tuple[int, bool], Layout | None] = {}
     stored: dict[str, Layout] = {}
     for tensor in tensors:
         layout = holders[tensor.name]
         key = id(layout), tensor.nf4
-        if key not in found:
-            found[key] = _in_bytes(tensor, layout) if tensor.nf4 else layout
-        if (stored_layout := found[key]) is not None:
+        if key not in by_layout:
+            by_layout[key] = _in_bytes(tensor, layout) if tensor.nf4 else layout
+        if (stored_layout := by_layout[key]) is not None:
             stored[tensor.name] = stored_layout
     return stored
 

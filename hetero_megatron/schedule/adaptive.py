@@ -67,7 +67,8 @@ def search_adaptive(
     Args:
         effort: about how many actions may be timed; 0 gives 1F1B. The search ends earlier near the lower bound, and on
             small pipelines when nothing faster is found for long.
-        near: part of the lower bound by which a schedule may be slower that nothing faster is looked for.
+        near: part of the lower bound by which a schedule may be slower that nothing faster is looked for; by default
+            what sums of seconds differ by in their last digits.
 
     Raises:
         UserError: a negative number of micro-batches or effort.
@@ -127,8 +128,7 @@ class _Search:
     def __init__(self, times: PipelineTimes, num_micro_batches: int, effort: int, near: float) -> None:
         self.times, self.count, self.effort = times, num_micro_batches, effort
         self.bound = lower_bound_seconds(times, num_micro_batches)
-        # Nothing is faster than the bound, but sums of seconds differ in their last digits.
-        self.goal = self.bound * (1 + max(near, ROUNDING))
+        self.goal = self.bound * (1 + near)
         self.size = 3 * len(times.stages) * num_micro_batches  # actions of a schedule, at most
         self.orders = one_f_one_b_orders(times, num_micro_batches)
         timing = time_orders(times, self.orders)

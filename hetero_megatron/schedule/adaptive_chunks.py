@@ -109,7 +109,7 @@ class _Search:
     def __init__(self, times: ChunkedTimes, num_micro_batches: int, effort: int, near: float) -> None:
         self.times, self.count, self.effort = times, num_micro_batches, effort
         self.bound = chunked_lower_bound_seconds(times, num_micro_batches)
-        self.goal = self.bound * (1 + max(near, ROUNDING))
+        self.goal = self.bound * (1 + near)
         self.size = 3 * len(times.stages) * times.chunks * num_micro_batches  # actions of a schedule, at most
         self.timed, self.draw = self.size, random.Random(0)
         schedule = generate("interleaved", len(times.stages), num_micro_batches, times.chunks)

@@ -106,15 +106,11 @@ def in_four_bits(weights: Tensors, double: bool, dtype: str, block: int, quant_t
             out[f"{name}.absmax"] = torch.randint(0, 256, (blocks,), dtype=torch.uint8)
             out[f"{name}.nested_absmax"] = torch.rand(-(-blocks // 256)) * 0.01
             out[f"{name}.nested_quant_map"] = torch.tensor(dynamic())
-            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.0625 + rounded_up(blocks)}
+            offset = float(np.float32(0.0625 + 1e-4 * blocks))  # a number that fp32 holds
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
         text = json.dumps(state).encode()
         out[f"{name}.quant_state.bitsandbytes__{quant_type}"] = torch.tensor(list(text), dtype=torch.uint8)
     return out
-
-
-def rounded_up(blocks: int) -> float:
-    """A small number that fp32 holds."""
-    return float(np.float32(blocks / 12345))
 
 
 def plain_four_bits(weights: Tensors) -> Tensors:
