@@ -16,7 +16,6 @@ from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss
 from hetero_megatron.parallel.empty_stage import EmptyStage, empty_stage, fill, owned_values
-from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.grad_sync.routes import OwnedPiece
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_parallel
@@ -139,8 +138,9 @@ class StageModel:
         rank_stage, comm, model = self.here, self.comm, self.module
         unit, stage = rank_stage.unit, rank_stage.stage
         shards = tuple(b - a for a, b in cut(unit.num_tokens, [1] * unit.tp))
-        heads = [rank_shares(rank_stage.spec, stage)[rank].kv_heads for rank in unit.ranks]
-        apply_tensor_parallel(model, comm.group(unit.ranks), shards, rank_stage.share.vocab, heads)
+        if unit.tp > 1:
+            heads = [rank_shares(rank_stage.spec, stage)[rank].kv_heads for rank in unit.ranks]
+            apply_tensor_parallel(model, comm.group(unit.ranks), shards, rank_stage.share.vocab, heads)
         intervals = [torch.arange(a, b, device=comm.device) for a, b in unit.tokens or ((0, 0),)]
         model.token_numbers = torch.cat(intervals)
         if rank_stage.context is not None:
@@ -150,7 +150,10 @@ class StageModel:
             choices = self.kernels.choices
             kernel = tile_kernel(comm.device, choices["attention"].kernel, rank_stage.spec.attn_softcap)
             apply_context_parallel(model, rank_stage.context, comm, kernel, choices["attn_merge"].kernel.forward)
-        apply_expert_parallel(model, stage, comm, rank_stage.plan.islands)
+        if rank_stage.spec.moe is not None:
+            from hetero_megatron.parallel.experts import apply_expert_parallel
+
+            apply_expert_parallel(model, stage, comm, rank_stage.plan.islands)
 
     @torch.no_grad()
     def owned_values(self, names: Sequence[str], pieces: Sequence[OwnedPiece]) -> list[torch.Tensor]:

@@ -11,7 +11,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plans.made_for import MadeFor, as_flags
 from hetero_megatron.spec import Lora, ModelSpec, adapted
 from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD, all_linear
-from hetero_megatron.training.config import AdapterConfig
 
 _FLAGS = {
     "rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets", "rslora": "use_rslora", "dora": "use_dora",
@@ -22,13 +21,11 @@ _DROPOUT, _BASE = "lora_dropout", "lora_base_dtype"
 
 
 def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
-    """The model with the adapters of --load-adapter or --lora-rank, if any.
+    """The model with the adapters of --load-adapter or --lora-rank.
 
     Raises:
         UserError: flags contradict each other, or adapters do not fit the model.
     """
-    if args["lora_rank"] is None and args["load_adapter"] is None:
-        return spec
     _check(args)
     if spec.mtp_layers:
         problem = "neither transformers nor peft has modules that predict further tokens, so no adapters know them"
@@ -113,10 +110,6 @@ def _check(args: Arguments) -> None:
         if args[key]:
             raise flag_error(key, args[key], "adapters have their base from a Hugging Face directory",
                              "--load-hf (hetero-megatron convert makes a directory of a checkpoint)")  # fmt: skip
-
-
-def build_adapter(args: Arguments) -> AdapterConfig:
-    return AdapterConfig(args["load_adapter"], args["save_adapter"], args["merge_lora"])
 
 
 def add_lora(parser: ArgumentParser) -> None:

@@ -35,6 +35,7 @@ from hetero_megatron.spec.tensors import untrained_layers
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ADAM_MOMENTS = 2
+Ints = NDArray[np.int64]
 
 
 def moments_of(optimizer: str) -> int:
@@ -124,9 +125,6 @@ def state_bytes(
     return held * item - saved, (held if trained is None else trained) * wide, round(owned * (moments * wide + master))
 
 
-Ints = NDArray[np.int64]
-
-
 def estimate_memory(
     plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None,
     logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN, fp8: Fp8 | None = None, graphs: bool = False,
@@ -153,10 +151,11 @@ def estimate_memory(
     places: dict[tuple[int, ...], Ints] = {}
     counts_of_layout: dict[object, tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
     buckets = buckets if buckets is not None else make_buckets(plan, spec, muon=muon)
-    base = frozen_buckets(plan, spec)
-    divided = divided_bytes(plan, spec.tied, (*buckets, *base), item, _given_back(plan, spec, item, routing, fp8))
-    elsewhere = frozen_bytes(base, item)
-    matrices = None
+    divided, elsewhere, matrices = dict[int, DividedBytes](), dict[int, int](), None
+    if plan.sharding_stages:
+        base = frozen_buckets(plan, spec)
+        divided = divided_bytes(plan, spec.tied, (*buckets, *base), item, _given_back(plan, spec, item, routing, fp8))
+        elsewhere = frozen_bytes(base, item)
     if any(bucket.matrices for bucket in buckets):
         from hetero_megatron.plans.memory.matrices import MatrixBytes
 
@@ -304,7 +303,8 @@ def stage_work(
     """What each rank of a stage works on, by chunk."""
     limit, dtype = logits_limit(stage, spec, item, logits_bytes), stage_fp8(stage, fp8)
     recipe = dtype.recipe if dtype is not None else None
-    loads = [mean_loads(spec, stage, range(*chunk), routing, islands) for chunk in stage.chunks]
+    moe = spec.moe is not None
+    loads = [mean_loads(spec, stage, range(*chunk), routing, islands) if moe else None for chunk in stage.chunks]
     models = [None if spec.delta is None else layers_alone(spec, range(*chunk)) for chunk in stage.chunks]
     runs = _chunks(stage, untrained_layers(spec))
     chunks = [(*run, load, chunk_spec) for run, load, chunk_spec in zip(runs, loads, models, strict=True)]
@@ -316,8 +316,8 @@ def stage_work(
             work[rank] = tuple(
                 RankWork(
                     layers, embed, head, stage.recompute.kind, first, tokens, item, sum(unit.tp_split) / weight,
-                    unit.tp, limit if head else None, load[rank], recipe, rows, untrained, offloaded, ahead,
-                    chunk_spec,
+                    unit.tp, limit if head else None, None if load is None else load[rank], recipe, rows, untrained,
+                    offloaded, ahead, chunk_spec,
                 ) for layers, embed, head, first, untrained, offloaded, load, chunk_spec in chunks
             )  # fmt: skip
     return work
