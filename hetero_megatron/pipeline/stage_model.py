@@ -25,6 +25,7 @@ from hetero_megatron.plans.context_plan import stage_contexts
 from hetero_megatron.plans.experts import rank_shares
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.fp8_checks import stage_fp8
+from hetero_megatron.plans.shares import has_context
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, stage_tensors
 from hetero_megatron.utils.text import tracked
 
@@ -49,9 +50,10 @@ class RankStage:
         self.place = locate(plan, rank)
         self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
         self.share = rank_shares(spec, self.stage)[rank]
-        contexts = stage_contexts(spec, self.stage, plan.seq_length)
-        self.context = next((c for c in contexts if rank in c.ranks), None)
-        self.tiled = bool(contexts)
+        self.tiled, self.context = has_context(self.stage, plan.seq_length), None
+        if self.tiled:
+            contexts = stage_contexts(spec, self.stage, plan.seq_length)
+            self.context = next((c for c in contexts if rank in c.ranks), None)
         self.path = f"pipelines[{self.place.pipeline}].stages[{self.place.stage}]"
 
     def fp8(self, default: Fp8 | None) -> Fp8 | None:
@@ -60,7 +62,7 @@ class RankStage:
 
     def loss_chunk(self, dtype: torch.dtype, logits_bytes: int) -> int | None:
         """Tokens of a micro-batch whose logits exist at once; None: those of all, or no head."""
-        return loss_chunk(self.stage, self.place.unit, self.spec, dtype, logits_bytes)
+        return loss_chunk(self.stage, self.place.unit, self.spec, dtype, logits_bytes) if self.stage.head else None
 
     def kernels(
         self, dtype: torch.dtype, device: torch.device, compiled: bool, logits_bytes: int, fp8: Fp8 | None,
@@ -90,8 +92,7 @@ class StageModel:
 
     Attributes:
         module: maps tokens [b, s] or a stage's input [b, s, h] to hidden states or logits.
-        boxes: of each parameter in its logical tensor, by logical name; stored_boxes: of those in 4 bits, of the
-            bytes that memory has.
+        boxes: of each parameter in its logical tensor, by logical name.
         scales: of frozen weights in few bits, by logical name.
         adapters: turns them off; None: the model has none.
         row_norms: of a model with DoRA; to be refreshed before every step.
@@ -115,7 +116,6 @@ class StageModel:
         )
         self.module, self.boxes, self.scales, self.adapters = empty.module, empty.boxes, empty.scales, empty.adapters
         self._empty, self._initialize = empty, initialize
-        self.stored_boxes = empty.stored_boxes()
         self.row_norms: RowNorms | None = None
         if spec.lora is not None and spec.lora.dora:
             from hetero_megatron.parallel.lora import RowNorms
@@ -124,14 +124,14 @@ class StageModel:
         _fill(empty, initialize, divided)
         self._divide()
         self.offloaded: OffloadedActivations | None = None
-        if stage.activations is None:
-            apply_recompute(self.module, stage.recompute)
-        else:
+        if stage.activations is not None:
             from hetero_megatron.parallel.offload import OffloadedActivations
 
             self.offloaded = OffloadedActivations(self.module, stage.activations, comm)
             apply_recompute(self.module, stage.recompute, self.offloaded.keep)
             self.offloaded.apply()
+        elif stage.recompute.kind != "none":
+            apply_recompute(self.module, stage.recompute)
 
     def _divide(self) -> None:
         """Tensor, context and expert parallelism, around the layers."""
@@ -154,6 +154,11 @@ class StageModel:
             from hetero_megatron.parallel.experts import apply_expert_parallel
 
             apply_expert_parallel(model, stage, comm, rank_stage.plan.islands)
+
+    @property
+    def stored_boxes(self) -> dict[str, Box]:
+        """Of each parameter, in the array that memory has of it: :attr:`boxes`, but of those in 4 bits the bytes."""
+        return self._empty.stored_boxes()
 
     @torch.no_grad()
     def owned_values(self, names: Sequence[str], pieces: Sequence[OwnedPiece]) -> list[torch.Tensor]:

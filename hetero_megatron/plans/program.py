@@ -14,7 +14,7 @@ from hetero_megatron.plans.buckets import Bucket
 from hetero_megatron.plans.canonical import Pipeline, Plan
 from hetero_megatron.plans.context_plan import context_groups
 from hetero_megatron.plans.experts import routing_groups
-from hetero_megatron.plans.shares import micro_batch_sizes, pipeline_samples
+from hetero_megatron.plans.shares import has_context, micro_batch_sizes, pipeline_samples
 from hetero_megatron.schedule import (
     Action,
     Held,
@@ -173,7 +173,8 @@ class Collectives:
         self._layers: dict[int, tuple[tuple[int, ...], ...]] = {}
         for stage in (s for p in plan.pipelines for s in p.stages):
             groups = [tuple(sorted(u.ranks)) for u in stage.units]
-            groups += [tuple(sorted(g)) for g in context_groups(spec, stage, plan.seq_length)]
+            if has_context(stage, plan.seq_length):
+                groups += [tuple(sorted(g)) for g in context_groups(spec, stage)]
             groups += routing_groups(spec, stage, plan.islands)
             for rank in stage.ranks:
                 self._layers[rank] = tuple(dict.fromkeys(g for g in groups if rank in g and len(g) > 1))

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from hetero_megatron.plans import Pipeline, Plan
-from hetero_megatron.plans.context_plan import has_context
 from hetero_megatron.plans.memory.micro_batches import micro_batch_bytes
+from hetero_megatron.plans.shares import has_context
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.stage_cost import PipelineCosts, StageCosts
 from hetero_megatron.predictor.simulate.step import Prediction
