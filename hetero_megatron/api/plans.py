@@ -18,7 +18,7 @@ from hetero_megatron.plans.made_for import MadeFor, read_made_for
 from hetero_megatron.plans.memory.of_plan import MemoryBytes as Memory
 from hetero_megatron.plans.memory.of_plan import estimate_memory, moments_of, with_communicators
 from hetero_megatron.plans.program import format_step
-from hetero_megatron.plans.routing import routing_of
+from hetero_megatron.plans.routing import EVEN, routing_of
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.report.prediction import Question, as_json, format_prediction, format_question, question
@@ -258,7 +258,7 @@ def predict(
     spec, described = plan.model.spec, cluster.described
     options = CostOptions(
         margin=memory_margin, moments=moments_of(plan.optimizer), muon=plan.optimizer == "muon",
-        routing=routing_of(routing_stats, spec), fp8=plan.fp8, reference=reference,
+        routing=EVEN if routing_stats is None else routing_of(routing_stats, spec), fp8=plan.fp8, reference=reference,
         gradient_bytes=2.0 if grad_reduce_in_bf16 else None,
     )  # fmt: skip
     costs = CostModel(spec, described, plan.seq_length, plan.dtype, options)

@@ -34,7 +34,7 @@ from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import rank_ranges
 
 if TYPE_CHECKING:
-    from hetero_megatron.schedule.split_moments import Moment
+    from hetero_megatron.schedule.actions import Moment
 
 ADAPTIVE = "adaptive"
 
@@ -72,7 +72,7 @@ def held_by_stages(plan: Plan, pipeline: Pipeline) -> tuple[tuple[Held, ...], ..
 
 def moments_by_stages(plan: Plan, pipeline: Pipeline) -> Sequence[Sequence[Moment]]:
     """What each stage holds before its backwards, where these are split; empty where none is."""
-    from hetero_megatron.schedule.split_moments import split_moments, splits_backward
+    from hetero_megatron.schedule.actions import split_moments, splits_backward
 
     schedule = pipeline_schedule(plan, pipeline)
     return split_moments(schedule) if splits_backward(schedule) else ()

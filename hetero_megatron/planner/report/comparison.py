@@ -128,7 +128,7 @@ def outline(result: SearchResult, problem: PlanningProblem, deadline: Deadline |
         result, problem.model.name, dtype=problem.dtype, deadline=deadline,
         unusable={chip: ranks for chip, ranks in lacking.items() if ranks},
         left_out=tuple(name for name in nodes if name not in used_nodes),
-        experts=expert_gain(result.best, result.scorer.costs),
+        experts=expert_gain(result.best, result.scorer.costs) if problem.model.moe is not None else None,
         asked=question(result.scorer.costs, problem.global_batch_size),
         activations=_activations(result, problem),
     )  # fmt: skip

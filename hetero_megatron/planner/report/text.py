@@ -11,7 +11,6 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.planner.report.comparison import Summary, choice_text
 from hetero_megatron.planner.search.incumbent import SimulatedPlan
 from hetero_megatron.planner.search.schedule_times import least_seconds
-from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
 from hetero_megatron.planner.whatif.replan import NodeLoss
 from hetero_megatron.plans import dump_yaml, to_dict
 from hetero_megatron.plans.dump import degrees
@@ -195,10 +194,10 @@ def _cost_lines(summary: Summary) -> list[str]:
 def _costs(summary: Summary) -> dict[str, Any]:
     """Cost per hour of the used chips, tokens per currency unit, and slack to the deadline."""
     best, due = summary.result.best, summary.deadline
-    cost = cost_per_hour(best)
+    cost = best.cost_per_hour
     if cost is None:
         return {}
-    data: dict[str, Any] = {"cost_per_hour": cost, "tokens_per_cost": tokens_per_cost(best)}
+    data: dict[str, Any] = {"cost_per_hour": cost, "tokens_per_cost": best.tokens_per_cost}
     if due is not None:
         hours = due.tokens / best.prediction.tokens_per_second / 3600
         data["deadline"] = {

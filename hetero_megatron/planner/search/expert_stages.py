@@ -43,7 +43,7 @@ class ExpertStages:
         self.why = ""
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        if problem.model.moe is None or not supports("experts"):
+        if not supports("experts"):
             return True
         if incumbent.scorer.pool.chips > MOST_CHIPS:
             self.why = f"divided only on up to {MOST_CHIPS} chips"

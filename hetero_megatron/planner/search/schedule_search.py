@@ -19,8 +19,14 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulate_template
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
-from hetero_megatron.planner.search.schedule_score import CHUNKED, SCHEDULE_NEAR, Rules, ScheduleScorer
-from hetero_megatron.planner.search.schedule_times import pipeline_times, without_context
+from hetero_megatron.planner.search.schedule_times import (
+    CHUNKED,
+    SCHEDULE_NEAR,
+    Rules,
+    ScheduleScorer,
+    pipeline_times,
+    without_context,
+)
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import SearchWork
