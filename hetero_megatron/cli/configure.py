@@ -125,7 +125,7 @@ def configure_arguments(
     collect(_check_vocabulary, args, data, spec)
     cluster = collect(_cluster, args)
     plan = collect(_plan, args, spec, launcher, cluster, dtype, fp8)
-    collect(fp8_fits, plan, spec, fp8, dtype, cluster)
+    collect(_dtypes_fit, plan, spec, fp8, dtype, cluster)
     collect(_muon_fits, optimizer, plan, spec)
     balancing = collect(_balancing, args, spec, plan)
     if early:
@@ -191,6 +191,11 @@ def _find_model(args: Arguments) -> None:
         from hetero_megatron.cli.hub import model_directory
 
         args.values["load_hf"] = model_directory(args["load_hf"], "--load-hf")
+
+
+def _dtypes_fit(plan: Plan, spec: ModelSpec, fp8: Fp8 | None, dtype: str, cluster: Cluster | None) -> None:
+    if fp8 is not None or plan.dtypes:
+        fp8_fits(plan, spec, fp8, dtype, cluster)
 
 
 def _muon_fits(optimizer: OptimizerConfig, plan: Plan, spec: ModelSpec) -> None:

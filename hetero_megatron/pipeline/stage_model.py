@@ -58,7 +58,7 @@ class RankStage:
 
     def fp8(self, default: Fp8 | None) -> Fp8 | None:
         """What its linear modules compute in, ``default`` where the stage does not say; None: in the weights' dtype."""
-        return stage_fp8(self.stage, default) if self.stage.num_layers else None
+        return stage_fp8(self.stage, default) if default is not None and self.stage.num_layers else None
 
     def loss_chunk(self, dtype: torch.dtype, logits_bytes: int) -> int | None:
         """Tokens of a micro-batch whose logits exist at once; None: those of all, or no head."""
@@ -70,9 +70,10 @@ class RankStage:
     ) -> KernelPlan:  # fmt: skip
         """Those of torch, as the plan's stage wishes; ``fp8``: of stages that say nothing of it."""
         chunked = self.loss_chunk(dtype, logits_bytes) is not None
+        in_fp8 = stage_fp8(self.stage, fp8) if fp8 is not None else None
         return default_kernels(
             self.spec, self.share, self.stage.head, dtype, device, self.unit.tp, dict(self.stage.kernels),
-            f"{self.path}.kernels", compiled, chunked, self.tiled, stage_fp8(self.stage, fp8), dropout,
+            f"{self.path}.kernels", compiled, chunked, self.tiled, in_fp8, dropout,
         )  # fmt: skip
 
 

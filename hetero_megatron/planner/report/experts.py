@@ -60,13 +60,15 @@ class ExpertGain:
 
 
 def expert_gain(best: SimulatedPlan, costs: CostModel) -> ExpertGain | None:
-    """None for a plan that divides no experts."""
+    """Of a model with experts; None for a plan that divides none."""
+    moe = costs.model.moe
+    assert moe is not None
     stages = [stage for pipeline in best.plan.pipelines for stage in pipeline.stages if stage.experts]
     if not stages:
         return None
     counts = tuple(m.experts[1] - m.experts[0] for group in stages[0].experts for m in group.members)
     equal_division = predict(
-        with_equal_experts(best.plan, costs.model.moe.num_experts), costs.model, costs.cluster, costs.dtype, costs
+        with_equal_experts(best.plan, moe.num_experts), costs.model, costs.cluster, costs.dtype, costs
     )
     problem = str(max(equal_division.over, key=lambda o: o.over)) if equal_division.over else ""
     replicated = max(len(replicated_experts(stage)) for stage in stages)

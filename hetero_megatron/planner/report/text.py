@@ -13,7 +13,7 @@ from hetero_megatron.planner.search.incumbent import SimulatedPlan
 from hetero_megatron.planner.search.schedule_times import least_seconds
 from hetero_megatron.planner.whatif.replan import NodeLoss
 from hetero_megatron.plans import dump_yaml, to_dict
-from hetero_megatron.plans.dump import degrees
+from hetero_megatron.plans.dump import degrees, format_layers
 from hetero_megatron.plans.made_for import MadeFor
 from hetero_megatron.predictor.report.prediction import (
     bubble_share,
@@ -24,7 +24,6 @@ from hetero_megatron.predictor.report.prediction import (
     holdings,
     split_notice,
 )
-from hetero_megatron.predictor.report.timeline import format_layers
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural, rank_ranges, word
 

@@ -2,7 +2,7 @@
 
 Templates are searched under 1F1B, which has fast times. What is best there, on every set of node groups and
 of every other structure (replicas, stages, micro-batch size), is estimated under a schedule made for it
-(:mod:`schedule_score`); from the best, hill climbing goes on by such estimates: layers, recompute and order of stages,
+(:mod:`schedule_times`); from the best, hill climbing goes on by such estimates: layers, recompute and order of stages,
 micro-batches. The best of these become concrete plans, schedules are made for them, and the step simulator decides.
 """
 

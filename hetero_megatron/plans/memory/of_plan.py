@@ -301,10 +301,10 @@ def stage_work(
     fp8: Fp8 | None = None, islands: Islands = (),
 ) -> dict[int, tuple[RankWork, ...]]:  # fmt: skip
     """What each rank of a stage works on, by chunk."""
-    limit, dtype = logits_limit(stage, spec, item, logits_bytes), stage_fp8(stage, fp8)
+    limit = logits_limit(stage, spec, item, logits_bytes)
+    dtype = stage_fp8(stage, fp8) if fp8 is not None else None
     recipe = dtype.recipe if dtype is not None else None
-    moe = spec.moe is not None
-    loads = [mean_loads(spec, stage, range(*chunk), routing, islands) if moe else None for chunk in stage.chunks]
+    loads = [mean_loads(spec, stage, range(*chunk), routing, islands) if spec.moe else None for chunk in stage.chunks]
     models = [None if spec.delta is None else layers_alone(spec, range(*chunk)) for chunk in stage.chunks]
     runs = _chunks(stage, untrained_layers(spec))
     chunks = [(*run, load, chunk_spec) for run, load, chunk_spec in zip(runs, loads, models, strict=True)]

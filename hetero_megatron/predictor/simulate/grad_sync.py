@@ -28,6 +28,7 @@ from hetero_megatron.predictor.simulate.bucket_flows import BucketFlows, PortInd
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.utils.cached_method import cached_method
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
@@ -132,10 +133,6 @@ class SyncStructure:
             BucketFlows(ranks, self._places_of(ranks), np.array([inside[r] for r in ranks]), np.arange(len(ranks)), v)
             for ranks, v in zip(groups, volumes)
         ]
-
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

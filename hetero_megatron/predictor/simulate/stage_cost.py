@@ -226,6 +226,8 @@ class StageCosts:
         return forward, backward
 
     def _mean_load(self, stage: Stage, rank: int) -> ExpertLoad | None:
+        if self.model.model.moe is None:
+            return None
         routing = self.model.options.routing
         return mean_loads(self.model.model, stage, stage.layer_indices(), routing, self.plan.islands)[rank]
 

@@ -131,7 +131,8 @@ def predict(
     if costs is None:
         validate(plan, model, cluster, dtype=dtype)
         costs = CostModel(model, cluster, plan.seq_length, dtype, options or CostOptions())
-    fp8_fits(plan, model, costs.options.fp8, costs.dtype, cluster)
+    if costs.options.fp8 is not None or plan.dtypes:
+        fp8_fits(plan, model, costs.options.fp8, costs.dtype, cluster)
     return StepSimulator(plan, costs, prepared, sync).prediction()
 
 
