@@ -17,8 +17,7 @@ from hetero_megatron.api.search import Found
 from hetero_megatron.api.search import plan as search
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, seconds
 from hetero_megatron.cli.cluster_beside_plan import ClusterBesidePlan
-from hetero_megatron.cli.flags.adapter import add_lora, with_lora
-from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
+from hetero_megatron.cli.flags.planned_model import add_fp8, add_lora, fp8_of, with_lora
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.template.search_space import SearchSpace

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.plans import Plan, model_name, predict
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, count
-from hetero_megatron.cli.flags.adapter import add_lora, with_lora
-from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
+from hetero_megatron.cli.flags.planned_model import add_fp8, add_lora, fp8_of, with_lora
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.cli.predict_from import SIZES, read_plan
 from hetero_megatron.errors import UserError

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.context_certificate import work_bound
+from hetero_megatron.planner.estimate.lower_bounds import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_stages import ContextStages

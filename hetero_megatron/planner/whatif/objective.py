@@ -19,7 +19,7 @@ import numpy as np
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.context_certificate import most_tokens
+from hetero_megatron.planner.estimate.lower_bounds import most_tokens
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.driver import SearchResult, search, search_or_error
 from hetero_megatron.planner.search.incumbent import Progress

@@ -23,7 +23,7 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.context_certificate import most_tokens, work_bound
+from hetero_megatron.planner.estimate.lower_bounds import most_tokens, work_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, best_uniform, summarize

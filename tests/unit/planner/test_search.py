@@ -16,8 +16,8 @@ from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.subset import shrink, with_more, without
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.layer_partition import _bisect, count_splits, splits
+from hetero_megatron.planner.estimate.lower_bounds import work_bound
 from hetero_megatron.planner.estimate.pipeline_time import Link, closed_form, closed_forms, seconds
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
