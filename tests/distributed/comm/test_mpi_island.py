@@ -22,6 +22,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.platform.plugins import PluginSource, load
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
+from tests.support.programs import inside
 
 PLUGIN = ROOT / "plugins" / "mpi_island"
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -161,9 +162,7 @@ def losses(directory: Path, pipelines: str, islands: list[int], alone: bool = Fa
         printed = run(islands, *program, "--platform", "mpi_host", others=[*program, "--platform", "cpu"] * alone)
         assert "done: 2 steps" in printed
     else:
-        done = subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
-        printed = done.stdout
+        printed, _ = inside(words)
     lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines], printed
 

@@ -52,7 +52,7 @@ KINDS = [("first", False, "bf16", "int8"), ("tp", True, "bf16", "int8"), ("tp", 
          ("pipeline", False, "fp32", "dora")]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick(CASES + KINDS, [], CASES[::4] + KINDS[::2]))
+@pytest.mark.parametrize("case", quick(CASES + KINDS, [], CASES[8::4] + KINDS[::2]))
 def test_memory_is_predicted(case: tuple[str, bool, str, str | None], tmp_path: Path) -> None:
     """Within 5 % of what a dry run has at its peak, on every rank."""
     name, two, dtype, kind = case
@@ -202,8 +202,9 @@ def command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, s
     return code, out, err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "offload"), [("llama2-7b", "never"), ("llama2-13b", "auto")])
+@pytest.mark.parametrize(
+    ("model", "offload"), quick([("llama2-7b", "never"), ("llama2-13b", "auto")], [], [("llama2-13b", "auto")])
+)
 def test_adapters_fit_where_full_fine_tuning_fits_nowhere(
     model: str, offload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
