@@ -21,6 +21,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -28,6 +29,14 @@ from typing import Any, NoReturn
 NAMES = ("python", "hetero-megatron", "torchrun")
 READ_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "HF_", "TRITON_", "TORCHINDUCTOR", "HETERO_PLUGINS")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# By the server: what most programs import.
+IMPORTED = (
+    "torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch._dynamo",
+    "hetero_megatron.cli.start", "hetero_megatron.cli.here", "hetero_megatron.cli.main", "hetero_megatron.cli.pretrain",
+    "hetero_megatron.cli.finetune", "hetero_megatron.cli.generate", "hetero_megatron.training.train",
+    "hetero_megatron.training.export", "hetero_megatron.data.corpus", "hetero_megatron.plans.importers.megatron",
+    "transformers.models.llama.modeling_llama",
+)  # fmt: skip
 LONGEST = 1 << 17  # bytes of a request: words and environment
 # Isolated and without site-packages: some 40 ms.
 CLIENT = """#!{python} -IS
@@ -64,7 +73,7 @@ def serving(folder: Path, root: Path, environment: Mapping[str, str]) -> Iterato
         )  # fmt: skip
         (made / name).write_text(text)
         (made / name).chmod(0o755)
-    words = [str(real / "python"), "-m", "tests.support.quick_start", str(address), str(made / "python")]
+    words = [str(real / "python"), str(root / "tests/support/quick_start.py"), str(address), str(made / "python")]
     server = subprocess.Popen(words, cwd=root, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     try:
         assert server.stdout is not None and server.stdout.readline() == b"ready\n"
@@ -104,17 +113,13 @@ def client(program: str, python: str, address: str, settings: Mapping[str, str])
 
 def main(address: str, executable: str) -> None:
     """The server; and, in the processes that are forked from it, their programs."""
+    import gc
     import multiprocessing.spawn  # noqa: F401  # it keeps the real interpreter, whose children are handed files
 
     sys.executable = executable
-    import torch.distributed.run  # noqa: F401
-
-    import hetero_megatron.cli.finetune
-    import hetero_megatron.cli.generate
-    import hetero_megatron.cli.here
-    import hetero_megatron.cli.main  # noqa: F401
-    import tests.support.preload  # noqa: F401
-
+    for name in IMPORTED:
+        import_module(name)
+    gc.freeze()  # programs share these pages: no garbage collection writes to them
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(address)
         listening.listen(64)
@@ -212,15 +217,20 @@ def run(words: list[str], unbuffered: bool, folder: str, environment: dict[str, 
     if what == "-m":
         sys.argv, sys.path[0] = rest, folder
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif what in ("-", "-c"):
-        code = rest.pop(0) if what == "-c" else sys.stdin.read()
-        sys.argv, sys.path[0] = [what, *rest], ""
-        module = sys.modules["__main__"] = ModuleType("__main__")
-        exec(compile(code, "<string>" if what == "-c" else "<stdin>", "exec"), module.__dict__)
+        return
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    if what == "-c":
+        code, name, sys.path[0] = rest.pop(0), "<string>", ""
+    elif what == "-":
+        code, name, sys.path[0] = sys.stdin.read(), "<stdin>", ""
     else:
-        sys.argv, sys.path[0] = words, str(Path(what).absolute().parent)
-        runpy.run_path(what, run_name="__main__")
+        code, name, sys.path[0] = Path(what).read_text("utf-8"), what, str(Path(what).absolute().parent)
+        module.__file__ = str(Path(what).absolute())
+    sys.argv = [what, *rest]
+    exec(compile(code, name, "exec", dont_inherit=True), module.__dict__)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.path[0] = str(Path(__file__).parents[2])
+    # As a module under its name: whoever records a stack (torchrun does) looks through all modules for files of frames.
+    import_module("tests.support.quick_start").main(*sys.argv[1:])

@@ -106,8 +106,8 @@ def test_triton_under_its_interpreter_conforms(op: str) -> None:
 
 @pytest.mark.parametrize("op", quick(TRITON, [], set(TRITON) - {"attention"}))
 def test_every_triton_kernel_conforms(op: str) -> None:
-    """In fp32 with every case; of those without many rows or chunks half in bf16, and a quarter in fp16, the interpreter
-    being slow."""
+    """In fp32 with every case; of cases without many rows or chunks half in bf16, and a quarter in fp16: the
+    interpreter is slow."""
     kernel = load_plugins().registry.kernel(op, "triton")
     steps = list(kernel_steps(SPECS[op], kernel, CPU, lambda d: Signature(op, "cpu", d, "cpu")))
     assert {step.dtype for step in steps} == {str(dtype).removeprefix("torch.") for dtype in DTYPES}
