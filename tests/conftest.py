@@ -65,10 +65,9 @@ def pools_end_with_their_module() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def forked_programs() -> Iterator[Path]:
     """A folder with ``python``, ``hetero-megatron`` and ``torchrun``, as in ``.venv/bin``, which start at once."""
-    from tests.support.paths import ROOT
     from tests.support.quick_start import serving
 
-    with tempfile.TemporaryDirectory(prefix="quick") as folder, serving(Path(folder), ROOT, os.environ) as programs:
+    with serving(os.environ) as programs:
         yield programs
 
 

@@ -1,9 +1,9 @@
 """Programs of the package without the seconds that their imports take: a server forks them from one process with torch.
 
-``with serving(folder, root, environment) as bin`` puts ``python``, ``hetero-megatron`` and ``torchrun`` into ``bin``,
-which run what those of ``root/.venv/bin`` run. What starts there is a client: it hands its words, folder, environment
-and standard streams to the server, which forks the process that runs the script, the module (``-m``), the code (``-c``)
-or what comes on stdin (``-``). The client passes signals on and ends as that process ends; where the client is killed,
+``with serving(environment) as bin`` puts ``python``, ``hetero-megatron`` and ``torchrun`` into the folder ``bin``,
+which run what those of ``.venv/bin`` run. What starts there is a client: it hands its words, folder, environment and standard
+streams to the server, which forks the process that runs the script, the module (``-m``), the code (``-c``) or what
+comes on stdin (``-``). The client passes signals on and ends as that process ends; where the client is killed,
 so is the process. ``sys.executable`` is ``bin/python`` there: ranks that a program starts come the same way.
 
 A client becomes a real interpreter wherever the fork could differ from one: other options, open files beside the
@@ -53,17 +53,14 @@ def settings_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def serving(folder: Path, root: Path, environment: Mapping[str, str]) -> Iterator[Path]:
-    """The folder ``bin`` with the clients; their programs end with this context.
-
-    Args:
-        folder: an empty one; its path is shorter than 90 characters, as it holds a socket.
-        root: of the repository, with the environment ``.venv``.
-        environment: of the server.
-    """
+def serving(environment: Mapping[str, str]) -> Iterator[Path]:
+    """The folder ``bin`` with the clients of a server in this environment; their programs end with this context."""
     import subprocess
+    import tempfile
 
-    real, address, made = root / ".venv" / "bin", folder / "server", folder / "bin"
+    root = Path(__file__).parents[2]
+    real, folder = root / ".venv" / "bin", tempfile.TemporaryDirectory(prefix="quick")
+    address, made = Path(folder.name, "server"), Path(folder.name, "bin")
     made.mkdir()
     for name in NAMES:
         program = "" if name == "python" else str(real / name)
@@ -81,6 +78,7 @@ def serving(folder: Path, root: Path, environment: Mapping[str, str]) -> Iterato
     finally:
         server.terminate()
         server.communicate()
+        folder.cleanup()
 
 
 def client(program: str, python: str, address: str, settings: Mapping[str, str]) -> NoReturn:
