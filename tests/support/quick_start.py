@@ -1,10 +1,10 @@
 """Programs of the package without the seconds that their imports take: a server forks them from one process with torch.
 
 ``with serving(environment) as bin`` puts ``python``, ``hetero-megatron`` and ``torchrun`` into the folder ``bin``,
-which run what those of ``.venv/bin`` run. What starts there is a client: it hands its words, folder, environment and standard
-streams to the server, which forks the process that runs the script, the module (``-m``), the code (``-c``) or what
-comes on stdin (``-``). The client passes signals on and ends as that process ends; where the client is killed,
-so is the process. ``sys.executable`` is ``bin/python`` there: ranks that a program starts come the same way.
+which run what those of ``.venv/bin`` run. What starts there is a client: it hands its words, folder, environment and
+standard streams to the server, which forks the process that runs the script, the module (``-m``), the code (``-c``) or
+what comes on stdin (``-``). The client passes signals on and ends as that process ends; where the client is killed, so
+is the process. ``sys.executable`` is ``bin/python`` there: ranks that a program starts come the same way.
 
 A client becomes a real interpreter wherever the fork could differ from one: other options, open files beside the
 standard streams, or another value of a variable that is read while modules are imported. Not for programs of which

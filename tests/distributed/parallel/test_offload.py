@@ -21,7 +21,6 @@ from hetero_megatron.training.runtime import Runtime
 from tests.distributed.checkpoint.test_checkpoint import build, save, start, steps, weights
 from tests.support.parity import Case, build_optimizer, fixed_case
 from tests.support.pool import shared_pool
-from tests.support.selection import each
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 HOST = {"optimizer": {"offload": True}}
@@ -86,10 +85,9 @@ def build_with(comm: Comm, case: Case, chosen: Plan, spec: ModelSpec, initial: A
 
 
 @pytest.mark.slow  # the extension is compiled the first time
-@each("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_host_adam_equals_torch_adam_and_resumes_as_it(dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    tmp_path = tmp_path / dtype
     cpu_adam(
         [{"params": [torch.zeros(4)], "decay": True}], (0.9, 0.95), 1e-8
     )  # compiled once, before the ranks want it
