@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -136,9 +137,7 @@ def serve(listening: socket.socket) -> Any:
     ended = []
     before = signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
     while not ended and os.getppid() == parent:
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        children_left()
         try:
             client, _ = listening.accept()
         except TimeoutError:
@@ -147,7 +146,19 @@ def serve(listening: socket.socket) -> Any:
             signal.signal(signal.SIGTERM, before)
             return keep(client)
         client.close()
+    end = time.monotonic() + 2.0  # what has just ended is waited for, so that its seconds are known
+    while children_left() and time.monotonic() < end:
+        time.sleep(0.02)
     os._exit(0)
+
+
+def children_left() -> bool:
+    """Once those that have ended are waited for."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
 
 
 def keep(client: socket.socket) -> Any:
