@@ -175,10 +175,10 @@ def test_whatever_the_state_is(words: str, tmp_path: Path) -> None:
     assert len(check(tmp_path, 4, found, *flags)) == 2 and "from memory" in found.epochs[0][0], found.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", quick(["weights: {shard: [1, 3]} --dtype fp64", "activations: {offload: all} --dtype fp32"], [])
-)
+HELD = ["weights: {shard: [1, 3]} --dtype fp64", "activations: {offload: all} --dtype fp32"]
+
+
+@pytest.mark.parametrize("words", quick(HELD, [], HELD[:1]))
 def test_whatever_the_ranks_hold(words: str, tmp_path: Path) -> None:
     """Weights that two ranks divide, and activations that wait in host memory; in fp32, too."""
     what, dtype = words.split(" --dtype ")
