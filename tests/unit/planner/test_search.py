@@ -225,8 +225,11 @@ def test_equal_nodes_are_interchangeable() -> None:
             {"model": "llama2-70b", "space": SearchSpace(offload="never")},
             "1.129 TiB of states, and all chips together have",
         ),
-        ({"model": "gpt3-175b"}, "(the optimizer in host memory): 975.7 GiB of states, and all chips"),
-        pytest.param({"model": "gpt3-175b"}, "more node", marks=pytest.mark.slow),
+        pytest.param(
+            {"model": "gpt3-175b"}, "(the optimizer in host memory): 975.7 GiB of states, and all chips",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"model": "gpt3-175b"}, "more node", marks=pytest.mark.exhaustive),
         ({"dtype": "fp64", "chips": {"A100-80-SXM": {"dtypes": ["bf16"]}}}, "no chip of the cluster computes in fp64"),
     ],
 )
