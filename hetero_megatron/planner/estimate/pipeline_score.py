@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
-from hetero_megatron.planner.estimate.stage_table import StageTables
+from hetero_megatron.planner.estimate.stage_tables import StageTables
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, StageTemplate
 from hetero_megatron.utils.cached_method import cached_method

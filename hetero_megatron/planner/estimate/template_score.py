@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hetero_megatron.planner.estimate.lower_bounds import TemplateBounds
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer
-from hetero_megatron.planner.estimate.stage_table import StageTables
+from hetero_megatron.planner.estimate.stage_tables import StageTables
 from hetero_megatron.planner.estimate.sync_estimate import sync_ends
 from hetero_megatron.planner.estimate.sync_segments import LastBackward, LinkTable, SyncLoads, sync_loads
 from hetero_megatron.planner.problem import PlanningProblem
