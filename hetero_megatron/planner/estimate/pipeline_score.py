@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hetero_megatron.planner.estimate.pipeline_time import Link, Links, closed_form, seconds
-from hetero_megatron.planner.estimate.stage_table import StageTables
+from hetero_megatron.planner.estimate.stage_tables import StageTables
 from hetero_megatron.planner.estimate.sync_segments import LinkTable
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer, TemplateBounds
-from hetero_megatron.planner.estimate.stage_table import StageTables
+from hetero_megatron.planner.estimate.stage_tables import StageTables
 from hetero_megatron.planner.estimate.sync_estimate import sync_ends
 from hetero_megatron.planner.estimate.sync_segments import LastBackward, LinkTable, SyncLoads, sync_loads
 from hetero_megatron.planner.problem import PlanningProblem
