@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hetero_megatron.plans.canonical import Recompute
 from hetero_megatron.plans.fp8 import BLOCK
@@ -140,16 +140,6 @@ def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     return total + (sum(ends_bytes(spec, held)) if held.head else 0)
 
 
-def layer_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
-    """Bytes that one micro-batch keeps on the device in any of the layers, at least."""
-    unlike = held.own is not None and not held.full  # the formula knows their average only
-    if not held.layers or held.untrained or held.offloaded or unlike:
-        return 0
-    partial = held.recompute if held.recompute in ("selective", "elementwise") else "none"
-    kind = "full" if held.full else partial
-    return layer_activation_bytes(spec, held.tokens, kind, held.item, held.tp, held.shards, held.load)
-
-
 def beside_layers(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps outside of layers and head: rotary tables, and what the next stage gets."""
     tables = sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)
@@ -180,9 +170,31 @@ def host_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     return in_host(layer_bytes(spec, held))
 
 
+class BackwardBytes(NamedTuple):
+    """Bytes of a chunk beside what a micro-batch keeps there, moment by moment of its backward.
+
+    Attributes:
+        head: in the head, at its worst moment; 0 without one.
+        layers: in each layer, at the worst moment of it, less what the layers after it have given back.
+        kept: of what is kept, what head and modules have, and what each layer has on the device.
+        passing: messages between stages and numbers of tokens, at any moment.
+        boundary: a gradient between two layers.
+    """
+
+    head: int
+    layers: tuple[int, ...]
+    kept: tuple[int, tuple[int, ...]]
+    passing: int
+    boundary: int
+
+    @property
+    def most(self) -> int:
+        return max(self.head, max((0, *self.layers)) - self.kept[0]) + self.passing
+
+
 def working_bytes(
     spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, cores: Cores | None = None
-) -> int:
+) -> int:  # fmt: skip
     """Bytes beside what is kept, at the worst moment of a backward.
 
     That is in the head, or in a layer: in the last one when what the head kept is gone, and all others are still there,
@@ -192,30 +204,41 @@ def working_bytes(
     Args:
         layers, cores: of a rank of a context group.
     """
+    return backward_moments(spec, held, layers, cores).most
+
+
+def backward_moments(
+    spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, cores: Cores | None = None
+) -> BackwardBytes:
+    """The moments of which :func:`working_bytes` is the worst."""
+    from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, layer_moments
+
     spec = held.own or spec
-    tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
+    tokens, sizes, boundary = held.tokens, (held.item, held.tp, held.shards), boundary_bytes(spec, held)
     if held.untrained == held.layers > 0 and not held.head:  # forward alone, of one layer at a time
         forward = layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
-        return forward + LOOKAHEAD * boundary_bytes(spec, held)
-    from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, worst_layer
-
-    passed, head, in_head = 0 if held.head else boundary_bytes(spec, held), 0, 0
+        none = (0,) * held.layers
+        return BackwardBytes(0, (forward,) * held.layers, (0, none), LOOKAHEAD * boundary, boundary)
+    passed, head, in_head = 0 if held.head else boundary, 0, 0
     layers = layer_bytes(spec, held) if layers is None else layers
     backward = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held), cores)
-    layer = round(worst_layer(layers, held.ahead, backward, passed))
+    in_layers = [round(x) for x in layer_moments(layers, held.ahead, backward, passed)]
     coming_back = round(coming(layers, held.ahead))
     if held.layers and held.tp > 1:  # or in forward, where the last layer's sums meet
-        layer = max(layer, round(_summing_bytes(spec, held)) - passed)
+        in_layers[-1] = max(in_layers[-1], round(_summing_bytes(spec, held)) - passed)
     if held.head:
         rows = (1 + spec.mtp_layers) * tokens
         head, modules = ends_bytes(spec, held)
         in_head = head_backward_bytes(spec, rows, held.item, held.tp, held.limit is not None) + coming_back
-        boundary = boundary_bytes(spec, held)  # in the norm, whose input is still there
+        # In the norm, whose input is still there.
         in_head = max(in_head, norm_backward_bytes(boundary, held.item) + boundary + coming_back - head)
         if modules:
             in_head, head = max(in_head, _in_module(spec, held) - head), head + modules
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
-    return max(in_head, layer - head) + moving * boundary_bytes(spec, held) + numbers_bytes(held)
+    kept = tuple(round(layer.kept - layer.host) for layer in layers)
+    return BackwardBytes(
+        in_head, tuple(in_layers), (head, kept), moving * boundary + numbers_bytes(held), boundary
+    )
 
 
 def numbers_bytes(held: RankWork) -> int:
