@@ -29,7 +29,8 @@ from hetero_megatron.spec.backward_bytes import (
     scatter_bytes,
 )
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.spec.flops import LOGITS_BYTES, common_columns
+from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
 from hetero_megatron.spec.model_spec import module_layer
 
 NUMBERS = 16  # bytes of each token that norms and the like keep of a layer beside its activations
@@ -170,26 +171,30 @@ def host_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     return in_host(layer_bytes(spec, held))
 
 
-class BackwardBytes(NamedTuple):
-    """Bytes of a chunk beside what a micro-batch keeps there, moment by moment of its backward.
+class ChunkMoments(NamedTuple):
+    """Bytes of a chunk beside what a micro-batch keeps there, moment by moment.
 
     Attributes:
-        head: in the head, at its worst moment; 0 without one.
-        layers: in each layer, at the worst moment of it, less what the layers after it have given back.
+        logits, head: in the head, before its weight has a gradient and at the worst moment; 0 without one.
+        layers: in backward of each layer, at the worst moment of it, less what the layers after it have given back.
+        forward: in forward of each layer, more than it keeps.
         kept: of what is kept, what head and modules have, and what each layer has on the device.
         passing: messages between stages and numbers of tokens, at any moment.
         boundary: a gradient between two layers.
     """
 
+    logits: int
     head: int
     layers: tuple[int, ...]
+    forward: tuple[int, ...]
     kept: tuple[int, tuple[int, ...]]
     passing: int
     boundary: int
 
     @property
     def most(self) -> int:
-        return max(self.head, max((0, *self.layers)) - self.kept[0]) + self.passing
+        """At the worst moment of backward."""
+        return max(self.logits, self.head, max((0, *self.layers)) - self.kept[0]) + self.passing
 
 
 def working_bytes(
@@ -209,17 +214,17 @@ def working_bytes(
 
 def backward_moments(
     spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, cores: Cores | None = None
-) -> BackwardBytes:
-    """The moments of which :func:`working_bytes` is the worst."""
+) -> ChunkMoments:
+    """The moments of which :func:`working_bytes` is the worst; those of forward, which is never worse, are for whoever
+    has something else then."""
     from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, layer_moments
 
     spec = held.own or spec
     tokens, sizes, boundary = held.tokens, (held.item, held.tp, held.shards), boundary_bytes(spec, held)
     if held.untrained == held.layers > 0 and not held.head:  # forward alone, of one layer at a time
-        forward = layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
-        none = (0,) * held.layers
-        return BackwardBytes(0, (forward,) * held.layers, (0, none), LOOKAHEAD * boundary, boundary)
-    passed, head, in_head = 0 if held.head else boundary, 0, 0
+        forward = (layer_activation_bytes(spec, tokens, "none", *sizes, held.load),) * held.layers
+        return ChunkMoments(0, 0, forward, forward, (0, (0,) * held.layers), LOOKAHEAD * boundary, boundary)
+    passed, head, in_head, logits = 0 if held.head else boundary, 0, 0, 0
     layers = layer_bytes(spec, held) if layers is None else layers
     backward = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held), cores)
     in_layers = [round(x) for x in layer_moments(layers, held.ahead, backward, passed)]
@@ -229,15 +234,30 @@ def backward_moments(
     if held.head:
         rows = (1 + spec.mtp_layers) * tokens
         head, modules = ends_bytes(spec, held)
-        in_head = head_backward_bytes(spec, rows, held.item, held.tp, held.limit is not None) + coming_back
+        of_head = head_backward_bytes(spec, rows, held.item, held.tp, held.limit is not None)
+        logits, in_head = (size + coming_back for size in of_head)
         # In the norm, whose input is still there.
         in_head = max(in_head, norm_backward_bytes(boundary, held.item) + boundary + coming_back - head)
         if modules:
             in_head, head = max(in_head, _in_module(spec, held) - head), head + modules
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
-    kept = tuple(round(layer.kept - layer.host) for layer in layers)
-    return BackwardBytes(
-        in_head, tuple(in_layers), (head, kept), moving * boundary + numbers_bytes(held), boundary
+    kept = head, tuple(round(layer.kept - layer.host) for layer in layers)
+    passing = moving * boundary + numbers_bytes(held)
+    return ChunkMoments(
+        logits, in_head, tuple(in_layers), _forward_bytes(spec, held, layers), kept, passing, boundary
+    )
+
+
+def _forward_bytes(spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes]) -> tuple[int, ...]:
+    """Bytes in forward of each layer, more than it keeps on the device: what goes to host memory or will be made again,
+    a weight of few bits, and what a layer and its parts put out; or what is added up over a TP group."""
+    outputs = 3 * held.tokens * spec.hidden_size * held.item
+    made = spec.hidden_size * common_columns(spec, 0.0) / held.tp
+    weight = held.item * made + NF4_MAKING * min(NF4_CHUNK, made) * spec.in_nf4 if spec.in_few_bits else 0.0
+    summed = _summing_bytes(spec, held) if held.tp > 1 else 0.0
+    going = [sum(x.host for x in layers[max(i - held.ahead, 0) : i + 1]) for i in range(len(layers))]
+    return tuple(
+        round(max(layer.again + outputs + weight, summed) + hosted) for layer, hosted in zip(layers, going, strict=True)
     )
 
 

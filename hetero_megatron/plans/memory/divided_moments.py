@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hetero_megatron.plans.buckets import IN_FLIGHT
 from hetero_megatron.plans.canonical import Stage
-from hetero_megatron.plans.memory.activations import BackwardBytes
+from hetero_megatron.plans.memory.activations import ChunkMoments
 
 Step = int | str  # of a micro-batch through a chunk: "embed", the number of a layer, "head"
 
@@ -42,7 +42,7 @@ class ChunkSteps(NamedTuple):
     """
 
     used: Mapping[Step, tuple[Step, ...]]
-    activations: BackwardBytes | None
+    activations: ChunkMoments | None
     embedding: int = 0
 
     @property
@@ -56,16 +56,18 @@ class ChunkSteps(NamedTuple):
         head, layers = self.activations.kept
         return self.activations.passing + self.activations.boundary - head - sum(layers[left:])
 
-    def at(self, step: Step) -> int:
-        """Bytes beside what a micro-batch keeps, at the worst moment of a step's backward."""
+    def at(self, step: Step, forward: bool = False) -> int:
+        """Bytes beside what a micro-batch keeps, at the worst moment of a step's backward or forward."""
         if self.activations is None:
             return 0
         if step == "head":
-            return self.activations.head + self.activations.passing
+            return (self.activations.logits if forward else self.activations.head) + self.activations.passing
         if step == "embed":
-            return self.kept(0) + self.embedding
+            return self.kept(0) + (0 if forward else self.embedding)
         first = next(s for s in self.used if isinstance(s, int))
         assert isinstance(step, int) and isinstance(first, int)
+        if forward:
+            return self.kept(step - first + 1) + self.activations.forward[step - first]
         return self.activations.layers[step - first] - self.activations.kept[0] + self.activations.passing
 
 
@@ -99,6 +101,8 @@ class DividedMoments:
         """Most bytes at once, beside what lasts (the sums of gradients among it)."""
         before = self._left_under_way()
         found = [0]
+        if self._gather == "step":  # before anything else
+            found.append(self._whole(self._parts) + self._together([(part,) for part in self._parts]))
         for chunk in self._chunks:
             found += self._forward(chunk, before)
             found += self._backward(chunk, before)
@@ -125,6 +129,10 @@ class DividedMoments:
     def _message(self, parts: Iterable[Step]) -> int:
         return sum(self._parts[p].message for p in parts if p in self._parts)
 
+    def _together(self, rows: Sequence[Sequence[Step]]) -> int:
+        """Bytes of messages of which one is under way while another one arrives."""
+        return max((self._message({*a, *b}) for a, b in pairwise(((), *rows))), default=0)
+
     def _gathered(
         self, chunk: ChunkSteps, steps: Sequence[Step], now: int, backward: bool
     ) -> tuple[int, int]:
@@ -134,9 +142,9 @@ class DividedMoments:
         if self._gather == "step":
             return (self._whole(self._parts),) * 2
         if self._gather == "micro-batch":
-            whole = self._whole(_all(chunk.used[s] for s in steps))
-            first = max((self._message({*a, *b}) for a, b in pairwise(((), *(chunk.used[s] for s in steps)))), default=0)
-            return whole, whole + (first if now == 0 else 0)
+            rows = [chunk.used[s] for s in steps]
+            whole = self._whole(_all(rows))
+            return whole, whole + (self._together(rows) if now == 0 else 0)
         if not self._reshard:
             everything = set(self._parts) - (set() if _tied(chunk) else {"embed"} if backward or now else set())
             coming = 0 if backward else self._message(following)
@@ -150,10 +158,7 @@ class DividedMoments:
         for now, step in enumerate(steps):
             computing, changing = self._gathered(chunk, steps, now, backward=False)
             lasting = self._held + _size(before)
-            if step == "embed":
-                yield lasting + computing + chunk.kept(0)
-            else:
-                yield lasting + computing + chunk.at(step)
+            yield lasting + computing + chunk.at(step, forward=True)
             done = min(now - ("embed" in chunk.used), layers)
             yield lasting + changing + chunk.kept(max(done, 0))
 
@@ -168,6 +173,8 @@ class DividedMoments:
             row, here = self._buckets(step), _held(self._buckets(step)) + brought
             if now == 0:
                 yield base + _size(under_way) + changing + chunk.passing
+            if step == "head":  # its weight has no gradient yet
+                yield base + _size(under_way) + computing + chunk.at(step, forward=True)
             yield base + _size(under_way) + here + computing + chunk.at(step)
             if last and step != "embed" and ("embed" in chunk.used or _tied(chunk)):
                 row, here = (*row, *self._buckets("embed")), here - brought + _held(self._buckets("embed"))
@@ -187,7 +194,7 @@ class DividedMoments:
         return self._parts.get(step, PartBytes()).buckets
 
     def _left_under_way(self) -> list[BucketBytes]:
-        """Of the backward before, of any chunk; what ends first is the least of it."""
+        """Of the backward before; of several chunks, any one's, and what ends first is the least of it."""
         if not self._repeats:
             return []
         ends: dict[tuple[Step, int], BucketBytes] = {}
@@ -196,6 +203,8 @@ class DividedMoments:
             order += ["embed"] if "embed" in _all(chunk.used.values()) else []
             row = [((step, i), bucket) for step in order for i, bucket in enumerate(self._buckets(step))]
             ends |= dict(row[-IN_FLIGHT:])
+        if len(self._chunks) == 1:
+            return [*ends.values()]
         return sorted(ends.values(), key=lambda bucket: bucket.held + bucket.travels)[-IN_FLIGHT:]
 
 
