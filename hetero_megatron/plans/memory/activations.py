@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +19,7 @@ from hetero_megatron.spec.activation_bytes import (
     head_operand_bytes,
     layer_activation_bytes,
     layer_operand_bytes,
+    mlp_widths,
     module_activation_bytes,
     module_operand_bytes,
 )
@@ -249,15 +251,21 @@ def backward_moments(
 
 
 def _forward_bytes(spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes]) -> tuple[int, ...]:
-    """Bytes in forward of each layer, more than it keeps on the device: what goes to host memory or will be made again,
-    a weight of few bits, and what a layer and its parts put out; or what is added up over a TP group."""
-    outputs = 3 * held.tokens * spec.hidden_size * held.item
+    """Bytes in forward of each layer, more than it keeps on the device: what goes to host memory or will be made again
+    (of it, attention's part is gone when the MLP's is there), a weight of few bits, and what a layer and its parts put
+    out; or what is added up over a TP group."""
+    row = held.tokens * held.item
+    outputs, again = 3 * row * spec.hidden_size, math.inf
+    if spec.moe is None and spec.delta is None:
+        attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        widths = mlp_widths(spec) + 1 + (spec.lora is not None)
+        again = row * max(widths * spec.ffn_hidden_size, attention) / held.tp
     made = spec.hidden_size * common_columns(spec, 0.0) / held.tp
     weight = held.item * made + NF4_MAKING * min(NF4_CHUNK, made) * spec.in_nf4 if spec.in_few_bits else 0.0
     summed = _summing_bytes(spec, held) if held.tp > 1 else 0.0
     going = [sum(x.host for x in layers[max(i - held.ahead, 0) : i + 1]) for i in range(len(layers))]
     return tuple(
-        round(max(layer.again + outputs + weight, summed) + hosted) for layer, hosted in zip(layers, going, strict=True)
+        round(max(min(layer.again, again) + outputs + weight, summed) + hosted) for layer, hosted in zip(layers, going, strict=True)
     )
 
 

@@ -38,12 +38,14 @@ class ChunkSteps(NamedTuple):
     Attributes:
         used: by step, in the order of a forward, the parts whose weights it uses.
         activations: of a backward; None: no more is known of them than their most at any time.
-        embedding: bytes of the gradient of the embedding before it is added up.
+        embedding: bytes of the gradient of the embedding beside its sum, before it is added up.
+        brought: of what the head's backward brings of it, where they are one matrix.
     """
 
     used: Mapping[Step, tuple[Step, ...]]
     activations: ChunkMoments | None
     embedding: int = 0
+    brought: int = 0
 
     @property
     def passing(self) -> int:
@@ -57,18 +59,20 @@ class ChunkSteps(NamedTuple):
         return self.activations.passing + self.activations.boundary - head - sum(layers[left:])
 
     def at(self, step: Step, forward: bool = False) -> int:
-        """Bytes beside what a micro-batch keeps, at the worst moment of a step's backward or forward."""
+        """Bytes beside what a micro-batch keeps, at the worst moment of a step's backward or forward; with what the
+        border between two layers holds."""
         if self.activations is None:
             return 0
+        logits, head, layers, in_forward, kept, passing, boundary = self.activations
         if step == "head":
-            return (self.activations.logits if forward else self.activations.head) + self.activations.passing
+            return passing + (logits + 2 * boundary if forward else head)
         if step == "embed":
-            return self.kept(0) + (0 if forward else self.embedding)
+            return self.kept(0) + (boundary if forward else self.embedding)
         first = next(s for s in self.used if isinstance(s, int))
         assert isinstance(step, int) and isinstance(first, int)
         if forward:
-            return self.kept(step - first + 1) + self.activations.forward[step - first]
-        return self.activations.layers[step - first] - self.activations.kept[0] + self.activations.passing
+            return self.kept(step - first + 1) + in_forward[step - first]
+        return layers[step - first] - kept[0] + passing + boundary
 
 
 class DividedMoments:
@@ -157,7 +161,7 @@ class DividedMoments:
         layers = sum(isinstance(step, int) for step in steps)
         for now, step in enumerate(steps):
             computing, changing = self._gathered(chunk, steps, now, backward=False)
-            lasting = self._held + _size(before)
+            lasting = self._held + _size(before) - (0 if self._repeats else self._owned)  # no sums before a backward
             yield lasting + computing + chunk.at(step, forward=True)
             done = min(now - ("embed" in chunk.used), layers)
             yield lasting + changing + chunk.kept(max(done, 0))
@@ -166,18 +170,17 @@ class DividedMoments:
         steps = [step for step in reversed(chunk.used) if step != "embed"] or ["embed"]
         layers = sum(isinstance(step, int) for step in steps)
         base, under_way = self._held - (0 if self._repeats else self._owned), list(before)
-        brought = _held(self._buckets("embed")) if _tied(chunk) else 0  # by the head, until the embedding's are there
         for now, step in enumerate(steps):
             last, left = now + 1 == len(steps), max(layers - now - ("head" not in chunk.used), 0)  # layers before it
             computing, changing = self._gathered(chunk, steps, now, backward=True)
-            row, here = self._buckets(step), _held(self._buckets(step)) + brought
+            row, here = self._buckets(step), _held(self._buckets(step)) + chunk.brought
             if now == 0:
                 yield base + _size(under_way) + changing + chunk.passing
             if step == "head":  # its weight has no gradient yet
                 yield base + _size(under_way) + computing + chunk.at(step, forward=True)
             yield base + _size(under_way) + here + computing + chunk.at(step)
             if last and step != "embed" and ("embed" in chunk.used or _tied(chunk)):
-                row, here = (*row, *self._buckets("embed")), here - brought + _held(self._buckets("embed"))
+                row, here = (*row, *self._buckets("embed")), here - chunk.brought + _held(self._buckets("embed"))
                 yield base + _size(under_way) + here + computing + chunk.at("embed")
             between = chunk.kept(left) + (0 if last and self._by_layer else computing)
             for bucket in row:
