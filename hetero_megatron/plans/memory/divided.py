@@ -85,11 +85,11 @@ def _chunk_steps(
         if stage.head and number + 1 == len(stage.chunks):
             used["head"] = ("head", "embed") if spec.tied else ("head",)
         held = sum(bucket.held for bucket in parts.get("embed", PartBytes()).buckets)
-        narrow = 0 if spec.lora is not None else round(spec.vocab_size * spec.hidden_size * item / chunk.tp)
-        tied = spec.tied and "head" in used
+        narrow = 0 if spec.lora is not None or not stage.embed else round(spec.vocab_size * spec.hidden_size * item / chunk.tp)
+        tied = spec.tied and stage.embed and "head" in used
         # Autograd keeps a tied head's gradient until it adds the embedding's; chunks of logits add theirs to the sum.
         summed = tied and chunk.limit is not None
-        embedding = max(3 * narrow - held, narrow) if tied and not summed and stage.embed else narrow
+        embedding = max(3 * narrow - held, narrow) if tied and not summed else narrow
         moments = backward_moments(spec, chunk) if known else None
         chunks.append(ChunkSteps(used, moments, embedding, held if summed else narrow if tied else 0))
     return chunks
