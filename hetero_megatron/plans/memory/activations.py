@@ -255,11 +255,12 @@ def _forward_bytes(spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes]
     (of it, attention's part is gone when the MLP's is there), a weight of few bits, and what a layer and its parts put
     out; or what is added up over a TP group."""
     row = held.tokens * held.item
-    outputs, again = 3 * row * spec.hidden_size, math.inf
+    outputs, again = 3.0 * row * spec.hidden_size, math.inf
+    if held.item == 2:  # what is normed, in fp32
+        outputs += 4 * row * spec.hidden_size
     if spec.moe is None and spec.delta is None:
         attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-        widths = mlp_widths(spec) + 1 + (spec.lora is not None)
-        again = row * max(widths * spec.ffn_hidden_size, attention) / held.tp
+        again = row * max((mlp_widths(spec) + 1) * spec.ffn_hidden_size, attention) / held.tp
     made = spec.hidden_size * common_columns(spec, 0.0) / held.tp
     weight = held.item * made + NF4_MAKING * min(NF4_CHUNK, made) * spec.in_nf4 if spec.in_few_bits else 0.0
     summed = _summing_bytes(spec, held) if held.tp > 1 else 0.0

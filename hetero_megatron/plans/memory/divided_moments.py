@@ -67,7 +67,7 @@ class ChunkSteps(NamedTuple):
         if step == "head":
             return passing + (logits + 2 * boundary if forward else head)
         if step == "embed":
-            return self.kept(0) + (boundary if forward else self.embedding)
+            return self.kept(0) + (4 * boundary if forward else self.embedding)
         first = next(s for s in self.used if isinstance(s, int))
         assert isinstance(step, int) and isinstance(first, int)
         if forward:
@@ -192,6 +192,11 @@ class DividedMoments:
                 under_way.append(bucket)
                 here -= bucket.held
                 yield base + _size(under_way) + here + between
+        while under_way:  # at the end of the step, when there are no activations
+            oldest = under_way.pop(0)
+            ending = oldest.held + max(oldest.travels, oldest.summing)
+            yield base - self._held + chunk.passing + ending + _size(under_way)
+            base += 0 if self._repeats else oldest.owned
 
     def _buckets(self, step: Step) -> tuple[BucketBytes, ...]:
         return self._parts.get(step, PartBytes()).buckets
