@@ -245,9 +245,7 @@ def backward_moments(
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
     kept = head, tuple(round(layer.kept - layer.host) for layer in layers)
     passing = moving * boundary + numbers_bytes(held)
-    return ChunkMoments(
-        logits, in_head, tuple(in_layers), _forward_bytes(spec, held, layers), kept, passing, boundary
-    )
+    return ChunkMoments(logits, in_head, tuple(in_layers), _forward_bytes(spec, held, layers), kept, passing, boundary)
 
 
 def _forward_bytes(spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes]) -> tuple[int, ...]:
@@ -265,9 +263,8 @@ def _forward_bytes(spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes]
     weight = held.item * made + NF4_MAKING * min(NF4_CHUNK, made) * spec.in_nf4 if spec.in_few_bits else 0.0
     summed = _summing_bytes(spec, held) if held.tp > 1 else 0.0
     going = [sum(x.host for x in layers[max(i - held.ahead, 0) : i + 1]) for i in range(len(layers))]
-    return tuple(
-        round(max(min(layer.again, again) + outputs + weight, summed) + hosted) for layer, hosted in zip(layers, going, strict=True)
-    )
+    worked = [max(min(layer.again, again) + outputs + weight, summed) for layer in layers]
+    return tuple(round(size + hosted) for size, hosted in zip(worked, going, strict=True))
 
 
 def numbers_bytes(held: RankWork) -> int:

@@ -118,9 +118,7 @@ class DividedMoments:
             return self._whole(self._parts)
         if self._gather == "micro-batch":
             return max(self._whole(_all(chunk.used.values())) for chunk in self._chunks)
-        return max(
-            self._whole({*a, *b}) for chunk in self._chunks for a, b in pairwise(((), *chunk.used.values(), ()))
-        )
+        return max(self._whole({*a, *b}) for chunk in self._chunks for a, b in pairwise(((), *chunk.used.values(), ())))
 
     @property
     def _by_layer(self) -> bool:
@@ -137,9 +135,7 @@ class DividedMoments:
         """Bytes of messages of which one is under way while another one arrives."""
         return max((self._message({*a, *b}) for a, b in pairwise(((), *rows))), default=0)
 
-    def _gathered(
-        self, chunk: ChunkSteps, steps: Sequence[Step], now: int, backward: bool
-    ) -> tuple[int, int]:
+    def _gathered(self, chunk: ChunkSteps, steps: Sequence[Step], now: int, backward: bool) -> tuple[int, int]:
         """(bytes of whole weights and of messages while the ``now``-th of some steps computes, while it and the one
         before it change)."""
         used, following = (chunk.used[steps[i]] if i < len(steps) else () for i in (now, now + 1))

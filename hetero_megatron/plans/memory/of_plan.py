@@ -23,7 +23,7 @@ from hetero_megatron.plans.memory.activations import (
     host_kept_bytes,
     most_held,
 )
-from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes, divided_bytes, frozen_bytes
+from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes, frozen_bytes
 from hetero_megatron.plans.program import held_by_stages, moments_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
@@ -156,11 +156,15 @@ def estimate_memory(
     counts_of_layout: dict[object, tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
     buckets = buckets if buckets is not None else make_buckets(plan, spec, muon=muon)
     base = frozen_buckets(plan, spec)
-    work: dict[int, tuple[RankWork, ...]] = {}
-    for stage in (stage for stage in plan.stages if stage.weights is not None):
-        work |= stage_work(stage, spec, item, logits_bytes, routing, fp8, plan.islands)
-    activations = {rank: out[rank].activations for rank in work}
-    divided = divided_bytes(plan, spec, (*buckets, *base), item, work, activations)
+    divided: dict[int, DividedBytes] = {}
+    if plan.sharding_stages:
+        from hetero_megatron.plans.memory.divided_steps import divided_bytes
+
+        work: dict[int, tuple[RankWork, ...]] = {}
+        for stage in (stage for stage in plan.stages if stage.weights is not None):
+            work |= stage_work(stage, spec, item, logits_bytes, routing, fp8, plan.islands)
+        activations = {rank: out[rank].activations for rank in work}
+        divided = divided_bytes(plan, spec, (*buckets, *base), item, work, activations)
     elsewhere = frozen_bytes(base, item)
     matrices = None
     if any(bucket.matrices for bucket in buckets):
