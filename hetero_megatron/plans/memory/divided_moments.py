@@ -163,7 +163,7 @@ class DividedMoments:
             yield lasting + changing + chunk.kept(max(done, 0))
 
     def _backward(self, chunk: ChunkSteps, before: Sequence[BucketBytes]) -> Iterator[int]:
-        steps = [step for step in reversed(chunk.used) if step != "embed"] or ["embed"]
+        steps = [step for step in reversed([*chunk.used]) if step != "embed"] or ["embed"]
         layers = sum(isinstance(step, int) for step in steps)
         base, under_way = self._held - (0 if self._repeats else self._owned), list(before)
         for now, step in enumerate(steps):
@@ -203,7 +203,7 @@ class DividedMoments:
             return []
         ends: dict[tuple[Step, int], BucketBytes] = {}
         for chunk in self._chunks:
-            order = [s for s in reversed(chunk.used) if s != "embed"]
+            order = [s for s in reversed([*chunk.used]) if s != "embed"]
             order += ["embed"] if "embed" in _all(chunk.used.values()) else []
             row = [((step, i), bucket) for step in order for i, bucket in enumerate(self._buckets(step))]
             ends |= dict(row[-IN_FLIGHT:])
