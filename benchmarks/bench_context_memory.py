@@ -46,7 +46,7 @@ def one_rank(count: int, own: int, block: int, transport: str) -> None:
     plan = plan_from_dict({"seq_length": length, "global_batch_size": 1, "pipelines": [pipeline]}, spec)
     built = plan.pipelines[0].stages[0]
     comm = start_comm(Platform(torch.device("cpu"), "gloo"), 600)
-    comm.create_groups([plan.ranks, *context_groups(spec, built, length)])
+    comm.create_groups([plan.ranks, *context_groups(spec, built)])
     (context,) = stage_contexts(spec, built, length)
     shared = StageAttention(context, comm, None)
     world = comm.group(plan.ranks)

@@ -53,7 +53,7 @@ def our_attention(comm: Any, count: int, length: int, kind: str) -> tuple[Callab
     pipeline = {"micro_batch_size": 1, "num_micro_batches": 1, "stages": [stage]}
     plan = plan_from_dict({"seq_length": length, "global_batch_size": 1, "pipelines": [pipeline]}, spec)
     built = plan.pipelines[0].stages[0]
-    comm.create_groups([plan.ranks, *context_groups(spec, built, length)])
+    comm.create_groups([plan.ranks, *context_groups(spec, built)])
     (context,) = stage_contexts(spec, built, length)
     module = ContextAttention(StageAttention(context, comm, None))
     return (lambda q, k, v: module(q, k, v, None, Context(None, {}))), list(context.member(comm.rank).tokens)

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.context_certificate import work_bound
+from hetero_megatron.planner.estimate.lower_bounds import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from benchmarks.sailor_judge import BYTES_PER_PARAMETER, FLOAT, FRAMEWORK_BYTES, Judge, Replica
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.planner.estimate.lower_bounds import TemplateBounds
-from hetero_megatron.planner.estimate.stage_table import StageTables
+from hetero_megatron.planner.estimate.pipeline_score import TemplateBounds
+from hetero_megatron.planner.estimate.stage_tables import StageTables
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.template.device_pool import make_pool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, in_flight

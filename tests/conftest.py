@@ -62,6 +62,15 @@ def pools_end_with_their_module() -> Iterator[None]:
     close_special_pools()
 
 
+@pytest.fixture(scope="session")
+def forked_programs() -> Iterator[Path]:
+    """A folder with ``python``, ``hetero-megatron`` and ``torchrun``, as in ``.venv/bin``, which start at once."""
+    from tests.support.quick_start import serving
+
+    with serving(os.environ) as programs:
+        yield programs
+
+
 @pytest.fixture(autouse=True)
 def one_testbed_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
     """Of a kind: tests run in several processes, and those of the testbed look for what is left of theirs here."""

@@ -14,11 +14,11 @@ from hetero_megatron.plans import dump_yaml, format_plan, load_plan
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.islands import add_islands, format_added, format_islands
-from hetero_megatron.plans.made_for import MadeFor, made_for_of
+from hetero_megatron.plans.made_for import MadeFor, read_made_for
 from hetero_megatron.plans.memory.of_plan import MemoryBytes as Memory
 from hetero_megatron.plans.memory.of_plan import estimate_memory, moments_of, with_communicators
 from hetero_megatron.plans.program import format_step
-from hetero_megatron.plans.routing import routing_of
+from hetero_megatron.plans.routing import EVEN, routing_of
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.report.prediction import Question, as_json, format_prediction, format_question, question
@@ -95,7 +95,8 @@ class Plan:
                 something else than what is given here.
         """
         document = path if isinstance(path, Entry) else read_document(path)
-        source, made_for = document.file, made_for_of(document)
+        source, section = document.file, document.section("made_for")
+        made_for = read_made_for(section) if section is not None else None
         shapes = _model_of(made_for, model)
         if made_for is not None:
             made_for.agree_on_model(shapes.spec, source)
@@ -257,7 +258,7 @@ def predict(
     spec, described = plan.model.spec, cluster.described
     options = CostOptions(
         margin=memory_margin, moments=moments_of(plan.optimizer), muon=plan.optimizer == "muon",
-        routing=routing_of(routing_stats, spec), fp8=plan.fp8, reference=reference,
+        routing=EVEN if routing_stats is None else routing_of(routing_stats, spec), fp8=plan.fp8, reference=reference,
         gradient_bytes=2.0 if grad_reduce_in_bf16 else None,
     )  # fmt: skip
     costs = CostModel(spec, described, plan.seq_length, plan.dtype, options)

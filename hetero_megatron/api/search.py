@@ -23,7 +23,7 @@ from hetero_megatron.planner.whatif.runtime_plans import best_for
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.made_for import made_for
 from hetero_megatron.plans.memory.of_plan import moments_of
-from hetero_megatron.plans.routing import routing_of
+from hetero_megatron.plans.routing import EVEN, routing_of
 from hetero_megatron.plans.runtimes.table import RUNTIMES, written
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.utils.text import format_seconds
@@ -212,7 +212,8 @@ def plan(
     )  # fmt: skip
     costs = CostOptions(
         margin=memory_margin, moments=moments_of(optimizer), muon=optimizer == "muon", fp8=fp8,
-        routing=routing_of(routing_stats, shapes.spec), gradient_bytes=2.0 if grad_reduce_in_bf16 else None,
+        routing=EVEN if routing_stats is None else routing_of(routing_stats, shapes.spec),
+        gradient_bytes=2.0 if grad_reduce_in_bf16 else None,
     )  # fmt: skip
     options = SearchOptions(dtype=dtype, time_limit=time_limit, space=space, costs=costs, seed=seed)
     problem = PlanningProblem(shapes.spec, cluster.described, seq_length, global_batch_size, options)

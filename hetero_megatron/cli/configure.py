@@ -14,8 +14,8 @@ from typing import Any
 
 from hetero_megatron.cli.early import check_data, check_early, check_offload
 from hetero_megatron.cli.flags import training as training
-from hetero_megatron.cli.flags.adapter import build_adapter, with_adapters
-from hetero_megatron.cli.flags.expert_flags import build_balancing
+from hetero_megatron.cli.flags.adapter import with_adapters
+from hetero_megatron.cli.flags.expert_flags import BALANCING_FLAGS, build_balancing
 from hetero_megatron.cli.flags.model import build_dropout, build_spec, with_predictions
 from hetero_megatron.cli.flags.parse import (
     Arguments,
@@ -40,7 +40,7 @@ from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.spec.moe import Balancing
 from hetero_megatron.spec.preference import Preference
-from hetero_megatron.training.config import ElasticConfig, OptimizerConfig, RunConfig
+from hetero_megatron.training.config import AdapterConfig, ElasticConfig, OptimizerConfig, RunConfig
 from hetero_megatron.utils.text import plural, rank_ranges
 
 
@@ -125,9 +125,9 @@ def configure_arguments(
     collect(_check_vocabulary, args, data, spec)
     cluster = collect(_cluster, args)
     plan = collect(_plan, args, spec, launcher, cluster, dtype, fp8)
-    collect(fp8_fits, plan, spec, fp8, dtype, cluster)
+    collect(_dtypes_fit, plan, spec, fp8, dtype, cluster)
     collect(_muon_fits, optimizer, plan, spec)
-    balancing = collect(build_balancing, args, spec, plan)
+    balancing = collect(_balancing, args, spec, plan)
     if early:
         check_early(args, faults)
         collect(check_offload, plan)
@@ -137,7 +137,7 @@ def configure_arguments(
         data, plan, spec,
     )  # fmt: skip
     schedule = collect(lambda plan: training.build_schedule(args, plan.global_batch_size), plan)
-    checkpoint, adapter = collect(build_checkpoint, args), collect(build_adapter, args)
+    checkpoint = collect(build_checkpoint, args)
     failure = collect(lambda launcher: build_failure(args, launcher.supervised), launcher)
     elastic = collect(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
     preference = collect(_preference, args, spec, balancing)
@@ -163,7 +163,7 @@ def configure_arguments(
         optimizer=optimizer,
         evaluation=evaluation, exit=stop,
         checkpoint=checkpoint,
-        adapter=adapter,
+        adapter=AdapterConfig(args["load_adapter"], args["save_adapter"], args["merge_lora"]),
         failure=failure, logging=logging,
         distributed=distributed,
         check_nan=not args["no_check_for_nan_in_loss_and_grad"],
@@ -193,6 +193,11 @@ def _find_model(args: Arguments) -> None:
         args.values["load_hf"] = model_directory(args["load_hf"], "--load-hf")
 
 
+def _dtypes_fit(plan: Plan, spec: ModelSpec, fp8: Fp8 | None, dtype: str, cluster: Cluster | None) -> None:
+    if fp8 is not None or plan.dtypes:
+        fp8_fits(plan, spec, fp8, dtype, cluster)
+
+
 def _muon_fits(optimizer: OptimizerConfig, plan: Plan, spec: ModelSpec) -> None:
     if optimizer.muon is not None:
         from hetero_megatron.plans.matrices import check_muon
@@ -200,12 +205,20 @@ def _muon_fits(optimizer: OptimizerConfig, plan: Plan, spec: ModelSpec) -> None:
         check_muon(plan, spec)
 
 
+def _balancing(args: Arguments, spec: ModelSpec, plan: Plan) -> Balancing:
+    if spec.moe is None and not args.has(*BALANCING_FLAGS):
+        return Balancing()
+    return build_balancing(args, spec, plan)
+
+
 def _set_dtype(args: Arguments, dtype: str) -> None:
     args.values["dtype"] = dtype
 
 
 def _spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
-    return with_adapters(args, build_spec(args, data))
+    spec = build_spec(args, data)
+    has_adapters = args["lora_rank"] is not None or args["load_adapter"] is not None
+    return with_adapters(args, spec) if has_adapters else spec
 
 
 def _plan(

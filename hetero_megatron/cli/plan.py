@@ -17,8 +17,7 @@ from hetero_megatron.api.search import Found
 from hetero_megatron.api.search import plan as search
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, seconds
 from hetero_megatron.cli.cluster_beside_plan import ClusterBesidePlan
-from hetero_megatron.cli.flags.adapter import add_lora, with_lora
-from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
+from hetero_megatron.cli.flags.planned_model import add_fp8, add_lora, fp8_of, with_lora
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.template.search_space import SearchSpace
@@ -42,7 +41,10 @@ def main(argv: Sequence[str]) -> int:
         return context_only(argv)
     args = _parser().parse_args(list(argv))
     _check(args)
-    copy = ClusterBesidePlan(args.out, args.cluster, bool(args.without or args.add) or args.objective != "tokens")
+    beside = None
+    if args.out:
+        other_ranks = bool(args.without or args.add) or args.objective != "tokens"
+        beside = ClusterBesidePlan(args.out, args.cluster, other_ranks)
     spec_read = load_model(args.model)
     model = Model.of(with_lora(args, spec_read), args.model).stretched(args.seq_length)
     cluster = cluster_asked = Cluster.read(args.cluster)
@@ -66,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
     if args.out:
         write_text(args.out, "--out", planned.file)
     try:  # the report may take longer than the search did
-        copy.finish(planned.cluster.text() if planned.cluster is not cluster_asked else None, quiet=args.json)
+        if beside is not None:
+            beside.finish(planned.cluster.text() if planned.cluster is not cluster_asked else None, quiet=args.json)
         if not args.json:
             print(_without_packed(planned.file), planned.explain(), "", sep="\n", flush=True)
         tell = None if say is None else partial(say, what="report")

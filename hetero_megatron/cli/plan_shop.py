@@ -8,7 +8,7 @@ from argparse import Namespace
 
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.shop import shop
-from hetero_megatron.cli.flags.fp8 import fp8_of
+from hetero_megatron.cli.flags.planned_model import fp8_of
 from hetero_megatron.cli.output import print_json, write_text
 
 _ASKED = (

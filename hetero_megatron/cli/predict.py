@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.plans import Plan, model_name, predict
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, count
-from hetero_megatron.cli.flags.adapter import add_lora, with_lora
-from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
+from hetero_megatron.cli.flags.planned_model import add_fp8, add_lora, fp8_of, with_lora
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.cli.predict_from import SIZES, read_plan
 from hetero_megatron.errors import UserError
-from hetero_megatron.plans.made_for import OPTIMIZERS, made_for_of
+from hetero_megatron.plans.made_for import OPTIMIZERS, read_made_for
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
@@ -72,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
             if getattr(args, name) is not None:
                 raise UserError("the plan file says it", field="--" + name.replace("_", "-"), accepted="--from FILE")
         document = read_document(args.plan)
-        made_for = made_for_of(document)
+        section = document.section("made_for")
+        made_for = read_made_for(section) if section is not None else None
         name = model_name(made_for, args.model)
         model = Model.of(with_lora(args, load_model(name), made_for), name)
         plan = Plan.read(document, cluster, model, dtype=args.dtype, optimizer=args.optimizer, fp8=fp8_of(args))

@@ -8,8 +8,7 @@ from argparse import Namespace
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.plans import Plan
 from hetero_megatron.cli.configure import configure
-from hetero_megatron.cli.flags.adapter import with_lora
-from hetero_megatron.cli.flags.fp8 import fp8_of
+from hetero_megatron.cli.flags.planned_model import fp8_of, with_lora
 from hetero_megatron.cli.foreign_launch import launches_of
 from hetero_megatron.cli.judged import OPEN, REFUSED
 from hetero_megatron.cli.shell_script import shown, unresolved

@@ -310,7 +310,7 @@ def _any_chip(plan: Plan) -> Plan:
 
 
 def _predicted(config: RunConfig) -> float | None:
-    prediction, _ = expectation(config)
+    prediction = expectation(config)[0] if config.cluster is not None else None
     return None if prediction is None else prediction.step_seconds
 
 

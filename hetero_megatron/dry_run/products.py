@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.ops.attention_options import AttentionOptions
+from hetero_megatron.ops.attention_op import AttentionOptions
 from hetero_megatron.ops.gemm import bind_gemm, bind_joint_gemm
 from hetero_megatron.ops.gemm_fp8 import (
     BLOCK,

@@ -139,8 +139,10 @@ def read_launcher(environment: Mapping[str, str] = os.environ, joins: bool = Tru
 
 def is_first(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process speaks for its job, as far as can be told before ``read_launcher`` has checked anything."""
+    if "RANK" in environment:
+        return environment["RANK"].strip() == "0"
     task = find_task(environment)
-    return environment.get("RANK", str(task.rank or 0) if task is not None else "0").strip() == "0"
+    return task is None or not task.rank
 
 
 def refuse_copies(command: str, reason: str, environment: Mapping[str, str] = os.environ) -> None:

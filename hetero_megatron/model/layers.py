@@ -15,7 +15,7 @@ from torch import nn
 
 from hetero_megatron.layout.mask import chunk_starts
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.ops.attention_options import AttentionOptions
+from hetero_megatron.ops.attention_op import AttentionOptions
 from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout, TabledDraws
 from hetero_megatron.ops.gemm_fp8 import Maxima
 from hetero_megatron.ops.int8_weight import narrow_product

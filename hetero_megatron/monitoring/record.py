@@ -41,11 +41,9 @@ def add_event(directory: str | Path, kind: EventKind, text: str, **more: Any) ->
 def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
     """(what the rates of the cluster file say about a step, or None; why it is None or how far it can be believed).
 
-    The sentence is empty where there is no cluster file, or everything was calibrated and no teacher has ranks of its
-    own.
+    The sentence is empty where everything was calibrated and no teacher has ranks of its own.
     """
-    if config.cluster is None:
-        return None, ""
+    assert config.cluster is not None
     from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
     from hetero_megatron.predictor.simulate.step import predict
 

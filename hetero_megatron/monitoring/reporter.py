@@ -114,7 +114,7 @@ class Reporter:
 
     def _begin(self) -> None:
         """Predict a step, and write down what starts here."""
-        prediction, notice = expectation(self.config)
+        prediction, notice = expectation(self.config) if self.config.cluster is not None else (None, "")
         if notice:
             print(notice_line(notice), flush=True)
         busy: dict[int, float] = {}

@@ -122,7 +122,7 @@ class StragglerWatch:
 
 
 class StragglerReport:
-    """Names ranks that fall behind, where that was asked for, and stops the run for a new plan, where that was.
+    """Names ranks that fall behind, and stops the run for a new plan, where that was asked for.
 
     Only the first rank of the plan has something to watch; a stop becomes everyone's at the next step.
     """
@@ -133,7 +133,7 @@ class StragglerReport:
         self._drift: list[Behind] = []  # for which the run stops
         self._reason = ""
         failure, plan = config.failure, config.plan
-        if (failure.stragglers or failure.replan_on_drift) and reporter.is_first:
+        if reporter.is_first:
             factor = failure.replan_on_drift or FACTOR
             expected, size = reporter.expected_busy, plan.global_batch_size
             self._watch = StragglerWatch(plan.ranks, reporter.chips, expected, factor, size)
@@ -232,16 +232,15 @@ def leave_diagnosis(error: CommError, where: str | None) -> None:
         part.replace(Path(where) / f"rank-{error.rank}.json")
 
 
-def say_joined(rank: int, where: str | None) -> None:
+def say_joined(rank: int, where: str) -> None:
     """To the launcher, once this rank has met all others: from now on it notices when one of them is gone.
 
     Args:
         where: ``LauncherEnvironment.diagnoses``.
     """
-    if where is not None:
-        with suppress(OSError):
-            Path(where).mkdir(parents=True, exist_ok=True)
-            (Path(where) / f"joined-{rank}").touch()
+    with suppress(OSError):
+        Path(where).mkdir(parents=True, exist_ok=True)
+        (Path(where) / f"joined-{rank}").touch()
 
 
 def take_joined(directory: Path) -> set[int]:

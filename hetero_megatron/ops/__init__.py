@@ -1,7 +1,7 @@
 """Operators: what each means, who serves it, and which provider a stage uses."""
 
 from hetero_megatron.ops.activation import gelu, softcap, squared_relu, swiglu
-from hetero_megatron.ops.attention import attention
+from hetero_megatron.ops.attention_cpu import attention
 from hetero_megatron.ops.cross_entropy import cross_entropy
 from hetero_megatron.ops.kernel_plan import KernelPlan, KernelWarning, resolve
 from hetero_megatron.ops.norm import layer_norm, rms_norm

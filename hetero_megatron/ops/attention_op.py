@@ -1,25 +1,74 @@
-"""Attention as an operator: its definition, forward and backward apart, delta and the merge of partial results.
+"""Attention as an operator: its options, its definition, forward and backward apart, delta and the merge of partial
+results.
 
-The CPU's provider is in ``ops/attention_cpu.py``.
+The model (``model/layers.py``) fills in the options; providers (``ops/attention_cpu.py``, plugins) and the definition
+here read them; tiles of distributed attention use the mask (``ops/tile_kernels.py``). They are a named tuple, because
+kernels of plugins are given plain positional arguments: ``kernel(q, k, v, sinks, *options)``.
 The log-sum-exp is in natural logarithms; a row that may see no key has out = 0 and lse = -inf.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from hetero_megatron.ops.attention import sink_gradient
-from hetero_megatron.ops.attention_options import AttentionOptions, visible
 from hetero_megatron.ops.block_attention import attn_merge_
 from hetero_megatron.ops.dropout import ScoreDropout, score_factors
 from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward, wide
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Documents = Sequence[Sequence[int]] | None  # per batch row, ascending start offsets, the first is 0
+
+
+class AttentionOptions(NamedTuple):
+    """Causal attention of a part of the queries to a part of the keys: query i of a part that begins at ``q_start``
+    sees key j where k_start + j <= q_start + i.
+
+    Attributes:
+        documents: start offsets per row (only for q_start = k_start = 0 and s = t): tokens see their own document.
+        window: a token sees itself and ``window - 1`` tokens before it; None: all.
+        softcap: scores, already scaled, become softcap x tanh(score / softcap).
+        dropout: probabilities that are dropped become 0 after the softmax, the others are divided by 1 - rate; which,
+            see ``ops/dropout.py``. The log-sum-exp and a sink's probability know nothing of it.
+    """
+
+    documents: Documents = None
+    window: int | None = None
+    q_start: int = 0
+    k_start: int = 0
+    softcap: float | None = None
+    dropout: ScoreDropout | None = None
+
+    @property
+    def distance(self) -> int:
+        """From the first key to the first query, in tokens."""
+        return self.q_start - self.k_start
+
+
+def visible_keys(
+    start: int, stop: int, keys: int, distance: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """[stop - start, keys] bool: key j is seen by query i of ``[start, stop)`` where 0 <= distance + i - j < window."""
+    rows = torch.arange(start, stop, device=device)[:, None] + distance
+    key_distance = rows - torch.arange(keys, device=device)[None]
+    return key_distance >= 0 if window is None else (key_distance >= 0) & (key_distance < window)
+
+
+def visible(q: torch.Tensor, keys: int, options: AttentionOptions) -> torch.Tensor:
+    """[b or 1, s, keys] bool: which key each query of ``q`` [b, s, heads, d] sees."""
+    rows, length = q.shape[0], q.shape[1]
+    visible_mask = visible_keys(0, length, keys, options.distance, options.window, q.device)[None]
+    if options.documents is None:
+        return visible_mask
+    number = torch.zeros(rows, length, dtype=torch.int64, device=q.device)  # of each token's document
+    for row, starts in enumerate(options.documents):
+        for start in starts[1:]:
+            number[row, start:] += 1
+    return visible_mask & (number[:, :, None] == number[:, None, :])
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
@@ -36,6 +85,26 @@ def _repeat(q: torch.Tensor, k: torch.Tensor) -> int:
     return q.shape[2] // k.shape[2] if k.shape[2] else 1
 
 
+def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) with the sinks among the keys, from those without.
+
+    out: [b, s, heads, d]; lse: [b, heads, s] in at least fp32; sinks: [heads]. A row that saw no key has only its sink.
+    """
+    wide_sinks = sinks.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - wide_sinks)  # of all keys that are no sink
+    return (out * share.transpose(1, 2)[..., None]).to(out.dtype), torch.logaddexp(lse, wide_sinks)
+
+
+def sink_gradient(delta: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Gradient of the sinks.
+
+    Args:
+        delta: [b, heads, s], sum over features of the output's gradient and the output; lse: the merged one.
+    """
+    probability = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(probability * delta).sum((0, 2)).to(sinks.dtype)
+
+
 def definition(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, *options: Any
 ) -> Pair:
@@ -44,7 +113,7 @@ def definition(
     Args:
         q: [b, s, heads, d]; k, v: [b, t, kv_heads, d], heads a multiple of kv_heads.
         sinks: [heads], a logit per head that takes part in the softmax and has no value.
-        options: :class:`~hetero_megatron.ops.attention_options.AttentionOptions`, as far as they are not the defaults.
+        options: :class:`AttentionOptions`, as far as they are not the defaults.
 
     Returns:
         out [b, s, heads, d] and lse [b, heads, s] in at least fp32, which has the sink in it.

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.ops.attention_op import attn_delta, backward_sums, definition
-from hetero_megatron.ops.attention_options import AttentionOptions, visible_keys
+from hetero_megatron.ops.attention_op import AttentionOptions, attn_delta, backward_sums, definition, visible_keys
 from hetero_megatron.ops.block_attention import TileKernel
 from hetero_megatron.ops.dropout import ScoreDropout
 from hetero_megatron.ops.spec import ATEN, REFERENCE, Kernel, wide
@@ -23,8 +22,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class FlashCpuKernel:
-    """aten's flash attention for the CPU; 16-bit key-value heads are copied per query head (see ops/attention.py). It
-    knows no dropout of ours: those calls are the reference's."""
+    """aten's flash attention for the CPU; 16-bit key-value heads are copied per query head (``ops/attention_cpu.py``).
+    It knows no dropout of ours: those calls are the reference's."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None,

@@ -17,8 +17,7 @@ import torch
 from hetero_megatron.comm import Comm, Work
 from hetero_megatron.layout import Transfer
 from hetero_megatron.layout.mask import Interval
-from hetero_megatron.ops.attention import add_sinks, sink_gradient
-from hetero_megatron.ops.attention_op import attn_delta
+from hetero_megatron.ops.attention_op import add_sinks, attn_delta, sink_gradient
 from hetero_megatron.ops.block_attention import BlockAttention, RowTile, accumulators
 from hetero_megatron.ops.dropout import ScoreDropout
 from hetero_megatron.plans.context_plan import Hop, RingSchedule, StageContext, head_hop

@@ -127,7 +127,7 @@ class DividedWeights:
     Args:
         tied: the head has the embedding's matrix.
         buckets: that this rank has a part of; params: of the rank, by logical name.
-        sums: of the gradients.
+        sums: of the gradients; None: none of these weights is trained.
         gradients: of the kernel plan, which knows whether products wait for their W.
 
     Attributes:
@@ -138,7 +138,7 @@ class DividedWeights:
 
     def __init__(
         self, stage: Stage, tied: bool, buckets: Iterable[Bucket], params: Mapping[str, torch.nn.Parameter],
-        sums: DividedSums, comm: Comm, boxes: Mapping[str, Box], gradients: WeightGradients,
+        sums: DividedSums | None, comm: Comm, boxes: Mapping[str, Box], gradients: WeightGradients,
     ) -> None:  # fmt: skip
         assert stage.weights is not None
         self._gather, self.reshard = stage.weights.gather, stage.weights.reshard_after_forward
@@ -241,13 +241,13 @@ class DividedWeights:
         steps = self._chunks[self._chunk_of[step]]
         order = [s for s in reversed(steps) if s != "embed"]  # whose backward needs no weights
         while self._pending and self._pending[0] is not self.parts.get(step):
-            self._sums.reduce(self._pending.pop(0).buckets)
+            self._reduce(self._pending.pop(0))
         self._turn_to(steps[step], steps.get(order[order.index(step) + 1]) if step != order[-1] else None)
 
     def end_backward(self, chunk: int) -> None:
         self._turn_to()
         while self._pending:
-            self._sums.reduce(self._pending.pop(0).buckets)
+            self._reduce(self._pending.pop(0))
         if self._gather == "micro-batch":
             self._end(self._used(chunk, backward=True))
         if not self.reshard:
@@ -257,7 +257,11 @@ class DividedWeights:
     def end_products(self, chunk: int) -> None:
         """A W has brought the gradients that B_INPUT had put off."""
         for part in self._summed(chunk):
-            self._sums.reduce(part.buckets)
+            self._reduce(part)
+
+    def _reduce(self, part: GatheredPart) -> None:
+        assert self._sums is not None
+        self._sums.reduce(part.buckets)
 
     def pass_forward(self, chunk: int) -> None:
         """Of a micro-batch of which this rank has no rows."""

@@ -165,11 +165,9 @@ def in_chunks(
 
 
 def loss_chunk(stage: Stage, unit: int, spec: ModelSpec, dtype: torch.dtype, logits_bytes: int) -> int | None:
-    """Tokens per chunk of head and loss on the ranks of a unit, whole tiles where they are that many; None: all at
-    once, because the logits of a micro-batch are at most ``logits_bytes`` on every rank of the stage (whose ranks all
-    go through chunks, or none)."""
-    if not stage.head:
-        return None
+    """Of a stage with a head, tokens per chunk of head and loss on the ranks of a unit, whole tiles where they are that
+    many; None: all at once, because the logits of a micro-batch are at most ``logits_bytes`` on every rank of the stage
+    (whose ranks all go through chunks, or none)."""
     sizes = [(u.micro_batch_tokens, u.tp_split) for u in stage.units]
     if chunk_limit(spec, sizes, dtype.itemsize, logits_bytes) is None:
         return None

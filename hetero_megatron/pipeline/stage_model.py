@@ -16,7 +16,6 @@ from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss
 from hetero_megatron.parallel.empty_stage import EmptyStage, empty_stage, fill, owned_values
-from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.grad_sync.routes import OwnedPiece
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_parallel
@@ -26,6 +25,7 @@ from hetero_megatron.plans.context_plan import stage_contexts
 from hetero_megatron.plans.experts import rank_shares
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.fp8_checks import stage_fp8
+from hetero_megatron.plans.shares import has_context
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, stage_tensors
 from hetero_megatron.utils.text import tracked
 
@@ -50,18 +50,19 @@ class RankStage:
         self.place = locate(plan, rank)
         self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
         self.share = rank_shares(spec, self.stage)[rank]
-        contexts = stage_contexts(spec, self.stage, plan.seq_length)
-        self.context = next((c for c in contexts if rank in c.ranks), None)
-        self.tiled = bool(contexts)
+        self.tiled, self.context = has_context(self.stage, plan.seq_length), None
+        if self.tiled:
+            contexts = stage_contexts(spec, self.stage, plan.seq_length)
+            self.context = next((c for c in contexts if rank in c.ranks), None)
         self.path = f"pipelines[{self.place.pipeline}].stages[{self.place.stage}]"
 
     def fp8(self, default: Fp8 | None) -> Fp8 | None:
         """What its linear modules compute in, ``default`` where the stage does not say; None: in the weights' dtype."""
-        return stage_fp8(self.stage, default) if self.stage.num_layers else None
+        return stage_fp8(self.stage, default) if default is not None and self.stage.num_layers else None
 
     def loss_chunk(self, dtype: torch.dtype, logits_bytes: int) -> int | None:
         """Tokens of a micro-batch whose logits exist at once; None: those of all, or no head."""
-        return loss_chunk(self.stage, self.place.unit, self.spec, dtype, logits_bytes)
+        return loss_chunk(self.stage, self.place.unit, self.spec, dtype, logits_bytes) if self.stage.head else None
 
     def kernels(
         self, dtype: torch.dtype, device: torch.device, compiled: bool, logits_bytes: int, fp8: Fp8 | None,
@@ -69,9 +70,10 @@ class RankStage:
     ) -> KernelPlan:  # fmt: skip
         """Those of torch, as the plan's stage wishes; ``fp8``: of stages that say nothing of it."""
         chunked = self.loss_chunk(dtype, logits_bytes) is not None
+        in_fp8 = stage_fp8(self.stage, fp8) if fp8 is not None else None
         return default_kernels(
             self.spec, self.share, self.stage.head, dtype, device, self.unit.tp, dict(self.stage.kernels),
-            f"{self.path}.kernels", compiled, chunked, self.tiled, stage_fp8(self.stage, fp8), dropout,
+            f"{self.path}.kernels", compiled, chunked, self.tiled, in_fp8, dropout,
         )  # fmt: skip
 
 
@@ -91,8 +93,7 @@ class StageModel:
 
     Attributes:
         module: maps tokens [b, s] or a stage's input [b, s, h] to hidden states or logits.
-        boxes: of each parameter in its logical tensor, by logical name; stored_boxes: of those in 4 bits, of the
-            bytes that memory has.
+        boxes: of each parameter in its logical tensor, by logical name.
         scales: of frozen weights in few bits, by logical name.
         adapters: turns them off; None: the model has none.
         row_norms: of a model with DoRA; to be refreshed before every step.
@@ -116,7 +117,6 @@ class StageModel:
         )
         self.module, self.boxes, self.scales, self.adapters = empty.module, empty.boxes, empty.scales, empty.adapters
         self._empty, self._initialize = empty, initialize
-        self.stored_boxes = empty.stored_boxes()
         self.row_norms: RowNorms | None = None
         if spec.lora is not None and spec.lora.dora:
             from hetero_megatron.parallel.lora import RowNorms
@@ -125,22 +125,23 @@ class StageModel:
         _fill(empty, initialize, divided)
         self._divide()
         self.offloaded: OffloadedActivations | None = None
-        if stage.activations is None:
-            apply_recompute(self.module, stage.recompute)
-        else:
+        if stage.activations is not None:
             from hetero_megatron.parallel.offload import OffloadedActivations
 
             self.offloaded = OffloadedActivations(self.module, stage.activations, comm)
             apply_recompute(self.module, stage.recompute, self.offloaded.keep)
             self.offloaded.apply()
+        elif stage.recompute.kind != "none":
+            apply_recompute(self.module, stage.recompute)
 
     def _divide(self) -> None:
         """Tensor, context and expert parallelism, around the layers."""
         rank_stage, comm, model = self.here, self.comm, self.module
         unit, stage = rank_stage.unit, rank_stage.stage
         shards = tuple(b - a for a, b in cut(unit.num_tokens, [1] * unit.tp))
-        heads = [rank_shares(rank_stage.spec, stage)[rank].kv_heads for rank in unit.ranks]
-        apply_tensor_parallel(model, comm.group(unit.ranks), shards, rank_stage.share.vocab, heads)
+        if unit.tp > 1:
+            heads = [rank_shares(rank_stage.spec, stage)[rank].kv_heads for rank in unit.ranks]
+            apply_tensor_parallel(model, comm.group(unit.ranks), shards, rank_stage.share.vocab, heads)
         intervals = [torch.arange(a, b, device=comm.device) for a, b in unit.tokens or ((0, 0),)]
         model.token_numbers = torch.cat(intervals)
         if rank_stage.context is not None:
@@ -150,7 +151,15 @@ class StageModel:
             choices = self.kernels.choices
             kernel = tile_kernel(comm.device, choices["attention"].kernel, rank_stage.spec.attn_softcap)
             apply_context_parallel(model, rank_stage.context, comm, kernel, choices["attn_merge"].kernel.forward)
-        apply_expert_parallel(model, stage, comm, rank_stage.plan.islands)
+        if rank_stage.spec.moe is not None:
+            from hetero_megatron.parallel.experts import apply_expert_parallel
+
+            apply_expert_parallel(model, stage, comm, rank_stage.plan.islands)
+
+    @property
+    def stored_boxes(self) -> dict[str, Box]:
+        """Of each parameter, in the array that memory has of it: :attr:`boxes`, but of those in 4 bits the bytes."""
+        return self._empty.stored_boxes()
 
     @torch.no_grad()
     def owned_values(self, names: Sequence[str], pieces: Sequence[OwnedPiece]) -> list[torch.Tensor]:

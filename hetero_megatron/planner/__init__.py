@@ -21,8 +21,8 @@ Ten concepts:
     LinkPrice        what messages over a kind of link cost (``cost.link_model``)
     StageTable       seconds and memory of a stage for every number of layers (``estimate.stage_table``)
     TemplateScore    the estimate of a template's step time, by which templates are ranked (``estimate.template_score``)
-    lower bounds     step times that no plan beats: of a template (``estimate.lower_bounds``), of the whole search space
-                     (``estimate.certificate``)
+    lower bounds     step times that no plan beats: of a template (``estimate.pipeline_score``), of all plans
+                     (``estimate.lower_bounds``)
     Prediction       the simulated step of a concrete plan; all seconds that are reported (``simulate.step``)
     Proposer         a way to look for plans; offers templates to the incumbent (``search.incumbent``)
     Incumbent        the best plans so far, the time budget and Ctrl-C (``search.incumbent``, ``time_budget``)

@@ -27,7 +27,7 @@ class SearchOptions:
 
     dtype: str = "bf16"
     time_limit: float | None = None
-    work: float = 1_600_000
+    work: float = 1_200_000
     top: int = 6
     space: SearchSpace = SearchSpace()
     costs: CostOptions = CostOptions()

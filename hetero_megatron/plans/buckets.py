@@ -34,6 +34,7 @@ from hetero_megatron.plans.experts import (
     sequence_group,
     split_by_island,
 )
+from hetero_megatron.plans.shares import has_context
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
 
 Ints = NDArray[np.int64]
@@ -385,13 +386,12 @@ def plan_groups(
 
 
 def layer_groups(plan: Plan, spec: ModelSpec) -> set[tuple[int, ...]]:
-    """TP, context and expert groups, and those that balance experts over a sequence: which meet in forward and
-    backward."""
-    stages = plan.stages
+    """TP, context and expert groups, and those that balance experts over a sequence: of forward and backward."""
+    stages, length = plan.stages, plan.seq_length
     units = {tuple(sorted(u.ranks)) for s in stages for u in s.units}
     units |= {group for s in stages for group in routing_groups(spec, s, plan.islands)}
     units |= {sequence_group(s, rank) for s in stages if has_experts(spec, s) for rank in s.ranks}
-    return units | {tuple(sorted(g)) for s in stages for g in context_groups(spec, s, plan.seq_length)}
+    return units | {tuple(sorted(g)) for s in stages if has_context(s, length) for g in context_groups(spec, s)}
 
 
 def answer_groups(plan: Plan) -> set[tuple[int, ...]]:

@@ -325,10 +325,14 @@ class Plan:
         """Those of all pipelines."""
         return tuple(stage for pipeline in self.pipelines for stage in pipeline.stages)
 
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """What stages say that they compute in."""
+        return frozenset(stage.dtype for stage in self.stages if stage.dtype is not None)
+
     def with_stages(self, change: Callable[[Stage], Stage]) -> Plan:
         """The plan with every stage changed."""
-        pipelines = (replace(p, stages=tuple(map(change, p.stages))) for p in self.pipelines)
-        return replace(self, pipelines=tuple(pipelines))
+        return replace(self, pipelines=tuple(replace(p, stages=tuple(map(change, p.stages))) for p in self.pipelines))
 
     @cached_property
     def offloading(self) -> frozenset[int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from hetero_megatron.layout import Box, Layout, Transfer, cut, transfer
 from hetero_megatron.plans.canonical import Interval, Stage, Unit
-from hetero_megatron.plans.shares import merged, tokens_at
+from hetero_megatron.plans.shares import has_context, merged, tokens_at
 from hetero_megatron.spec import ModelSpec, Share, shares
 
 ALL_GROUPS = -1  # instead of a group's index
@@ -77,11 +77,6 @@ class StageContext:
         return make_blocks(self.groups, self.block, mirrored=self.spec.widest_window is None)
 
 
-def has_context(stage: Stage, seq_length: int) -> bool:
-    """Whether the units of a stage divide tokens or heads, not sequences only."""
-    return any(unit.group or unit.tokens != ((0, seq_length),) for unit in stage.units)
-
-
 def stage_contexts(spec: ModelSpec, stage: Stage, seq_length: int) -> list[StageContext]:
     """One per inner replica; none for a stage without context groups."""
     if not has_context(stage, seq_length):
@@ -108,11 +103,9 @@ def _group(spec: ModelSpec, index: int, units: Sequence[Unit]) -> ContextGroup:
     return ContextGroup(index, tuple(members), merged([i for u in units for i in u.tokens]))
 
 
-def context_groups(spec: ModelSpec, stage: Stage, seq_length: int) -> list[tuple[int, ...]]:
+def context_groups(spec: ModelSpec, stage: Stage) -> list[tuple[int, ...]]:
     """The groups of ranks in which a stage's context parallelism uses collectives: keys and values in context groups,
     or in all of a replica's ranks, as what convolutions of linear attention look back at always does."""
-    if not has_context(stage, seq_length):
-        return []
     gather = stage.kv is not None and stage.kv.transport == "gather"
     ranks_of: dict[tuple[Interval, int], list[int]] = {}
     for unit in stage.units:

@@ -368,3 +368,8 @@ def _row(boxes: list[list[str]], first: int) -> list[str]:
 
 def _short(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def format_layers(stage: Stage) -> str:
+    """``0-7``, or ``0-3, 8-11`` with several chunks; ``none`` of one without layers."""
+    return ", ".join(f"{a}-{b - 1}" if a < b else "none" for a, b in stage.chunks)

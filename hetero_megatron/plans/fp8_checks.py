@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
 
 
-def stage_fp8(stage: Stage, fp8: Fp8 | None) -> Fp8 | None:
-    """In what the linear modules of a stage's layers compute; None: in the dtype of the weights."""
+def stage_fp8(stage: Stage, fp8: Fp8) -> Fp8 | None:
+    """In what the linear modules of a stage's layers compute in a run in fp8; None: in the dtype of the weights."""
     return fp8 if stage.dtype in (None, "fp8") else None
 
 
@@ -36,7 +36,7 @@ def fp8_fits(
         for s, stage in enumerate(pipeline.stages):
             path = f"pipelines[{p}].stages[{s}]"
             _asked_for(stage, path, fp8, dtype, source)
-            if stage_fp8(stage, fp8) is None or fp8 is None or not stage.num_layers:
+            if fp8 is None or stage_fp8(stage, fp8) is None or not stage.num_layers:
                 continue
             if cluster is not None:
                 _chips_have_it(stage, path, dtype, cluster, source)

@@ -211,9 +211,3 @@ def _read_lora(entry: Entry, keys: dict[str, Entry]) -> Lora | None:
         if error.field not in LORA_KEYS:  # it names the key already
             raise
         keys[LORA_KEYS[error.field]].fail(error.problem, error.accepted)
-
-
-def made_for_of(entry: Entry) -> MadeFor | None:
-    """The section of a plan file, before anything else of it is read."""
-    section = entry.value.get("made_for") if isinstance(entry.value, dict) else None
-    return read_made_for(section) if section is not None else None

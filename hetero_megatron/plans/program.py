@@ -14,7 +14,7 @@ from hetero_megatron.plans.buckets import Bucket
 from hetero_megatron.plans.canonical import Pipeline, Plan
 from hetero_megatron.plans.context_plan import context_groups
 from hetero_megatron.plans.experts import routing_groups
-from hetero_megatron.plans.shares import micro_batch_sizes, pipeline_samples
+from hetero_megatron.plans.shares import has_context, micro_batch_sizes, pipeline_samples
 from hetero_megatron.schedule import (
     Action,
     Held,
@@ -34,7 +34,7 @@ from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import rank_ranges
 
 if TYPE_CHECKING:
-    from hetero_megatron.schedule.split_moments import Moment
+    from hetero_megatron.schedule.actions import Moment
 
 ADAPTIVE = "adaptive"
 
@@ -72,7 +72,7 @@ def held_by_stages(plan: Plan, pipeline: Pipeline) -> tuple[tuple[Held, ...], ..
 
 def moments_by_stages(plan: Plan, pipeline: Pipeline) -> Sequence[Sequence[Moment]]:
     """What each stage holds before its backwards, where these are split; empty where none is."""
-    from hetero_megatron.schedule.split_moments import split_moments, splits_backward
+    from hetero_megatron.schedule.actions import split_moments, splits_backward
 
     schedule = pipeline_schedule(plan, pipeline)
     return split_moments(schedule) if splits_backward(schedule) else ()
@@ -173,7 +173,8 @@ class Collectives:
         self._layers: dict[int, tuple[tuple[int, ...], ...]] = {}
         for stage in (s for p in plan.pipelines for s in p.stages):
             groups = [tuple(sorted(u.ranks)) for u in stage.units]
-            groups += [tuple(sorted(g)) for g in context_groups(spec, stage, plan.seq_length)]
+            if has_context(stage, plan.seq_length):
+                groups += [tuple(sorted(g)) for g in context_groups(spec, stage)]
             groups += routing_groups(spec, stage, plan.islands)
             for rank in stage.ranks:
                 self._layers[rank] = tuple(dict.fromkeys(g for g in groups if rank in g and len(g) > 1))

@@ -135,14 +135,12 @@ class Routing:
 EVEN = Routing()
 
 
-def routing_of(path: str | None, spec: ModelSpec) -> Routing:
-    """As a run wrote it to a file; without one all experts are alike.
+def routing_of(path: str, spec: ModelSpec) -> Routing:
+    """As a run wrote it to a file.
 
     Raises:
         UserError: a dense model, a malformed file, or one of another model.
     """
-    if path is None:
-        return EVEN
     if spec.moe is None:
         raise UserError("the model has no experts", field=FLAG, value=path, accepted="no such file")
     return Routing.of(read_routing_stats(path, spec).layers)

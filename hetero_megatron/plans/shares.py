@@ -34,6 +34,11 @@ def unit_at(plan: Plan, place: Place) -> Unit:
     return stage_at(plan, place).units[place.unit]
 
 
+def has_context(stage: Stage, seq_length: int) -> bool:
+    """Whether the units of a stage divide tokens or heads, not sequences only."""
+    return any(unit.group or unit.tokens != ((0, seq_length),) for unit in stage.units)
+
+
 def pipeline_shares(plan: Plan, batch_size: int) -> tuple[int, ...]:
     """Sequences of a batch per pipeline: in proportion to the nominal shares, by largest remainder.
 

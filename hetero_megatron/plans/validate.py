@@ -81,7 +81,8 @@ def validate(
 
         predictions_fit(plan, spec, source)
     for path, _, stage in stages(plan):
-        weights_can_be_sharded(plan, stage, path, spec, source)
+        if stage.weights is not None:
+            weights_can_be_sharded(plan, stage, path, spec, source)
     features_are_supported(plan, source)
     if cluster is not None:
         ranks_fit_the_cluster(plan, cluster, source)

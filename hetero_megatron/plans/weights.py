@@ -46,8 +46,7 @@ def spelled_weights(weights: WeightSharding) -> dict[str, Any]:
 
 def weights_can_be_sharded(plan: Plan, stage: Stage, path: str, spec: ModelSpec, source: Source) -> None:
     """Refuse what weights of a stage cannot be divided beside."""
-    if stage.weights is None:
-        return
+    assert stage.weights is not None
     field = f"{path}.weights"
     if len(stage.units) < 2:
         accepted = "a stage with inner replicas or context groups (dp_split, or more ranks than tp)"

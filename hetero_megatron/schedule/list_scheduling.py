@@ -94,6 +94,7 @@ class _Run:
         """In order of time; False where given up. One loop without calls for each action: most of the time that
         schedules are made in."""
         count = len(self.rows)
+        last, links, after_free, before_free = count - 1, self.links, self.after_free, self.before_free
         rows, numbers, events, wake, idle = self.rows, self.numbers, self.events, self.wake, self.idle
         activations, gradients, left, after = self.activations, self.gradients, self.left, self.after
         forwards, backwards, deferred, held_bytes = [0] * count, [0] * count, [0] * count, [0.0] * count
@@ -105,7 +106,7 @@ class _Run:
                 numbers[s]
             )
             forwards_done, backwards_done, due, full = forwards[s], backwards[s], deferred[s], held_bytes[s]
-            activation_arrivals, gradient_arrivals, letter = activations[s], gradients[s], ""
+            activation_arrivals, gradient_arrivals = activations[s], gradients[s]
             ready = (
                 forwards_done < len(activation_arrivals)
                 and forwards_done - backwards_done < flying
@@ -129,17 +130,35 @@ class _Run:
                     if arrival < math.inf:
                         heappush(events, (arrival, s))
                     continue
-            if letter == "F":
-                forwards[s], held_bytes[s], end = forwards_done + 1, full + kept_bytes, clock + forward
-                self._sent_forward(s, end)
-            elif letter == "W":
+            to = -1  # the stage that the output goes to
+            if letter == "W":
                 deferred[s], held_bytes[s], end = due - 1, full - waiting, clock + weights
+            elif letter == "F":
+                forwards[s], held_bytes[s], end = forwards_done + 1, full + kept_bytes, clock + forward
+                if s == last:
+                    gradient_arrivals.append(end)
+                else:
+                    seconds, _, latency = links[s]
+                    free = after_free[s]
+                    after_free[s] = free = (end if end > free else free) + seconds
+                    to, arrivals = s + 1, activations[s + 1]
             else:
-                backwards[s], held_bytes[s], end = backwards_done + 1, full - kept_bytes, clock + backward
-                if letter == "I":
+                if letter == "B":
+                    held_bytes[s], end = full - kept_bytes, clock + backward
+                else:
                     deferred[s], held_bytes[s], end = due + 1, full - kept_bytes + waiting, clock + inputs
+                backwards[s] = backwards_done + 1
                 if s:
-                    self._sent_backward(s, end)
+                    _, seconds, latency = links[s - 1]
+                    free = before_free[s]
+                    before_free[s] = free = (end if end > free else free) + seconds
+                    to, arrivals = s - 1, gradients[s - 1]
+            if to >= 0:
+                arrival = free + latency
+                arrivals.append(arrival)
+                if idle[to] and arrival < wake[to]:
+                    wake[to] = arrival
+                    heappush(events, (arrival, to))
             left[s] -= end - clock
             if end + left[s] + after[s] > limit:
                 return False
@@ -147,27 +166,6 @@ class _Run:
             idle[s], wake[s], self.ends[s] = False, end, end
             heappush(events, (end, s))
         return True
-
-    def _sent_forward(self, s: int, end: float) -> None:
-        if s == len(self.rows) - 1:
-            self.gradients[s].append(end)
-            return
-        seconds, _, latency = self.links[s]
-        free = self.after_free[s]
-        self.after_free[s] = free = (end if end > free else free) + seconds
-        self._arrives(s + 1, self.activations[s + 1], free + latency)
-
-    def _sent_backward(self, s: int, end: float) -> None:
-        _, seconds, latency = self.links[s - 1]
-        free = self.before_free[s]
-        self.before_free[s] = free = (end if end > free else free) + seconds
-        self._arrives(s - 1, self.gradients[s - 1], free + latency)
-
-    def _arrives(self, s: int, arrivals: list[float], arrival: float) -> None:
-        arrivals.append(arrival)
-        if self.idle[s] and arrival < self.wake[s]:
-            self.wake[s] = arrival
-            heappush(self.events, (arrival, s))
 
 
 Block = tuple[int, int, int]  # stage, first and last place in its order: actions that follow without a pause

@@ -162,7 +162,8 @@ def layer_activation_bytes(
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if recompute == "full":
         return round(tokens * h / (shards or tp)) * itemsize
-    load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
+    if spec.moe is not None:
+        load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
     shard = norm_inputs(spec) * h / (shards or tp)
     elementwise = recompute == "elementwise"
@@ -197,7 +198,8 @@ def layer_operand_bytes(
     out what has one gradient.
     """
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    load = load or plain_load(spec, tokens, 1 / tp, max(1, round(tp)))
+    if spec.moe is not None:
+        load = load or plain_load(spec, tokens, 1 / tp, max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
     dropped = dropped_inputs(spec)
     linear = linear_layers(spec)

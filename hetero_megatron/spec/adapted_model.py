@@ -62,7 +62,8 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
 
 def evenly_adapted(spec: ModelSpec) -> ModelSpec:
     """With the largest rank in every layer, where adapters of layers differ: for what a stage has at most."""
-    if spec.lora is None or not spec.lora.sites:
+    assert spec.lora is not None
+    if not spec.lora.sites:
         return spec
     rank = max(spec.lora.rank, *(site.rank for site in spec.lora.sites))
     return replace(spec, lora=replace(spec.lora, rank=rank, sites=()))

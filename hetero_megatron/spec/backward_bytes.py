@@ -60,7 +60,8 @@ def layer_backward_bytes(
         cores: of a rank of a context group; None: of a rank with all tokens.
         split: weight gradients wait for their W.
     """
-    load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
+    if spec.moe is not None:
+        load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
     row, shard = tokens * itemsize, tokens * itemsize * spec.hidden_size / (shards or tp)
     sizes = _Sizes(spec, row, itemsize, tp, (common_columns(spec, 0.0 if routed < 1 else 1.0)) / tp, linear)

@@ -51,11 +51,6 @@ class ExpertLoad:
         return self.sent + self.arriving + self.passed_on + self.taken_on
 
 
-def moe_layers(spec: ModelSpec) -> float:
-    """The share of layers that are mixtures of experts."""
-    return sum(kind.mlp == "moe" for kind in spec.layers) / spec.num_layers if spec.moe is not None else 0.0
-
-
 def expert_adapter_ranks(spec: ModelSpec) -> int:
     """What the adapters of a layer's experts keep between A and B, per row: their ranks."""
     if spec.moe is None or spec.lora is None:
@@ -74,7 +69,7 @@ def plain_load(spec: ModelSpec, tokens: float, share: float = 1.0, members: int 
     if moe is None:
         return None
     return ExpertLoad(
-        moe_layers(spec), tokens / members, tokens, tokens, tokens * moe.top_k, moe.num_experts,
+        spec.moe_share, tokens / members, tokens, tokens, tokens * moe.top_k, moe.num_experts,
         moe.ffn_hidden_size * share, members,
     )  # fmt: skip
 

@@ -12,7 +12,6 @@ from functools import lru_cache
 
 from hetero_megatron.spec.expert_load import (
     expert_adapter_ranks,
-    moe_layers,
 )
 from hetero_megatron.spec.model_spec import ModelSpec, module_layer
 from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors, trained_tensors
@@ -51,7 +50,7 @@ def mlp_columns(spec: ModelSpec) -> float:
     it chooses and of what all tokens share."""
     if spec.moe is None:
         return spec.ffn_hidden_size
-    share, moe_columns = moe_layers(spec), spec.moe.top_k * spec.moe.ffn_hidden_size + spec.moe.shared_ffn
+    share, moe_columns = spec.moe_share, spec.moe.top_k * spec.moe.ffn_hidden_size + spec.moe.shared_ffn
     return (1 - share) * spec.ffn_hidden_size + share * moe_columns
 
 
@@ -96,7 +95,7 @@ def layer_matmul_flops(spec: ModelSpec) -> float:
     of linear attention, which are as many for every token."""
     h = spec.hidden_size
     matrices = 3 if spec.gated else 2
-    router = 0.0 if spec.moe is None else moe_layers(spec) * h * spec.moe.num_experts
+    router = 0.0 if spec.moe is None else spec.moe_share * h * spec.moe.num_experts
     return 2 * (projection_elements(spec) + matrices * h * mlp_columns(spec) + router) + delta_flops(spec)
 
 
@@ -169,7 +168,7 @@ def adapter_flops(spec: ModelSpec) -> float:
     if spec.moe is None:
         return flops
     widths = spec.hidden_size + spec.moe.ffn_hidden_size
-    return flops + 2.0 * moe_layers(spec) * spec.moe.top_k * expert_adapter_ranks(spec) * widths
+    return flops + 2.0 * spec.moe_share * spec.moe.top_k * expert_adapter_ranks(spec) * widths
 
 
 def trained_count(spec: ModelSpec) -> int:

@@ -320,6 +320,11 @@ class ModelSpec:
         return tuple(map(self.layer, range(self.num_layers)))
 
     @property
+    def moe_share(self) -> float:
+        """Of the layers, those that are mixtures of experts."""
+        return sum(kind.mlp == "moe" for kind in self.layers) / self.num_layers if self.moe is not None else 0.0
+
+    @property
     def ropes(self) -> tuple[Rope, ...]:
         """The different rotary embeddings of its layers, in order of first use."""
         return tuple(dict.fromkeys(kind.rope for kind in self.layer_kinds if kind.rope is not None))

@@ -176,6 +176,10 @@ class AlignmentConfig:
     layers: tuple[str, ...] = ()
     steps: int = 1
 
+    @property
+    def asked(self) -> bool:
+        return self.dump is not None or self.capture is not None or self.check is not None
+
 
 @dataclass(frozen=True)
 class FailureConfig:

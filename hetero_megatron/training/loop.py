@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hetero_megatron.data.batch import BatchLoader
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.reporter import Reporter
 from hetero_megatron.monitoring.stragglers import DRIFT, StragglerReport
-from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import Checkpointing, ConsumedSamples
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.exit import ExitConditions
@@ -25,11 +25,14 @@ from hetero_megatron.training.failure import ReplicaCheck, StepGuard
 from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.node_data import NodeData
-from hetero_megatron.training.profile import Profiler
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.step_numbers import StepStats
 from hetero_megatron.utils.exit_codes import INTERRUPTED
 from hetero_megatron.utils.text import notice_line
+
+if TYPE_CHECKING:
+    from hetero_megatron.training.alignment.session import Alignment
+    from hetero_megatron.training.profile import Profiler
 
 OnStep = Callable[[int, StepStats], None]  # number of the step, and how it went
 
@@ -78,6 +81,7 @@ class Training:
     Attributes:
         config: with the schedule that counts, which may be a checkpoint's.
         progress: what the loop has done, and reported or is about to.
+        stragglers, profiler, alignment: None where nobody asked for them.
         trained: some step of this run changed the weights, or there was none to do.
         on_step: told of every step.
         elastic: what survives lost ranks; None: nothing does.
@@ -92,9 +96,9 @@ class Training:
     guard: StepGuard
     exit: ExitConditions
     replicas: ReplicaCheck
-    stragglers: StragglerReport
-    profiler: Profiler
-    alignment: Alignment
+    stragglers: StragglerReport | None
+    profiler: Profiler | None
+    alignment: Alignment | None
     emulation: Emulation
     progress: RunProgress
     on_step: OnStep | None = None
@@ -149,7 +153,7 @@ class Training:
         export(config, self.step, self.runtime, self.weights, self.checkpoints, self.reporter)
         self.checkpoints.wait()
         self.reporter.finish(self.step, self.exit.reason)
-        if self.stragglers.wants_plan(self.step):
+        if self.stragglers is not None and self.stragglers.wants_plan(self.step):
             return DRIFT
         return INTERRUPTED if self.exit.interrupted and not self.checkpoints.active else 0
 
@@ -161,7 +165,7 @@ class Training:
             begin = time.perf_counter()
             step, size = self.step + 1, config.batch_size.at(self.consumed)
             lr, decay = config.learning_rate.at(self.consumed), config.weight_decay.at(self.consumed)
-            with self.profiler.step(step):
+            with self.profiler.step(step) if self.profiler is not None else nullcontext():
                 stats = self.guard.step(
                     self.runtime, loader, step, self.consumed, size, lr, decay, config.optimizer.clip_grad,
                     self.progress.loss_scale.scale, stop=self._wants_to_stop(step),
@@ -169,7 +173,8 @@ class Training:
             last = stats.stop or step == config.steps
             if not last:
                 loader.advance(size)
-            self.alignment.after_step(step, self.runtime)
+            if self.alignment is not None:
+                self.alignment.after_step(step, self.runtime)
             scale = self.progress.loss_scale.scale
             self.progress = self.progress.after(size, stats.skipped, updates_of(self.runtime))
             self._report(stats, size, lr, scale, begin, last)
@@ -194,10 +199,11 @@ class Training:
         Raises:
             UserError: the loss scale cannot fall, and gradients overflow again and again.
         """
-        self.stragglers.step(self.step, stats.busy, size)
+        if self.stragglers is not None:
+            self.stragglers.step(self.step, stats.busy, size)
         seconds = time.perf_counter() - begin
         self.reporter.step(self.step, self.consumed, size, lr, scale, stats, seconds)
-        if summary := self.profiler.after(self.step, stats.actions, seconds, last):
+        if self.profiler is not None and (summary := self.profiler.after(self.step, stats.actions, seconds, last)):
             self.reporter.say(summary)
         self.trained |= not stats.skipped
         if self.config.dtype == "fp16":

@@ -24,8 +24,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.log_sinks import tell
 from hetero_megatron.pipeline.stage_work import TimedAction
 from hetero_megatron.platform import Platform
-from hetero_megatron.training.config import ProfileSteps, RunConfig
-from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.config import ProfileSteps
 from hetero_megatron.utils.outputs import write_text
 
 FOLDER, TRACE = "profile", "trace.json"
@@ -66,23 +65,15 @@ def offsets(readings: Sequence[torch.Tensor]) -> list[ClockOffset]:
     return [ClockOffset(0.0, 0.0), *clock_offsets[1:]]
 
 
-def profiler_of(config: RunConfig, runtime: Runtime, platform: Platform) -> Profiler:
-    """Of this rank."""
-    logging = config.logging
-    return Profiler(logging.profile, runtime.world, platform, logging.save or ".", runtime.comm.rank)
-
-
 class Profiler:
     """Of one rank; every method is called on all ranks of the plan.
 
     Args:
-        config: None: nothing is profiled.
+        config: which steps are profiled.
         directory: of --save; the trace goes into ``FOLDER`` in it.
     """
 
-    def __init__(
-        self, config: ProfileSteps | None, group: Group, platform: Platform, directory: str, rank: int
-    ) -> None:
+    def __init__(self, config: ProfileSteps, group: Group, platform: Platform, directory: str, rank: int) -> None:
         self.config, self.group, self.platform, self.rank = config, group, platform, rank
         self.folder = Path(directory) / FOLDER
         self._rows: list[ROW] = []
@@ -93,7 +84,7 @@ class Profiler:
 
     def step(self, step: int) -> AbstractContextManager[Any]:
         """In which step ``step``, counted from 1, runs."""
-        if self.config is None or not self.config.covers(step):
+        if not self.config.covers(step):
             return nullcontext()
         if not self._clocks:
             self._clocks.append(read_clocks(self.group))
@@ -111,8 +102,6 @@ class Profiler:
         Args:
             last: no step follows.
         """
-        if self.config is None:
-            return ""
         profiled = self.config.covers(step)
         self._seconds[profiled].append(seconds)
         if profiled:

@@ -109,7 +109,7 @@ def plan_for(plan: Plan, islands: Islands | None) -> Plan:
     Raises:
         UserError: a TP or context group crosses islands, which the plan does not say may be.
     """
-    if islands is None:
+    if islands is None or len(islands) == 1:
         return plan
     return over_libraries(plan, islands.of, lambda rank: islands.endpoints[rank].platform)
 

@@ -21,8 +21,7 @@ from hetero_megatron.data.sample import Dataset
 from hetero_megatron.data.scores_file import create_scores, open_scores
 from hetero_megatron.errors import UserError
 from hetero_megatron.pipeline.step_work import Fetch
-from hetero_megatron.training.alignment.session import Alignment
-from hetero_megatron.training.config import AlignmentConfig, RunConfig
+from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.runtime import Runtime
@@ -67,11 +66,11 @@ def logps_of_another_model(config: RunConfig, world: Group, build: Callable[...,
 
     Args:
         world: the ranks of the plan.
-        build: the runtime of (``config``, ``initialize``, ``alignment``).
+        build: the runtime of (``config``, ``initialize``).
     """
     other = replace(config, load_hf=config.reference_hf)
     weights = InitialWeights(other, world)
-    runtime = build(config=other, initialize=weights.values, alignment=Alignment(AlignmentConfig()))
+    runtime = build(config=other, initialize=weights.values)
     return reference_logps(config, runtime, data)
 
 

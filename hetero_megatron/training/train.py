@@ -39,7 +39,6 @@ from hetero_megatron.training.kernels import agree_on_kernels, check_kernels, ra
 from hetero_megatron.training.loop import OnStep, RunProgress, Training, updates_of
 from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.node_data import NodeData
-from hetero_megatron.training.profile import profiler_of
 from hetero_megatron.training.rank_platform import (
     announce,
     check_chips,
@@ -59,6 +58,7 @@ from hetero_megatron.training.save_directory import claim_directory, make_folder
 from hetero_megatron.utils.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
+    from hetero_megatron.training.profile import Profiler
     from hetero_megatron.training.teacher_client import TeacherClient
 
 
@@ -139,7 +139,7 @@ def set_up(
 
         scored_by, known_samples = use_scores(config, comm, node_data)
     check_offload(config.plan, config.optimizer.name, config.dtype)
-    alignment = Alignment(config.alignment)
+    alignment = Alignment(config.alignment) if config.alignment.asked else None
     initialize = weights.values if resume is None else weights.blank
     reference = None
     if config.reference_hf is not None:
@@ -154,7 +154,8 @@ def set_up(
         from hetero_megatron.training.teacher import add_teacher
 
         add_teacher(config, runtime, platform, plugins, data.tokenizer)
-    alignment.follow(runtime)
+    if alignment is not None:
+        alignment.follow(runtime)
     agree_on_kernels(runtime, config.logging.kernel_plan)
     source_dtypes = weights.dtypes if weights.adapters is None else None
     if config.preference is not None:
@@ -176,8 +177,8 @@ def set_up(
         guard=StepGuard(config.check_nan, check_grad, failure.check_spikes, failure.rerun, reporter.say),
         exit=exit,
         replicas=ReplicaCheck(runtime, failure.replica_interval),
-        stragglers=StragglerReport(config, reporter, exit),
-        profiler=profiler_of(config, runtime, platform),
+        stragglers=_stragglers(config, reporter, exit),
+        profiler=_profiler(config, runtime, platform),
         alignment=alignment, emulation=emulation,
         progress=RunProgress(done.step, done.consumed, loss_scale, updates_of(runtime)),
     )  # fmt: skip
@@ -201,8 +202,9 @@ def _refuse_unknown(config: RunConfig, done: ConsumedSamples, known: int) -> Non
 
 
 def build_runtime(
-    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, initialize: Initialize, alignment: Alignment
-) -> Runtime:
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, initialize: Initialize,
+    alignment: Alignment | None = None,
+) -> Runtime:  # fmt: skip
     """The model's stage, its kernels and its optimizer; ``alignment`` sees what the kernels are given."""
     plan, dtype = config.plan, DTYPES[config.dtype]
     options = RuntimeOptions.of(config)
@@ -211,7 +213,7 @@ def build_runtime(
     )
     if config.failure.check_kernels:
         check_kernels(chosen, comm.group(plan.ranks), platform)
-    kernels = alignment.wrap(chosen, comm.rank)
+    kernels = alignment.wrap(chosen, comm.rank) if alignment is not None else chosen
     offload = stage_at(plan, locate(plan, comm.rank)).optimizer.offload
     optimizer = optimizer_factory(config.optimizer, offload, kernels.adamw)
     return Runtime(config.compiled, comm, dtype, initialize, optimizer, kernels, options)
@@ -223,6 +225,21 @@ def _exit_conditions(config: RunConfig, comm: Comm, saves: bool) -> ExitConditio
     signals = {asked, "SIGINT", *(("SIGHUP",) if asked == "SIGTERM" else ())}
     first = comm.launcher.rank == 0
     return ExitConditions(config.exit.minutes, config.exit.interval, signals, first, config.exit.file)
+
+
+def _stragglers(config: RunConfig, reporter: Reporter, exit: ExitConditions) -> StragglerReport | None:
+    if not config.failure.stragglers and config.failure.replan_on_drift is None:
+        return None
+    return StragglerReport(config, reporter, exit)
+
+
+def _profiler(config: RunConfig, runtime: Runtime, platform: Platform) -> Profiler | None:
+    logging = config.logging
+    if logging.profile is None:
+        return None
+    from hetero_megatron.training.profile import Profiler
+
+    return Profiler(logging.profile, runtime.world, platform, logging.save or ".", runtime.comm.rank)
 
 
 def train(
@@ -259,7 +276,8 @@ def train(
     emulation = Emulation.of(launcher, place, timeout)
     transport = transport_of(config.distributed.transport, config.cluster)
     comm = start_comm(platform, timeout, place, launcher, emulation.hooks(), transport, lost)
-    say_joined(comm.rank, launcher.diagnoses)
+    if launcher.diagnoses is not None:
+        say_joined(comm.rank, launcher.diagnoses)
     if comm.accelerator is not None and type(comm.clock) is Clock:  # a device queues its work: the host's seconds
         comm.clock = DeviceClock(comm.accelerator)  # would say nothing about it
     with leaving(comm, platform), _memory_history(config.logging.memory_snapshot, platform, comm.rank):

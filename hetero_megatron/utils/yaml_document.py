@@ -248,6 +248,10 @@ class Entry:
             self.fail(f"a mapping was expected, not {_kind(self.value)}")
         return dict(self.value)
 
+    def section(self, key: str) -> Entry | None:
+        """What a mapping has under a key, before anything else of it is read; None: nothing, or it is no mapping."""
+        return self.value.get(key) if isinstance(self.value, dict) else None
+
     def items(self) -> list[Entry]:
         if not isinstance(self.value, list):
             self.fail(f"a list was expected, not {_kind(self.value)}")

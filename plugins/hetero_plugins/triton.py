@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.ops.attention import add_sinks, sink_gradient
+from hetero_megatron.ops.attention_op import add_sinks, sink_gradient
 from hetero_megatron.ops.cross_entropy import NO_LABEL
 from hetero_megatron.ops.dropout import ScoreDropout, dropped_units
 from hetero_megatron.ops.grouped_gemm import bias_gradient

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.programs import TORCHRUN
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +34,7 @@ pipelines:
 """
 
 
-def launch(directory: Path, nodes: tuple[str, str]) -> subprocess.CompletedProcess[str]:
+def launch(python: Path, directory: Path, nodes: tuple[str, str]) -> subprocess.CompletedProcess[str]:
     """Two processes under torchrun; the one it calls rank i says that it is on node ``nodes[i]``."""
     (directory / "cluster.yaml").write_text(CLUSTER)
     (directory / "plan.yaml").write_text(PLAN)
@@ -45,17 +43,17 @@ def launch(directory: Path, nodes: tuple[str, str]) -> subprocess.CompletedProce
         f"--lr 1e-3 --log-interval 1 --save {directory}/run"
     )
     script = f"names=({nodes[0]} {nodes[1]}); export HETERO_NODE=${{names[$RANK]}} LOCAL_RANK=0; "
-    script += f"exec {sys.executable} pretrain_gpt.py {flags}"
-    command = [*TORCHRUN, "--nproc-per-node", "2", "--no-python", "bash", "-c", script]
+    script += f"exec {python} pretrain_gpt.py {flags}"
+    command = [str(python.parent / "torchrun"), "--nproc-per-node", "2", "--no-python", "bash", "-c", script]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_swapped_nodes_train_the_same(tmp_path: Path) -> None:
+def test_swapped_nodes_train_the_same(forked_programs: Path, tmp_path: Path) -> None:
     losses = []
     for nodes in (("fast", "slow"), ("slow", "fast")):
         directory = tmp_path / nodes[0]
         directory.mkdir()
-        done = launch(directory, nodes)
+        done = launch(forked_programs / "python", directory, nodes)
         assert done.returncode == 0, done.stderr
         lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
@@ -66,7 +64,9 @@ def test_swapped_nodes_train_the_same(tmp_path: Path) -> None:
     ("nodes", "message"),
     [(("fast", "fast"), "are both rank 0 of the cluster file"), (("fast", "huge"), "the cluster has no such chip")],
 )
-def test_wrong_nodes_are_refused(tmp_path: Path, nodes: tuple[str, str], message: str) -> None:
-    done = launch(tmp_path, nodes)
+def test_wrong_nodes_are_refused(
+    forked_programs: Path, tmp_path: Path, nodes: tuple[str, str], message: str
+) -> None:
+    done = launch(forked_programs / "python", tmp_path, nodes)
     assert done.returncode != 0
     assert f"{message}" in done.stderr and "pretrain_gpt.py" not in done.stderr.split("error:")[0]

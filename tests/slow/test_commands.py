@@ -2,7 +2,8 @@
 
 A block is left out by ``<!-- not run: reason -->`` on the line before it, or with one blank line between. What another
 block says too, line by line, is run as a part of that one. Blocks of a page go on where those before them ended: one
-process of pytest runs them, in their order (``tests/support/scopes.py``).
+process of pytest runs them, in their order (``tests/support/scopes.py``). README.md's run as they stand there; in those
+of docs/ ``.venv/bin`` is a folder whose programs are forked from a process with torch (``tests/support/quick_start``).
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.quick_start import NAMES
 
 BLOCK = re.compile(
     r"(?:<!-- not run: *(?P<reason>[^>]*?) *-->\n\n?)?^```bash\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
+# Words of blocks that need the interpreters of .venv: they ask for their processes, or for what an import decides.
+INTERPRETER = ("make ", "testbed", "plugins", "pytest", "pgrep", "benchmarks/")
 
 
 @dataclass(frozen=True)
@@ -56,15 +60,24 @@ def without_repeated(blocks: list[Block]) -> list[Block]:
     return [blocks[i] for i in every if not any(repeats(i, j) for j in every if j != i)]
 
 
+def environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    return kept | {"ARGS": "--train-iters 16"}  # of `make demo`: 60 steps say nothing else
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("block", without_repeated([b for b in all_blocks() if b.reason is None]), ids=str)
-def test_block_runs(block: Block) -> None:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
-    kept |= {"ARGS": "--train-iters 16"}  # of `make demo`: 60 steps say nothing else
+def test_block_runs(block: Block, request: pytest.FixtureRequest) -> None:
+    kept, code = environment(), block.code
     kept["PATH"] = f"{ROOT / '.venv' / 'bin'}:{kept['PATH']}"
+    if block.page != "README.md" and not any(word in code for word in INTERPRETER):
+        programs = request.getfixturevalue("forked_programs")
+        kept["PATH"] = f"{programs}:{kept['PATH']}"
+        for name in NAMES:
+            code = code.replace(f".venv/bin/{name} ", f"{programs / name} ")
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.code],
+        ["bash", "-euo", "pipefail", "-c", code],
         cwd=ROOT,
         env=kept,
         stdin=subprocess.DEVNULL,

@@ -36,7 +36,7 @@ CASES = [
     pytest.param("slow-1 fast, slow-1 slow-0", LINKS, "replan", "slow-1", "two", id="a node is cut off", marks=MORE),
     pytest.param("fast slow-0, fast slow-1", LINKS, "replan", "fast", "small", id="the store's node"),
     pytest.param("slow-0 slow-1", LINKS, "replan", "slow-1", "two", id="one link", marks=MORE),
-    pytest.param("slow-0 slow-1", LINKS, "restart", "", "three", id="restart"),
+    pytest.param("slow-0 slow-1", LINKS, "restart", "", "three", id="restart", marks=MORE),
     pytest.param("slow-1 fast, slow-1 slow-0", "paced", "replan", "slow-1", "two", id="paced", marks=MORE),
 ]
 

@@ -6,32 +6,38 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.quick_start import serving
 from tests.support.selection import quick
 from tests.support.vendors import PLUGINS, build_emulated
+
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(PLUGINS / "emulated_vendor"), "HETERO_PLUGINS": "hetero_emulated_vendor.plugin",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Path]:
+    build_emulated()
+    with serving(ENVIRONMENT) as programs:
+        yield programs
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("platform", quick(["cpu", "emulated_vendor"], ["emulated_vendor"], []))
-def test_every_part_runs_and_is_on_the_page(platform: str, tmp_path: Path) -> None:
-    environment = dict(os.environ)
-    if platform == "emulated_vendor":
-        build_emulated()
-        environment |= {
-            "PYTHONPATH": str(PLUGINS / "emulated_vendor"), "HETERO_PLUGINS": "hetero_emulated_vendor.plugin",
-        }  # fmt: skip
+def test_every_part_runs_and_is_on_the_page(platform: str, forked: Path, tmp_path: Path) -> None:
     out, trace = tmp_path / "page.md", tmp_path / "trace.json"
     command = [
-        sys.executable, "benchmarks/gpu/first_run.py", "--size", "small", "--platform", platform, "--minutes", "40",
+        forked / "python", "benchmarks/gpu/first_run.py", "--size", "small", "--platform", platform, "--minutes", "40",
         "--out", str(out), "--trace", str(trace),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     page = out.read_text()
     for title in ("Training", "Parity with transformers", "Conformance", "Attention"):
@@ -43,16 +49,14 @@ def test_every_part_runs_and_is_on_the_page(platform: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_two_accelerators_train_together(tmp_path: Path) -> None:
+def test_two_accelerators_train_together(forked: Path, tmp_path: Path) -> None:
     """On the emulated device with its bad habits."""
-    build_emulated()
-    environment = os.environ | {
-        "PYTHONPATH": str(PLUGINS / "emulated_vendor"), "HETERO_PLUGINS": "hetero_emulated_vendor.plugin",
+    environment = ENVIRONMENT | {
         "HETERO_EMULATED_HABITS": "lazy-loading,blocking-groups,slots=132,freeing-waits,no-fp64",
     }  # fmt: skip
     out = tmp_path / "page.md"
     command = [
-        sys.executable, "benchmarks/gpu/first_run_two.py", "--size", "small", "--platform", "emulated_vendor",
+        forked / "python", "benchmarks/gpu/first_run_two.py", "--size", "small", "--platform", "emulated_vendor",
         "--minutes", "30", "--out", str(out),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

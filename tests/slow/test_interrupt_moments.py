@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT, TORCHRUN
 
 pytestmark = pytest.mark.slow
-MOMENTS = int(os.environ.get("MOMENTS", "12"))
+MOMENTS = int(os.environ.get("MOMENTS", "8"))
 RUN = ["pretrain_gpt.py", "--model", "tiny", "--mock-data", "--seq-length", "32", "--lr", "1e-3"]
 RUN += ["--micro-batch-size", "2", "--log-interval", "1", "--train-iters", "100000"]
 BUSY = "while True: pass"
@@ -111,6 +111,7 @@ def test_one_process(tmp_path: Path) -> None:
     print(tried([sys.executable, *RUN], MOMENTS, tmp_path))
 
 
+@pytest.mark.exhaustive  # CI has a test on every core beside this one
 def test_one_process_beside_load(load: None, tmp_path: Path) -> None:
     print(tried([sys.executable, *RUN], MOMENTS // 2, tmp_path))
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,14 +30,14 @@ def test_65536_tokens_on_four_ranks_agree_with_one() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("platform", quick(["cpu", "emulated_vendor"], ["cpu"], []))
-def test_it_runs_through_plugins_and_refuses_quadratic_attention(platform: str) -> None:
+def test_it_runs_through_plugins_and_refuses_quadratic_attention(platform: str, forked_programs: Path) -> None:
     environment = dict(os.environ)
     if platform == "emulated_vendor":
         build_emulated()
         environment |= {
             "PYTHONPATH": str(PLUGINS / "emulated_vendor"), "HETERO_PLUGINS": "hetero_emulated_vendor.plugin",
         }  # fmt: skip
-    script = [sys.executable, "benchmarks/million_tokens.py", "--platform", platform, "--check", "256"]
+    script = [forked_programs / "python", "benchmarks/million_tokens.py", "--platform", platform, "--check", "256"]
     command = [*script, "--prefix", "64", "--kernels", "attention=reference", "--tokens"]
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:

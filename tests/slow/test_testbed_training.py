@@ -11,6 +11,7 @@ import pytest
 
 from hetero_megatron.testbed.machine import examine
 from tests.support.paths import ROOT
+from tests.support.programs import run_ranks
 
 CLUSTER = "examples/clusters/testbed.yaml"
 PLAN = """
@@ -32,22 +33,19 @@ pipelines:
 @pytest.mark.skipif(bool(examine().no_namespaces()), reason=f"testbed: {examine().no_namespaces()}")
 def test_training_is_the_same_on_a_testbed(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN)
-    train = ["pretrain_gpt.py", "--plan", str(tmp_path / "plan.yaml"), "--model", "tiny", "--mock-data"]
+    train = ["--plan", str(tmp_path / "plan.yaml"), "--model", "tiny", "--mock-data"]
     train += ["--train-iters", "4", "--lr", "1e-3", "--save"]
     testbed = [sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run", "--cluster", CLUSTER]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    starts = {
-        "testbed": [*testbed, "--chips", "clock", "--links", "namespaces", "--", sys.executable],
-        "torchrun": [*torchrun, "--nproc-per-node", "4"],
-    }
+    start = [*testbed, "--chips", "clock", "--links", "namespaces", "--", sys.executable, "pretrain_gpt.py", *train]
+    done = subprocess.run([*start, str(tmp_path / "testbed")], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_ranks(4, [*train, str(tmp_path / "forked")])
     losses = {}
-    for name, start in starts.items():
+    for name in ("testbed", "forked"):
         save = tmp_path / name
-        done = subprocess.run([*start, *train, str(save)], cwd=ROOT, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout + done.stderr
         lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [line["loss"] for line in lines if "loss" in line]
         emulated = [line["emulation"] for line in lines if "emulation" in line]
         assert [(e["chips"], e["links"]) for e in emulated] == [("clock", "namespaces")] * 2 * (name == "testbed")
         assert not emulated or emulated[1]["overrun"] >= 0 and emulated[1]["invalid"] in (True, False)
-    assert len(losses["torchrun"]) == 4 and losses["testbed"] == pytest.approx(losses["torchrun"], rel=1e-6)
+    assert len(losses["forked"]) == 4 and losses["testbed"] == pytest.approx(losses["forked"], rel=1e-6)

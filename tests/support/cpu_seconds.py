@@ -2,8 +2,9 @@
 --cpu-seconds DIR`` writes them, a file of JSON lines per worker; ``python -m tests.support.cpu_seconds DIR`` prints
 the sums by file.
 
-A test's seconds are those of its process, of the children that it waited for, and of the ranks that tests share
-(``tests/support/pool.py``), with its fixtures. What one imports counts for the first that needs it.
+A test's seconds are those of its process, of the children that it waited for, and of those that live on, such as the
+ranks that tests share (``tests/support/pool.py``), with its fixtures. What one imports counts for the first that needs
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -27,16 +27,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def cpu_seconds() -> float:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime + seconds_of_shared_ranks()
+    return time.process_time() + children.ru_utime + children.ru_stime + seconds_of_children(str(os.getpid()))
 
 
-def seconds_of_shared_ranks() -> float:
-    """Of the process that they are forked from, of those that live, and of those that it waited for."""
-    parent = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if parent is None:
+def seconds_of_children(process: str) -> float:
+    """Of all that it started, and so on, that live: servers that programs and shared ranks are forked from."""
+    try:
+        found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
         return 0.0
-    ranks = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return sum(map(seconds_of, [str(parent), *ranks]))
+    return sum(seconds_of(child) + seconds_of_children(child) for child in found)
 
 
 def seconds_of(process: str) -> float:

@@ -13,6 +13,7 @@ SCOPES = {
         "tests/slow/test_first_cluster.py", "tests/slow/test_lost_hosts.py", "tests/slow/test_slurm.py",
         "tests/testbed/test_launch_ssh.py",
     ),
+    "an extension": ("tests/distributed/parallel/test_offload.py",),  # compiled once, for minutes
     "deadly kernels": ("tests/distributed/ops/test_conformance_process.py",),  # one long run, looked at by many tests
 }  # fmt: skip
 SCOPE_OF = {file: scope for scope, files in SCOPES.items() for file in files}

@@ -23,7 +23,7 @@ _KINDS = {int: "an integer", float: "a number"}
 
 
 class FileWords:
-    """What a command line's ``--config`` brings.
+    """What the file ``name`` of a command line's ``--config`` brings.
 
     Attributes:
         words: those of the file, of flags that the command line does not give, then the command line's own.
@@ -31,12 +31,9 @@ class FileWords:
         places: flag -> file and line, of what came from the file.
     """
 
-    def __init__(self, argv: Sequence[str], flags: Mapping[str, Flag]) -> None:
+    def __init__(self, name: str, argv: Sequence[str], flags: Mapping[str, Flag]) -> None:
         self.words, self.errors, self.places = list(argv), list[UserError](), dict[str, str]()
         self.failed = set[str]()
-        name = _asked(self.words)
-        if name is None:
-            return
         on_command_line = {flags[word.partition("=")[0]].name for word in argv if word.partition("=")[0] in flags}
         file_words: list[str] = []
         try:
@@ -86,14 +83,6 @@ def effective(values: Mapping[str, Any], given: set[str], places: Mapping[str, s
         else:
             defaults.append(f"# {text}")
     return "\n".join([*lines, "# by default, or by the plan:", *defaults])
-
-
-def _asked(words: list[str]) -> str | None:
-    """The file that the command line names, if it does; ill-formed uses are left to the parser."""
-    for i, word in enumerate(words):
-        if word.partition("=")[0] == CONFIG:
-            return word.partition("=")[2] if "=" in word else (words[i + 1] if i + 1 < len(words) else None)
-    return None
 
 
 def _document(name: str) -> Entry:

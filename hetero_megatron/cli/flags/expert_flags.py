@@ -115,11 +115,8 @@ def moe_family(args: Arguments, moe: MoE) -> str:
     return "qwen2_moe" if moe.shared_ffn or args["add_qkv_bias"] else "mixtral"
 
 
-def said_of_experts(spec: ModelSpec) -> dict[str, object]:
+def said_of_experts(moe: MoE) -> dict[str, object]:
     """What flags about experts beside --model must say, by key."""
-    moe = spec.moe
-    if moe is None:
-        return {"num_experts": None}
     return {
         "num_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
@@ -134,7 +131,7 @@ def said_of_experts(spec: ModelSpec) -> dict[str, object]:
     }
 
 
-_FLAGS = (
+BALANCING_FLAGS = (
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias",
     "moe_router_bias_update_rate", "routing_stats",
 )  # fmt: skip
@@ -147,7 +144,7 @@ def build_balancing(args: Arguments, spec: ModelSpec, plan: Plan) -> Balancing:
         UserError: a coefficient is missing or negative, or the model cannot be balanced so.
     """
     if spec.moe is None:
-        for key in _FLAGS:
+        for key in BALANCING_FLAGS:
             if key in args.given and args[key] not in (False, "none"):
                 raise flag_error(key, args[key], "the model has no mixture of experts")
         return Balancing()

@@ -9,7 +9,7 @@ from hetero_megatron.cli.flags.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Dropout, LayerKind, ModelSpec, Rope, RopeScaling, load_model
-from hetero_megatron.spec.dropout import DROPOUT_KEYS
+from hetero_megatron.spec.dropout import DROPOUT_KEYS, NO_DROPOUT
 
 
 def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
@@ -109,8 +109,10 @@ def _check_agreement(args: Arguments, spec: ModelSpec) -> None:
         "untie_embeddings_and_output_weights": not spec.tied,
         "init_method_std": spec.init_std,
         "window_size": spec.windows[0] if len(spec.windows) == 1 else spec.windows,
-        **said_of_experts(spec),
+        "num_experts": None,
     }
+    if spec.moe is not None:
+        model_values |= said_of_experts(spec.moe)
     if spec.moe is not None and "moe_layer_freq" in args.given:
         kinds = mlp_kinds(args["moe_layer_freq"], spec.num_layers)
         model_values["moe_layer_freq"] = (
@@ -187,6 +189,8 @@ def _say_unused_dropout(args: Arguments, spec: ModelSpec) -> None:
 
 def build_dropout(args: Arguments) -> Dropout:
     """The rates of --hidden-dropout and --attention-dropout."""
+    if not args.has("hidden_dropout", "attention_dropout"):
+        return NO_DROPOUT
     try:
         return Dropout(args["hidden_dropout"], args["attention_dropout"])
     except UserError as error:

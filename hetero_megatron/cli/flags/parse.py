@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hetero_megatron.cli.arguments import beyond, read_number
-from hetero_megatron.cli.flags.config_file import FileWords, placed
+from hetero_megatron.cli.flags.config_file import CONFIG, FileWords, placed
 from hetero_megatron.cli.flags.flag import NOTICE, REFUSED, Flag, Need, unknown_flag
 from hetero_megatron.cli.flags.table import ALL
 from hetero_megatron.data import DataConfig
@@ -111,9 +111,11 @@ def parse_all(argv: Sequence[str]) -> tuple[Arguments, list[UserError]]:
     """Arguments, with the errors beside what could be parsed."""
     flags = index()
     arguments = Arguments({flag.key: flag.default for flag in ALL})
-    file = FileWords(argv, flags)
-    argv, errors, arguments.places = file.words, file.errors, file.places
-    arguments.failed, arguments.given = set(file.failed), set(file.failed)
+    errors = list[UserError]()
+    if (name := _config_file(argv)) is not None:
+        file = FileWords(name, argv, flags)
+        argv, errors, arguments.places = file.words, file.errors, file.places
+        arguments.failed, arguments.given = set(file.failed), set(file.failed)
     position = 0
     while position < len(argv):
         try:
@@ -125,6 +127,15 @@ def parse_all(argv: Sequence[str]) -> tuple[Arguments, list[UserError]]:
                 arguments.given.add(flag.key)
             position = stop.next
     return arguments, errors
+
+
+def _config_file(words: Sequence[str]) -> str | None:
+    """The file that the command line names, if it does; ill-formed uses are left to what reads the flags."""
+    for i, word in enumerate(words):
+        flag, separator, value = word.partition("=")
+        if flag == CONFIG:
+            return value if separator else (words[i + 1] if i + 1 < len(words) else None)
+    return None
 
 
 class _At(Exception):

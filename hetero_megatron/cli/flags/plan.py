@@ -12,7 +12,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan, all_ranks, load_plan
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.islands import add_islands, format_added
-from hetero_megatron.plans.made_for import MadeFor, as_flags, lora_words, made_for_of
+from hetero_megatron.plans.made_for import MadeFor, as_flags, lora_words, read_made_for
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import Entry, read_document
@@ -100,8 +100,9 @@ def _from_file(
     args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment, cluster: Cluster | None, dtype: str | None
 ) -> Plan:
     document = read_document(args["plan"])
-    made_for = made_for_of(document)
-    if made_for is not None:  # first: what else does not fit another model would be a riddle
+    section = document.section("made_for")
+    if section is not None:  # first: what else does not fit another model would be a riddle
+        made_for = read_made_for(section)
         made_for.agree_on_model(made_for.with_predictions(spec) if args.generates else spec, args["plan"])
     plan = load_plan(document, spec, cluster, dtype, _role_models(args, document))
     if cluster is not None and (with_islands := add_islands(plan, spec, cluster)) is not plan:
@@ -116,7 +117,7 @@ def _from_file(
 
 def _role_models(args: Arguments, document: Entry) -> dict[str, ModelSpec]:
     """The models that flags name for the roles of a plan file."""
-    if not isinstance(document.value, dict) or "roles" not in document.value or args["teacher_hf"] is None:
+    if document.section("roles") is None or args["teacher_hf"] is None:
         return {}
     from hetero_megatron.cli.flags.distillation import teacher_spec
 
@@ -130,9 +131,10 @@ def take_defaults(args: Arguments) -> None:
     for key in (*_UNIFORM, *_MESHES, "micro_batch_size"):
         if key in args.given:
             raise flag_error(key, args[key], "the plan file says this already", "one of the two")
-    made_for = made_for_of(read_document(args["plan"]))
-    if made_for is None:
+    section = read_document(args["plan"]).section("made_for")
+    if section is None:
         return
+    made_for = read_made_for(section)
     dtype_flags = [(flag_name(key), key) for key in ("bf16", "fp16", "fp64") if args[key]]
     dtype_flags += [("--dtype", args["dtype"])] if args["dtype"] is not None else []
     for name, dtype in dtype_flags:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.layout.mask import BAND, Tile
-from hetero_megatron.ops.attention import add_sinks
+from hetero_megatron.ops.attention_op import add_sinks
 from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, TileKernel, accumulators
 from hetero_megatron.ops.conformance.compare import cast
 from hetero_megatron.ops.conformance.run import OUT_OF_BOUNDS, CallOutcome, Sandbox, call_backward, call_forward, seeds

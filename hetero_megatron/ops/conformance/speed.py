@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.ops.attention_options import AttentionOptions
+from hetero_megatron.ops.attention_op import AttentionOptions
 from hetero_megatron.ops.conformance.compare import cast, copy_args
 from hetero_megatron.ops.conformance.run import seeds
 from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS

@@ -46,7 +46,8 @@ class GradientSync:
 
     Attributes:
         exchanges: of the buckets that this rank is in, in their order; by_bucket: by the bucket's index.
-        divided: those among them of weights that the stage divides, divided_names; divided_sums: of their gradients.
+        divided: those among them of weights that the stage divides, divided_names; divided_sums: of their gradients,
+            None without such weights.
         reduces, all_gathers: what this rank does in every step, in order.
         flat: the parameters of every dense bucket, by its index.
         sums: this rank's partial gradients of the step.
@@ -74,7 +75,7 @@ class GradientSync:
         self._reduction: StepReduction | None = None
         self._aside = SideStream(comm.accelerator)
         self.divided_names = {name for e in self.divided.values() for name in e.bucket.names}
-        self.divided_sums = DividedSums(self.divided, self.sums)
+        self.divided_sums = DividedSums(self.divided, self.sums) if self.divided else None
         self._chunks = [
             [name for name in names if name not in self.divided_names] for names in chunks or (params.keys(),)
         ]
@@ -223,7 +224,8 @@ class GradientSync:
         if self._reduction is None:
             self.begin(self.reduces)
         assert self._reduction is not None
-        undivided_sums, divided = iter(self._reduction.finish()), self.divided_sums.finish()
+        undivided_sums = iter(self._reduction.finish())
+        divided = self.divided_sums.finish() if self.divided_sums is not None else {}
         owned = [divided[index] if index in divided else next(undivided_sums) for index in self.by_bucket]
         self._reduction = None
         self.sums.filled.clear()

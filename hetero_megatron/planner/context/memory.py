@@ -13,7 +13,6 @@ from hetero_megatron.planner.context.problem import ContextProblem
 from hetero_megatron.plans.memory.context_layers import ContextLayers
 from hetero_megatron.plans.memory.uniform_stages import UniformStageMemory
 from hetero_megatron.spec.backward_bytes import Cores, layer_backward_bytes, mlp_kept_bytes
-from hetero_megatron.spec.expert_load import moe_layers
 
 Floats = npt.NDArray[np.float64]
 
@@ -62,7 +61,7 @@ def token_bytes(problem: ContextProblem, alone: bool) -> tuple[float, float]:
         kept_plain = replace(layers, layers=1, full=0).per_own_token(tp, alone)
         recomputed_bytes = kept_plain - replace(layers, layers=1, full=1).per_own_token(tp, alone)
     in_mlp = layer_backward_bytes(model, tokens, options.item, tp, tp, cores=Cores(0.0)) / tokens
-    mlp_bytes = mlp_kept_bytes(model, 1.0, options.item, tp, moe_layers(model))
+    mlp_bytes = mlp_kept_bytes(model, 1.0, options.item, tp, model.moe_share)
     moments = (kept_bytes + recomputed_bytes + in_mlp, max(kept_bytes + recomputed_bytes - mlp_bytes, 1.0))
     return tuple(tp * options.micro_batch * moment for moment in moments)  # type: ignore[return-value]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from hetero_megatron.planner.template.device_pool import DevicePool
-from hetero_megatron.planner.template.node_classes import StageId
+from hetero_megatron.planner.template.placement import StageId
 from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.plans.memory.of_plan import library
 from hetero_megatron.predictor.cost.layer_cost import CostModel

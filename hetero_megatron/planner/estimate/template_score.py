@@ -11,15 +11,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.planner.estimate.lower_bounds import TemplateBounds
-from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer
-from hetero_megatron.planner.estimate.stage_table import StageTables
+from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer, TemplateBounds
+from hetero_megatron.planner.estimate.stage_tables import StageTables
 from hetero_megatron.planner.estimate.sync_estimate import sync_ends
 from hetero_megatron.planner.estimate.sync_segments import LastBackward, LinkTable, SyncLoads, sync_loads
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.template.device_pool import DevicePool, make_pool
-from hetero_megatron.planner.template.node_classes import NodeClasses, StageId, chips_key, node_classes
-from hetero_megatron.planner.template.placement import PlacedTemplate, place
+from hetero_megatron.planner.template.placement import (
+    NodeClasses,
+    PlacedTemplate,
+    StageId,
+    chips_key,
+    node_classes,
+    place,
+)
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
 from hetero_megatron.planner.time_budget import SearchWork
 from hetero_megatron.predictor.cost.layer_cost import CostModel

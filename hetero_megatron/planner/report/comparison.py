@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.context_certificate import work_bound
-from hetero_megatron.planner.estimate.lower_bounds import ASSUMPTIONS, LowerBound
+from hetero_megatron.planner.estimate.lower_bounds import ASSUMPTIONS, LowerBound, work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.report.experts import ExpertGain, expert_gain
@@ -128,7 +127,7 @@ def outline(result: SearchResult, problem: PlanningProblem, deadline: Deadline |
         result, problem.model.name, dtype=problem.dtype, deadline=deadline,
         unusable={chip: ranks for chip, ranks in lacking.items() if ranks},
         left_out=tuple(name for name in nodes if name not in used_nodes),
-        experts=expert_gain(result.best, result.scorer.costs),
+        experts=expert_gain(result.best, result.scorer.costs) if problem.model.moe is not None else None,
         asked=question(result.scorer.costs, problem.global_batch_size),
         activations=_activations(result, problem),
     )  # fmt: skip

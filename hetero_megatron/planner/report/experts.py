@@ -60,10 +60,11 @@ class ExpertGain:
 
 
 def expert_gain(best: SimulatedPlan, costs: CostModel) -> ExpertGain | None:
-    """None for a plan that divides no experts."""
-    stages = [stage for pipeline in best.plan.pipelines for stage in pipeline.stages if stage.experts]
+    """Of a model with experts; None for a plan that divides none."""
     moe = costs.model.moe
-    if moe is None or not stages:
+    assert moe is not None
+    stages = [stage for pipeline in best.plan.pipelines for stage in pipeline.stages if stage.experts]
+    if not stages:
         return None
     counts = tuple(m.experts[1] - m.experts[0] for group in stages[0].experts for m in group.members)
     equal_division = predict(

@@ -11,10 +11,9 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.planner.report.comparison import Summary, choice_text
 from hetero_megatron.planner.search.incumbent import SimulatedPlan
 from hetero_megatron.planner.search.schedule_times import least_seconds
-from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
 from hetero_megatron.planner.whatif.replan import NodeLoss
 from hetero_megatron.plans import dump_yaml, to_dict
-from hetero_megatron.plans.dump import degrees
+from hetero_megatron.plans.dump import degrees, format_layers
 from hetero_megatron.plans.made_for import MadeFor
 from hetero_megatron.predictor.report.prediction import (
     bubble_share,
@@ -25,7 +24,6 @@ from hetero_megatron.predictor.report.prediction import (
     holdings,
     split_notice,
 )
-from hetero_megatron.predictor.report.timeline import format_layers
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural, rank_ranges, word
 
@@ -195,10 +193,10 @@ def _cost_lines(summary: Summary) -> list[str]:
 def _costs(summary: Summary) -> dict[str, Any]:
     """Cost per hour of the used chips, tokens per currency unit, and slack to the deadline."""
     best, due = summary.result.best, summary.deadline
-    cost = cost_per_hour(best)
+    cost = best.cost_per_hour
     if cost is None:
         return {}
-    data: dict[str, Any] = {"cost_per_hour": cost, "tokens_per_cost": tokens_per_cost(best)}
+    data: dict[str, Any] = {"cost_per_hour": cost, "tokens_per_cost": best.tokens_per_cost}
     if due is not None:
         hours = due.tokens / best.prediction.tokens_per_second / 3600
         data["deadline"] = {

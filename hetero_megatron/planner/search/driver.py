@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.context_certificate import work_bound
+from hetero_megatron.planner.estimate.lower_bounds import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_stages import ContextStages
@@ -221,8 +221,11 @@ def _search(
     templates.incumbent.plans[:] = simulate_best(templates.incumbent.ranked(), problem, scorer, budget)
     context = ContextStages()
     context.propose(problem, templates.incumbent)
-    experts = ExpertStages()
-    experts.propose(problem, templates.incumbent)
+    expert_outcome = ""
+    if problem.model.moe is not None:
+        experts = ExpertStages()
+        experts.propose(problem, templates.incumbent)
+        expert_outcome = experts.why
     plans, evaluated, margin = templates.incumbent.plans, scorer.evaluated, problem.options.costs.margin
     while not plans and templates.incumbent.ranked() and margin < MARGIN:
         # States placed exactly take slightly more than the scorer's mean: search again with more memory kept free.
@@ -248,7 +251,7 @@ def _search(
     return SearchResult(
         plans[0], plans[1:], scorer.pool, scorer, 0.0, evaluated, dict(templates.incumbent.rejected),
         templates.complete, templates.method, context.why, context.tried, problem.space.offload == "always",
-        ranked=tuple(row[2] for row in templates.incumbent.rows), experts=experts.why, divided=divided.why,
+        ranked=tuple(row[2] for row in templates.incumbent.rows), experts=expert_outcome, divided=divided.why,
         by_groups=tuple(row[2] for row in templates.incumbent.by_groups.values()),
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ from hetero_megatron.plans.experts import replicated_experts
 from hetero_megatron.plans.routing import Popularity
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import Prediction
-from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad, moe_layers
+from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad
 
 MOST_CHIPS = 64
 ROUNDS = 4  # of moving experts away from ranks that lack memory
@@ -43,7 +43,7 @@ class ExpertStages:
         self.why = ""
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        if problem.model.moe is None or not supports("experts"):
+        if not supports("experts"):
             return True
         if incumbent.scorer.pool.chips > MOST_CHIPS:
             self.why = f"divided only on up to {MOST_CHIPS} chips"
@@ -102,7 +102,7 @@ class _ExpertSearch(StagedSearch):
         operators = [self.costs.operators(self.cluster.ranks[unit[0]].chip) for unit in units]
         length = self.costs.seq_length
         ends = [sum(ops.head(1 / tp, n, length)) for ops, n in zip(operators, rows, strict=True)] if head else [0.0]
-        moe = moe_layers(self.model)
+        moe = self.model.moe_share
         layer, least_layer = (slowest + moe * x for x in (experts[1], least_seconds(costs, kinds)))
         return _StageDivision(tuple(rows), StageSpeed(layer, max(ends), least_layer))
 
@@ -112,7 +112,7 @@ class _ExpertSearch(StagedSearch):
             return 0.0
         operators = self.costs.operators(self.cluster.ranks[rank].chip)
         tokens = rows * self.costs.seq_length
-        no_experts = ExpertLoad(moe_layers(self.model), tokens / tp, 0.0, 0.0, 0.0, 0, 0.0, 1)
+        no_experts = ExpertLoad(self.model.moe_share, tokens / tp, 0.0, 0.0, 0.0, 0, 0.0, 1)
         return sum(operators.layer(1 / tp, rows, self.costs.seq_length, load=no_experts))
 
     def popularity(self, layers: Sequence[int]) -> Popularity:
@@ -204,7 +204,7 @@ class _ExpertSearch(StagedSearch):
     def _lower(self, plan: Plan, found: Prediction, caps: list[dict[int, int]]) -> bool:
         """Lower the caps of ranks that lack memory; whether that may help."""
         over = {x.rank: x.over for x in found.over}
-        elements = ROUTED_WIDTHS * self.model.hidden_size * self.moe.ffn_hidden_size * moe_layers(self.model)
+        elements = ROUTED_WIDTHS * self.model.hidden_size * self.moe.ffn_hidden_size * self.model.moe_share
         element_bytes = self.costs.item + self.costs.wide  # optimizer states may move elsewhere
         for pipeline in plan.pipelines:
             for s, stage in enumerate(pipeline.stages):

@@ -176,6 +176,19 @@ class SimulatedPlan:
     def step_seconds(self) -> float:
         return self.prediction.step_seconds
 
+    @property
+    def cost_per_hour(self) -> float | None:
+        """Of the chips that the plan uses; None where one has no ``cost_per_hour``."""
+        costs = [self.cluster.chip_of(rank).cost_per_hour for rank in self.plan.ranks]
+        stated = [cost for cost in costs if cost is not None]
+        return sum(stated) if len(stated) == len(costs) else None
+
+    @property
+    def tokens_per_cost(self) -> float | None:
+        """Tokens per currency unit; None where a chip that the plan uses has no ``cost_per_hour``."""
+        cost = self.cost_per_hour
+        return None if cost is None else self.prediction.tokens_per_second * 3600 / cost
+
 
 def simulated_plan(
     problem: PlanningProblem, scorer: TemplateScorer, plan: Plan, found: Prediction, text: str

@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.estimate.stage_table import StageKind
+from hetero_megatron.planner.estimate.stage_table import StageKind, StageTable
 from hetero_megatron.planner.search.program_inputs import Floats, Layers, ProgramInputs, added_seconds, rounded
 from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.utils.cached_method import cached_method
@@ -85,10 +85,12 @@ class LayersProgram:
     def table(self, option: StageTemplate, embed: bool, head: bool) -> Floats:
         """[in flight, layers] seconds, with replicas rounded down to a power of four; only the first row for the last
         stage (``head``), which has one micro-batch in flight."""
-        kind = StageKind(
-            option.group, option.tp, option.dp, self.size, embed, head, self._replicas, self.inputs.space.recompute
-        )
-        return self.inputs.scorer.tables.table(kind, 1 if head else self._most_depth).seconds
+        return self._tables([option], embed, head)[0].seconds
+
+    def _tables(self, stages: Sequence[StageTemplate], embed: bool, head: bool) -> list[StageTable]:
+        recompute = self.inputs.space.recompute
+        kinds = [StageKind(x.group, x.tp, x.dp, self.size, embed, head, self._replicas, recompute) for x in stages]
+        return self.inputs.scorer.tables.tables(kinds, 1 if head else self._most_depth)
 
     def least_tau(self) -> float:
         """Lower bound (s) on the bottleneck of a pipeline over the whole budget: all chips always busy at their best
@@ -169,6 +171,8 @@ class LayersProgram:
         """Per group [2, tau, stages before, stages after]: most layers of a run of stages of this group placed before a
         given number of later stages; as inner stages, and with the embedding on its first stage."""
         n, size = len(steps), self.depth + 1
+        for embed, head in itertools.product((False, True), repeat=2):  # those that capacities are made from, at once
+            self._tables([option for g in groups for option in self.options[g]], embed, head)
         by_group = {}
         for g in groups:
             matrix = np.full((2, n, size, size), INFEASIBLE, np.float32)

@@ -55,14 +55,13 @@ class ProgramInputs:
     @cached_method
     def rates(self, group: int, size: int) -> list[tuple[int, float]]:
         """(chips, layers per second and chip) of a group's options, with memory as with the most replicas."""
-        rates = []
-        for o in self.options(group, size):
-            replicas = self.most_pipelines if self.few else rounded(self.most_pipelines)
-            kind = StageKind(group, o.tp, o.dp, size, False, False, replicas, self.space.recompute)
-            seconds = self.scorer.tables.table(kind, 1).seconds[0]
-            per = per_layer(seconds)
+        rates, replicas = [], self.most_pipelines if self.few else rounded(self.most_pipelines)
+        stages, recompute = self.options(group, size), self.space.recompute
+        kinds = [StageKind(group, x.tp, x.dp, size, False, False, replicas, recompute) for x in stages]
+        for stage, table in zip(stages, self.scorer.tables.tables(kinds, 1), strict=True):
+            per = per_layer(table.seconds[0])
             if np.isfinite(per) and per > 0:
-                rates.append((o.chips, 1 / (per * o.chips)))
+                rates.append((stage.chips, 1 / (per * stage.chips)))
         return rates
 
     def sync_seconds(self, held: float, holders: Floats, groups: Iterable[int]) -> tuple[Floats, Floats]:

@@ -2,7 +2,7 @@
 
 Templates are searched under 1F1B, which has fast times. What is best there, on every set of node groups and
 of every other structure (replicas, stages, micro-batch size), is estimated under a schedule made for it
-(:mod:`schedule_score`); from the best, hill climbing goes on by such estimates: layers, recompute and order of stages,
+(:mod:`schedule_times`); from the best, hill climbing goes on by such estimates: layers, recompute and order of stages,
 micro-batches. The best of these become concrete plans, schedules are made for them, and the step simulator decides.
 """
 
@@ -19,8 +19,14 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulate_template
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
-from hetero_megatron.planner.search.schedule_score import CHUNKED, SCHEDULE_NEAR, Rules, ScheduleScorer
-from hetero_megatron.planner.search.schedule_times import pipeline_times, without_context
+from hetero_megatron.planner.search.schedule_times import (
+    CHUNKED,
+    SCHEDULE_NEAR,
+    Rules,
+    ScheduleScorer,
+    pipeline_times,
+    without_context,
+)
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import SearchWork

@@ -126,7 +126,7 @@ class StageSequences:
             StageKind(x.group, x.tp, x.dp, size, embed, head, owners, self.inputs.space.recompute)
             for x in self._options(size)
         ]
-        rows = np.stack([np.maximum.accumulate(self.tables.table(kind, depth).seconds, axis=1) for kind in kinds])
+        rows = np.maximum.accumulate(np.stack([x.seconds for x in self.tables.tables(kinds, depth)]), axis=2)
         return np.concatenate([rows, np.full((*rows.shape[:2], 1), np.inf)], axis=2)
 
     def _neighbours(self, size: int) -> Iterator[tuple[tuple[int, int], StageTemplate, StageTemplate, bool]]:

@@ -19,10 +19,10 @@ import numpy as np
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.context_certificate import most_tokens
+from hetero_megatron.planner.estimate.lower_bounds import most_tokens
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.driver import SearchResult, search, search_or_error
-from hetero_megatron.planner.search.incumbent import Progress, SimulatedPlan
+from hetero_megatron.planner.search.incumbent import Progress
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 
@@ -53,19 +53,6 @@ class ClusterPart:
     counts: tuple[int, ...]
     cost: float
     most: float
-
-
-def cost_per_hour(choice: SimulatedPlan) -> float | None:
-    """Cost per hour of the chips that a plan uses; None where one has no ``cost_per_hour``."""
-    costs = [choice.cluster.chip_of(rank).cost_per_hour for rank in choice.plan.ranks]
-    stated = [cost for cost in costs if cost is not None]
-    return sum(stated) if len(stated) == len(costs) else None
-
-
-def tokens_per_cost(choice: SimulatedPlan) -> float | None:
-    """Tokens per currency unit; None where a chip that the plan uses has no ``cost_per_hour``."""
-    cost = cost_per_hour(choice)
-    return None if cost is None else choice.prediction.tokens_per_second * 3600 / cost
 
 
 def parts(problem: PlanningProblem, costs: CostModel) -> list[ClusterPart]:
@@ -136,7 +123,7 @@ class _ByObjective:
         """Consider the plans of a result; returns whether one is the best so far."""
         improved = False
         for choice in (result.best, *result.others):
-            speed, cost = choice.prediction.tokens_per_second, cost_per_hour(choice)
+            speed, cost = choice.prediction.tokens_per_second, choice.cost_per_hour
             assert cost is not None, "checked for all chips"
             self.fastest = max(self.fastest, speed)
             value = self._value(speed, cost)
@@ -150,7 +137,7 @@ class _ByObjective:
         """A progress message."""
         assert self.best is not None
         best = self.best[1].best
-        return f"{tokens_per_cost(best):.4g} tokens per currency unit on {best.plan.world_size} chips"
+        return f"{best.tokens_per_cost:.4g} tokens per currency unit on {best.plan.world_size} chips"
 
     def _value(self, speed: float, cost: float) -> float | None:
         if self.deadline is None:

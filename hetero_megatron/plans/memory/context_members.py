@@ -23,7 +23,7 @@ from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.backward_bytes import Cores
 
 if TYPE_CHECKING:
-    from hetero_megatron.schedule.split_moments import Moment
+    from hetero_megatron.schedule.actions import Moment
 
 
 def context_activations(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from hetero_megatron.plans.canonical import Stage
-from hetero_megatron.plans.context_plan import has_context
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.memory.activations import kept_bytes, operand_bytes
 from hetero_megatron.plans.memory.of_plan import stage_work
 from hetero_megatron.plans.memory.offloaded import layer_bytes
 from hetero_megatron.plans.memory.split_backward import most_beside
 from hetero_megatron.plans.routing import EVEN, Routing
+from hetero_megatron.plans.shares import has_context
 from hetero_megatron.spec import ModelSpec
 
 

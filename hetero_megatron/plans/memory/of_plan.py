@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from hetero_megatron.cluster import Chip, Cluster, format_bytes
 from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, frozen_buckets, make_buckets, plan_groups
 from hetero_megatron.plans.canonical import Plan, Stage
-from hetero_megatron.plans.context_plan import has_context
 from hetero_megatron.plans.experts import Islands, rank_shares
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.fp8_checks import stage_fp8
@@ -26,6 +25,7 @@ from hetero_megatron.plans.memory.activations import (
 from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes, frozen_bytes
 from hetero_megatron.plans.program import held_by_stages, moments_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
+from hetero_megatron.plans.shares import has_context
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.adapted_model import stored_bytes
 from hetero_megatron.spec.flops import LOGITS_BYTES
@@ -34,6 +34,7 @@ from hetero_megatron.spec.tensors import untrained_layers
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ADAM_MOMENTS = 2
+Ints = NDArray[np.int64]
 
 
 def moments_of(optimizer: str) -> int:
@@ -126,9 +127,6 @@ def state_bytes(
     return held * item - saved, (held if trained is None else trained) * wide, round(owned * (moments * wide + master))
 
 
-Ints = NDArray[np.int64]
-
-
 def estimate_memory(
     plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None,
     logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN, fp8: Fp8 | None = None, graphs: bool = False,
@@ -155,18 +153,17 @@ def estimate_memory(
     places: dict[tuple[int, ...], Ints] = {}
     counts_of_layout: dict[object, tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
     buckets = buckets if buckets is not None else make_buckets(plan, spec, muon=muon)
-    base = frozen_buckets(plan, spec)
-    divided: dict[int, DividedBytes] = {}
+    divided, elsewhere, matrices = dict[int, DividedBytes](), dict[int, int](), None
     if plan.sharding_stages:
         from hetero_megatron.plans.memory.divided_steps import divided_bytes
 
         work: dict[int, tuple[RankWork, ...]] = {}
         for stage in (stage for stage in plan.stages if stage.weights is not None):
             work |= stage_work(stage, spec, item, logits_bytes, routing, fp8, plan.islands)
+        base = frozen_buckets(plan, spec)
         activations = {rank: out[rank].activations for rank in work}
         divided = divided_bytes(plan, spec, (*buckets, *base), item, work, activations)
-    elsewhere = frozen_bytes(base, item)
-    matrices = None
+        elsewhere = frozen_bytes(base, item)
     if any(bucket.matrices for bucket in buckets):
         from hetero_megatron.plans.memory.matrices import MatrixBytes
 
@@ -301,9 +298,10 @@ def stage_work(
     fp8: Fp8 | None = None, islands: Islands = (),
 ) -> dict[int, tuple[RankWork, ...]]:  # fmt: skip
     """What each rank of a stage works on, by chunk."""
-    limit, dtype = logits_limit(stage, spec, item, logits_bytes), stage_fp8(stage, fp8)
+    limit = logits_limit(stage, spec, item, logits_bytes)
+    dtype = stage_fp8(stage, fp8) if fp8 is not None else None
     recipe = dtype.recipe if dtype is not None else None
-    loads = [mean_loads(spec, stage, range(*chunk), routing, islands) for chunk in stage.chunks]
+    loads = [mean_loads(spec, stage, range(*chunk), routing, islands) if spec.moe else None for chunk in stage.chunks]
     models = [None if spec.delta is None else layers_alone(spec, range(*chunk)) for chunk in stage.chunks]
     runs = _chunks(stage, untrained_layers(spec))
     chunks = [(*run, load, chunk_spec) for run, load, chunk_spec in zip(runs, loads, models, strict=True)]
@@ -315,8 +313,8 @@ def stage_work(
             work[rank] = tuple(
                 RankWork(
                     layers, embed, head, stage.recompute.kind, first, tokens, item, sum(unit.tp_split) / weight,
-                    unit.tp, limit if head else None, load[rank], recipe, rows, untrained, offloaded, ahead,
-                    chunk_spec,
+                    unit.tp, limit if head else None, None if load is None else load[rank], recipe, rows, untrained,
+                    offloaded, ahead, chunk_spec,
                 ) for layers, embed, head, first, untrained, offloaded, load, chunk_spec in chunks
             )  # fmt: skip
     return work

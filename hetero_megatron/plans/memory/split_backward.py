@@ -25,8 +25,7 @@ from hetero_megatron.plans.memory.activations import (
     working_bytes,
 )
 from hetero_megatron.plans.memory.offloaded import LayerBytes, layer_bytes, worst_layer
-from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
-from hetero_megatron.schedule.split_moments import Moment
+from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG, Moment
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.activation_bytes import layer_operand_bytes
 from hetero_megatron.spec.backward_bytes import Cores, layer_backward_bytes

@@ -35,7 +35,7 @@ class UniformStageMemory:
         muon: bool = False,
     ) -> None:  # fmt: skip
         self.spec, self.item, self.moments, self.logits_bytes, self.muon = spec, item, moments, logits_bytes, muon
-        self._even = evenly_adapted(spec)  # of which buckets are
+        self._even = evenly_adapted(spec) if spec.lora is not None else spec  # of which buckets are
 
     @cached_method
     def held(self, tp: int, layers: int, embed: bool, head: bool) -> int:

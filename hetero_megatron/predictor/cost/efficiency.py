@@ -1,8 +1,12 @@
-"""What share of a data sheet's peak large matrix products reach: measured, by kind of chip and dtype; else by class."""
+"""What a cold start takes of a chip that was not calibrated: what share of a data sheet's peak large matrix products
+reach (measured, by kind of chip and dtype; else by class), and where its values are from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from hetero_megatron.cluster import Chip
+from hetero_megatron.cluster.catalogue import card_file
 
 _ML = "stas00/ml-engineering, very large products"
 _FLAGPERF = "FlagPerf, very large products"
@@ -51,3 +55,24 @@ def share_of_peak(chip: str, dtype: str) -> ShareOfPeak:
             share = table[max(names, key=len)]
             return share if table is FULL or dtype in ("bf16", "fp16") else ShareOfPeak(share.value)
     return OTHER
+
+
+def source_of(chip: Chip, dtype: str) -> str:
+    """Where the values are from that a cold start takes."""
+    if chip.speed is not None:
+        return "emulated: a usual core is assumed"
+    measurers = _measured_by(chip, dtype)
+    rates_by_measurer: dict[str, list[str]] = {}
+    for rate, measurer in measurers.items():
+        rates_by_measurer.setdefault(measurer, []).append(rate)
+    measured = [f"{', '.join(rates)} measured by {measurer}" for measurer, rates in rates_by_measurer.items()]
+    return "; ".join([*measured, f"else {chip.source}" if measured else chip.source])
+
+
+def _measured_by(chip: Chip, section: str) -> dict[str, str]:
+    """By rate, who measured it on such a card, and when."""
+    if card_file(chip.name) is None:
+        return {}
+    from hetero_megatron.cluster.card_entries import measurements
+
+    return {rate: measurement.told for rate, measurement in measurements(chip, section).items()}

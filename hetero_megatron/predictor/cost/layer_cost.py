@@ -139,7 +139,7 @@ class CostModel:
 
     def computes_in_fp8(self, stage: Stage) -> bool:
         """Whether a stage of a plan has its linear modules in fp8."""
-        return stage.num_layers > 0 and stage_fp8(stage, self.options.fp8) is not None
+        return (fp8 := self.options.fp8) is not None and stage.num_layers > 0 and stage_fp8(stage, fp8) is not None
 
     def head_in_chunks(self, stage: Stage) -> bool:
         """Whether head and loss of a stage of a plan go through chunks of tokens."""

@@ -16,7 +16,7 @@ from hetero_megatron.predictor.cost.product_cost import Fp8Products, Products, i
 from hetero_megatron.predictor.cost.rates import ChipRates, model_fingerprint
 from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.activation_bytes import norm_outputs
-from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad, moe_layers, plain_load
+from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad, plain_load
 from hetero_megatron.spec.flops import (
     LOGITS_BYTES,
     adapter_products,
@@ -161,7 +161,7 @@ class ModelledOperators:
     def products(self, share: float, tokens: float) -> Products:
         """Seconds of the matrix products of a layer."""
         model = self.model
-        h, routed = model.hidden_size, moe_layers(model)
+        h, routed = model.hidden_size, model.moe_share
         terms = [self._projections(share, tokens), self._mlp_products(share, tokens, common_columns(model, routed))]
         load = self.plain(share, tokens)
         if load is not None and model.moe is not None:
@@ -195,6 +195,8 @@ class ModelledOperators:
 
     def plain(self, share: float, tokens: float) -> ExpertLoad | None:
         """The load of routed experts that a layer without another one has; None for a dense model."""
+        if self.model.moe is None:
+            return None
         return plain_load(self.model, tokens, share, max(1, round(1 / share)) if share else 1)
 
     def _mlp_products(self, share: float, tokens: float, columns: float) -> Products:
@@ -215,7 +217,7 @@ class ModelledOperators:
     ) -> Seconds:
         model, tokens = self.model, rows * length
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        common = common_columns(model, moe_layers(model))
+        common = common_columns(model, model.moe_share)
         columns = (2 if model.gated else 1) * common
         products = self.products(share, tokens)
         # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).

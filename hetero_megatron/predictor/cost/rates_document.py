@@ -1,12 +1,10 @@
-"""Rates as a cluster file has them, the other way round of :mod:`.rates`, and where those of a cold start are from."""
+"""Rates as a cluster file has them, the other way round of :mod:`.rates`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from hetero_megatron.cluster import Chip
-from hetero_megatron.cluster.catalogue import card_file
 from hetero_megatron.cluster.rates_section import TABLES
 from hetero_megatron.predictor.cost.rates import COLLECTIVES, NUMBERS, ChipRates, LayerRow, LinkRates
 
@@ -35,24 +33,3 @@ def link_document(source: str, target: str, link: LinkRates) -> dict[str, Any]:
     if link.spread is not None:
         out["spread"] = link.spread
     return out
-
-
-def source_of(chip: Chip, dtype: str) -> str:
-    """Where the values are from that a cold start takes."""
-    if chip.speed is not None:
-        return "emulated: a usual core is assumed"
-    measurers = measured_by(chip, dtype)
-    rates_by_measurer: dict[str, list[str]] = {}
-    for rate, measurer in measurers.items():
-        rates_by_measurer.setdefault(measurer, []).append(rate)
-    measured = [f"{', '.join(rates)} measured by {measurer}" for measurer, rates in rates_by_measurer.items()]
-    return "; ".join([*measured, f"else {chip.source}" if measured else chip.source])
-
-
-def measured_by(chip: Chip, section: str) -> dict[str, str]:
-    """By rate, who measured it on such a card, and when."""
-    if card_file(chip.name) is None:
-        return {}
-    from hetero_megatron.cluster.card_entries import measurements
-
-    return {rate: measurement.told for rate, measurement in measurements(chip, section).items()}

@@ -17,9 +17,9 @@ from hetero_megatron.html.pictures import (
     plan_blocks,
     share_caption,
 )
-from hetero_megatron.plans.dump import degrees
+from hetero_megatron.plans.dump import degrees, format_layers
 from hetero_megatron.predictor.report.prediction import Question, format_prediction, format_seconds, holdings
-from hetero_megatron.predictor.report.timeline import format_layers, groups, prediction_charts
+from hetero_megatron.predictor.report.timeline import groups, prediction_charts
 from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural, rank_ranges, word

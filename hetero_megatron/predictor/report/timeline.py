@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hetero_megatron.html.page import KINDS, kind_of
-from hetero_megatron.plans import Stage
+from hetero_megatron.plans.dump import format_layers
 from hetero_megatron.predictor.simulate.grad_sync import BucketSpan
 from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.utils.text import rank_ranges, word
@@ -32,11 +32,6 @@ def _synchronisation(prediction: Prediction) -> Iterator[tuple[str, float, float
     for part in ("gradients", "optimizer", "parameters"):
         yield part, start, prediction.parts[part]
         start += prediction.parts[part]
-
-
-def format_layers(stage: Stage) -> str:
-    """``0-7``, or ``0-3, 8-11`` with several chunks; ``none`` of one without layers."""
-    return ", ".join(f"{a}-{b - 1}" if a < b else "none" for a, b in stage.chunks)
 
 
 def stage_label(prediction: Prediction, pipeline: int, stage: int) -> str:

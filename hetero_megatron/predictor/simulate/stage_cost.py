@@ -11,19 +11,19 @@ from typing import Any
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plans import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.plans.context_plan import has_context
 from hetero_megatron.plans.experts import Islands, expert_groups, split_by_island
 from hetero_megatron.plans.fp8_checks import stage_fits
 from hetero_megatron.plans.program import pipeline_schedule
 from hetero_megatron.plans.routing import LayerLoads, Popularity, layer_kinds, layer_loads, mean_loads
+from hetero_megatron.plans.shares import has_context
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Flow
 from hetero_megatron.predictor.cost.operator_cost import heads_and_columns
 from hetero_megatron.predictor.simulate.divided_cost import DividedCost
+from hetero_megatron.predictor.simulate.grad_sync import SyncStructure
 from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic
-from hetero_megatron.predictor.simulate.sync_structure import SyncStructure
 from hetero_megatron.schedule import Costs, Schedule
 from hetero_megatron.schedule.simulate import ChunkSeconds
 from hetero_megatron.spec.expert_load import INDEX, ExpertLoad
@@ -76,13 +76,16 @@ class StageCosts:
         self.plan, self.model = plan, model
         self.network = model.links
         self.prepared = prepared or PreparedPlan(CompiledPlan(plan, model.model, muon=model.options.muon))
-        self.context = ContextSeconds(model, self.prepared.context)
         self.sharing = self._sharing()
         self._known: dict[tuple[object, ...], PipelineCosts] = {}
 
     @cached_property
+    def context(self) -> ContextSeconds:
+        return ContextSeconds(self.model, self.prepared.context)
+
+    @cached_property
     def divided(self) -> DividedCost:
-        return DividedCost(self.model, self.prepared.compiled.divided if self.plan.sharding_stages else ())
+        return DividedCost(self.model, self.prepared.compiled.divided)
 
     def _sharing(self) -> Mapping[str, int]:
         """By node, how many pipelines send activations through its network cards; replicas run in step, so they send at
@@ -124,11 +127,14 @@ class StageCosts:
 
     def _costs(self, pipeline: Pipeline) -> PipelineCosts:
         stage_seconds = [self._slowest(stage) for stage in pipeline.stages]
-        chunks = [
-            [self.divided.added(stage, c, seconds, unit_seconds, pipeline.num_micro_batches)
-             for c, seconds in enumerate(_chunk_seconds(unit_seconds, stage))]
-            for unit_seconds, stage in zip(stage_seconds, pipeline.stages, strict=True)
-        ]  # fmt: skip
+        by_stage = list(zip(pipeline.stages, stage_seconds, strict=True))
+        chunks = [_chunk_seconds(unit_seconds, stage) for stage, unit_seconds in by_stage]
+        if self.plan.sharding_stages:
+            chunks = [
+                [self.divided.added(stage, c, seconds, unit_seconds, pipeline.num_micro_batches)
+                 for c, seconds in enumerate(row)]
+                for (stage, unit_seconds), row in zip(by_stage, chunks, strict=True)
+            ]  # fmt: skip
         if any(stage.activations is not None for stage in pipeline.stages):
             from hetero_megatron.predictor.simulate.offload_cost import OffloadCost
 
@@ -220,6 +226,8 @@ class StageCosts:
         return forward, backward
 
     def _mean_load(self, stage: Stage, rank: int) -> ExpertLoad | None:
+        if self.model.model.moe is None:
+            return None
         routing = self.model.options.routing
         return mean_loads(self.model.model, stage, stage.layer_indices(), routing, self.plan.islands)[rank]
 

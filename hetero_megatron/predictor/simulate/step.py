@@ -30,8 +30,8 @@ from hetero_megatron.plans.memory.of_plan import (
 )
 from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.predictor.cost.cost_options import CostOptions
+from hetero_megatron.predictor.cost.efficiency import source_of
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
-from hetero_megatron.predictor.cost.rates_document import source_of
 from hetero_megatron.predictor.simulate.grad_sync import BucketSpan, GradSync
 from hetero_megatron.predictor.simulate.stage_cost import PipelineCosts, PreparedPlan, StageCosts
 from hetero_megatron.predictor.simulate.uncertainty import late_seconds, seconds_range
@@ -131,7 +131,8 @@ def predict(
     if costs is None:
         validate(plan, model, cluster, dtype=dtype)
         costs = CostModel(model, cluster, plan.seq_length, dtype, options or CostOptions())
-    fp8_fits(plan, model, costs.options.fp8, costs.dtype, cluster)
+    if costs.options.fp8 is not None or plan.dtypes:
+        fp8_fits(plan, model, costs.options.fp8, costs.dtype, cluster)
     return StepSimulator(plan, costs, prepared, sync).prediction()
 
 

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.plans import Pipeline, Plan, Stage
-from hetero_megatron.plans.context_plan import has_context
 from hetero_megatron.plans.program import splits_backward
+from hetero_megatron.plans.shares import has_context
 from hetero_megatron.predictor.cost.rates import Rates
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.schedule import Costs, Schedule, Timeline, simulate_many

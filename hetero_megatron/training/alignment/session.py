@@ -1,4 +1,4 @@
-"""Precision alignment inside a training run, as the flags ask for it; does nothing where they do not."""
+"""Precision alignment inside a training run, as the flags ask for it."""
 
 from __future__ import annotations
 

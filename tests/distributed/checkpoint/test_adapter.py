@@ -146,6 +146,7 @@ def written_by_peft(base: Path, config: peft.LoraConfig, folder: Path) -> np.nda
     return logits(wrapped)
 
 
+@pytest.mark.slow
 def test_what_peft_wrote_is_where_training_begins(base: Path, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["k_proj", "o_proj", "up_proj"], use_rslora=True)
     expected = written_by_peft(base, config, tmp_path / "theirs")

@@ -43,7 +43,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, ["packed"], ["streaming"]))
+@pytest.mark.parametrize("kind", quick(KINDS, [], ["packed"]))
 def test_four_ranks_stop_and_one_goes_on(kind: str, tmp_path: Path) -> None:
     """Ramp-up, cosine decay and evaluation in the middle; --exit-interval saves."""
     more = KINDS[kind]

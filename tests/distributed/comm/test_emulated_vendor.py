@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support import emulated_jobs as jobs
 from tests.support.parity import check_case, fixed_case
 from tests.support.paths import ROOT
 from tests.support.pool import Pool
+from tests.support.quick_start import serving
 
 ENVIRONMENT = {
     **os.environ,
@@ -30,13 +32,21 @@ LLAMA = {
 }  # fmt: skip
 
 
+INTERPRETER = Path(sys.executable)
 EMULATED_RANKS = 4
 pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.timeout(1800)]  # building takes minutes
 
 
-def call(*command: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Path]:
+    """An interpreter that starts at once."""
+    with serving(ENVIRONMENT) as programs:
+        yield programs / "python"
+
+
+def call(*command: str, timeout: float = 300, python: Path = INTERPRETER) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=timeout
+        [python, *command], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=timeout
     )
 
 
@@ -153,10 +163,10 @@ pipelines:
 """
 
 
-def losses(directory: Path, *words: str, ranks: int = 1) -> list[float]:
+def losses(python: Path, directory: Path, *words: str, ranks: int = 1) -> list[float]:
     """Of a whole run of the program, which says nothing of a race."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    done = call(*launcher, *RUN, *words, "--save", str(directory))
+    done = call(*launcher, *RUN, *words, "--save", str(directory), python=python)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "race" not in done.stderr, done.stderr
     lines = (directory / "metrics.jsonl").read_text().splitlines()
@@ -164,24 +174,24 @@ def losses(directory: Path, *words: str, ranks: int = 1) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_program_trains_on_it_and_its_checkpoint_goes_on_on_the_host(tmp_path: Path) -> None:
+def test_the_program_trains_on_it_and_its_checkpoint_goes_on_on_the_host(forked: Path, tmp_path: Path) -> None:
     one = ("--micro-batch-size", "2")
     (tmp_path / "plan.yaml").write_text(TWO_BY_TWO)
-    host = losses(tmp_path / "host", "--platform", "cpu", *one)
+    host = losses(forked, tmp_path / "host", "--platform", "cpu", *one)
     assert len(host) == 3
     four = ("--platform", "emulated_vendor", "--plan", str(tmp_path / "plan.yaml"), "--exit-interval", "2")
-    assert losses(tmp_path / "four", *four, ranks=4) == pytest.approx(host[:2], rel=1e-11)
-    resumed = losses(tmp_path / "four", "--platform", "cpu", *one, "--load", str(tmp_path / "four"))
+    assert losses(forked, tmp_path / "four", *four, ranks=4) == pytest.approx(host[:2], rel=1e-11)
+    resumed = losses(forked, tmp_path / "four", "--platform", "cpu", *one, "--load", str(tmp_path / "four"))
     assert resumed == pytest.approx(host, rel=1e-11)
 
 
 @pytest.mark.slow
-def test_generation_takes_the_platforms_kernels(tmp_path: Path) -> None:
-    call("examples/small_chat_model.py", str(tmp_path))
+def test_generation_takes_the_platforms_kernels(forked: Path, tmp_path: Path) -> None:
+    call("examples/small_chat_model.py", str(tmp_path), python=forked)
     words = ("-m", "hetero_megatron", "generate", "--load-hf", str(tmp_path / "base"), "--prompt", "hello", "--json")
     answers = []
     for platform in ("cpu", "emulated_vendor"):
-        done = call(*words, "--max-new-tokens", "6", "--platform", platform)
+        done = call(*words, "--max-new-tokens", "6", "--platform", platform, python=forked)
         assert done.returncode == 0, done.stderr
         answers.append(json.loads(done.stdout)["answers"])
     assert answers[0] == answers[1] and len(answers[0][0]["tokens"]) == 6

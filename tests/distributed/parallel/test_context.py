@@ -84,7 +84,7 @@ def run_rank(
 ) -> dict[str, Any]:
     """This rank's parts of out, dq, dk, dv as (box over (token, head), array)."""
     stage = plan.pipelines[0].stages[0]
-    comm.create_groups(context_groups(spec, stage, plan.seq_length))
+    comm.create_groups(context_groups(spec, stage))
     if comm.rank not in plan.ranks:
         return {}
     (context,) = stage_contexts(spec, stage, plan.seq_length)

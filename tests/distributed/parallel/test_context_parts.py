@@ -215,7 +215,7 @@ def peak_of(ranks: int, own: int, block: int, transport: str = "ring") -> int:
     plan = make_plan(spec, stage, length, 1)
     (context,) = stage_contexts(spec, plan.pipelines[0].stages[0], length)
     comm = FakeComm(1, torch.device("cpu"))
-    comm.create_groups(context_groups(spec, plan.pipelines[0].stages[0], length))
+    comm.create_groups(context_groups(spec, plan.pipelines[0].stages[0]))
     with FakeTensorMode(), MemoryTracker() as memory:
         q = torch.empty(1, own, 4, 16, requires_grad=True)
         k, v = (torch.empty(1, own, 2, 16, requires_grad=True) for _ in range(2))

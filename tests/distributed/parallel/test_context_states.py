@@ -99,7 +99,7 @@ def own(context: StageContext, rank: int, whole: list[torch.Tensor]) -> list[tor
 def run_rank(comm: Comm, made: Plan, seed: int, documents: list[list[int]] | None) -> tuple[Any, ...] | None:
     """(tokens, key heads, output and gradients) of this rank."""
     only = made.pipelines[0].stages[0]
-    comm.create_groups(context_groups(SPEC, only, made.seq_length))
+    comm.create_groups(context_groups(SPEC, only))
     if comm.rank not in made.ranks:
         return None
     (context,) = stage_contexts(SPEC, only, made.seq_length)
@@ -163,7 +163,7 @@ def test_bytes_are_those_that_are_priced_and_do_not_grow_with_the_length() -> No
                 priced[b, a] = priced.get((b, a), 0) + 2 * size  # in backward
         for rank in (0, 3):
             comm = FakeComm(rank, torch.device("cpu"))
-            comm.create_groups(context_groups(SPEC, made.pipelines[0].stages[0], length))
+            comm.create_groups(context_groups(SPEC, made.pipelines[0].stages[0]))
             *inputs, grad = own(context, rank, [x.to(dtype) for x in tensors(0, 2, length)])
             out = core_of(context, comm, dtype)(*inputs[:5], tuple(inputs[5:]), Context(None, {}))
             out.flatten(2).backward(grad)

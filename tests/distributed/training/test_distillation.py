@@ -290,7 +290,7 @@ def test_scores_of_a_teacher_under_another_plan() -> None:
         compare(ranks, chosen, numbers, hf_to_logical(model, spec), d)
 
 
-@pytest.mark.parametrize("seed", quick(range(6), (), range(2)))
+@pytest.mark.parametrize("seed", quick(range(6), (), [0]))
 def test_random_plans(seed: int) -> None:
     """Teacher and student of unlike depth in one family; whole and as adapters."""
     rng = random.Random(seed + 500)

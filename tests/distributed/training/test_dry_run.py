@@ -123,7 +123,7 @@ def test_a_dry_rank_sends_and_holds_what_a_real_one_does(dtype: str, tmp_path: P
         assert 0.75 * dry.peak <= estimate.total <= 1.6 * dry.peak
 
 
-@pytest.mark.parametrize("way", quick(range(6), [], [0, 3]))
+@pytest.mark.parametrize("way", quick(range(6), [], [0]))
 def test_divided_weights_are_in_the_estimate_to_the_byte(way: int, tmp_path: Path) -> None:
     """Shares 5:1 and with TP 2:1:0:3; ten micro-batches, of which a dry run repeats most."""
     kind, schedule, dtype = [
@@ -223,8 +223,7 @@ def test_the_estimate_goes_through_chunks_where_the_run_does(tmp_path: Path) -> 
             assert peak <= estimates[rank].total <= 1.35 * peak, (limit / row, rank)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["bf16"]))
+@pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], [], ["bf16"]))
 def test_an_offloaded_optimizer_is_in_the_hosts_memory(dtype: str, tmp_path: Path) -> None:
     run = config(dtype, tmp_path, OFFLOADED)
     real, estimates = shared_pool().run(real_step, run), estimate_memory(run.plan, run.spec, run.dtype)

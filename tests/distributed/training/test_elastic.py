@@ -125,7 +125,7 @@ def test_lost_and_leaving_ranks_change_nothing(tmp_path: Path) -> None:
 LATE = Host("late", 1, 2, (Happening(0, "step", 6, "leave"),))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # of those that join, CI has the one that comes as a rank dies
 def test_a_host_joins_and_leaves(tmp_path: Path) -> None:
     """Two ranks, four after the third step or so, and two again after the sixth."""
     found = run(tmp_path, 2, [Happening(0, "step", 3, "wait")], hosts=[LATE])
@@ -149,7 +149,7 @@ CASES = {
     "copies of every third step": ([Happening(1, "step", 5)], ("--peer-replicas-every", "3"), "from memory", 30.0),
 }
 EVERY_TIME = [
-    "two at once", "before its copy", "while state moves", "with its copy", "frozen", "one leaves as another dies"
+    "two at once", "while state moves", "with its copy", "frozen", "one leaves as another dies"
 ]  # fmt: skip
 
 
@@ -175,10 +175,10 @@ def test_whatever_the_state_is(words: str, tmp_path: Path) -> None:
     assert len(check(tmp_path, 4, found, *flags)) == 2 and "from memory" in found.epochs[0][0], found.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", quick(["weights: {shard: [1, 3]} --dtype fp64", "activations: {offload: all} --dtype fp32"], [])
-)
+HELD = ["weights: {shard: [1, 3]} --dtype fp64", "activations: {offload: all} --dtype fp32"]
+
+
+@pytest.mark.parametrize("words", quick(HELD, [], HELD[:1]))
 def test_whatever_the_ranks_hold(words: str, tmp_path: Path) -> None:
     """Weights that two ranks divide, and activations that wait in host memory; in fp32, too."""
     what, dtype = words.split(" --dtype ")
@@ -320,7 +320,7 @@ def random_events(dice: random.Random) -> tuple[list[Happening], list[Host]]:
 @pytest.mark.timeout(0)
 def test_random_events(tmp_path: Path) -> None:
     """``EVENTS=200 SEED=1 pytest -m slow … -k random_events``: so many sequences."""
-    first, count = int(os.environ.get("SEED", "1")), int(os.environ.get("EVENTS", "2"))
+    first, count = int(os.environ.get("SEED", "1")), int(os.environ.get("EVENTS", "1"))
     for seed in range(first, first + count):
         happenings, hosts = random_events(random.Random(seed))
         directory = tmp_path / str(seed)

@@ -49,9 +49,10 @@ CONTEXT = {
         ]))]),
 }  # fmt: skip
 CASES = [(model, name) for model in HYBRIDS for name in PLANS]
+IN_MAKE_TEST = [("qwen3_next_odd", "pipeline")]
 
 
-@pytest.mark.parametrize("case", quick(CASES, [("qwen3_next_odd", "pipeline")]), ids=lambda case: "-".join(case))
+@pytest.mark.parametrize("case", quick(CASES, IN_MAKE_TEST, CASES[::2]), ids=lambda case: "-".join(case))
 def test_hybrids_under_plans(case: tuple[str, str]) -> None:
     """Documents are packed into rows: each state begins anew (transformers sees one document per row)."""
     model, name = case

@@ -140,8 +140,7 @@ def test_compiled_layers_equal_uncompiled_ones(recompute: str) -> None:
     compare(plan, with_kernels(plan, ["rms_norm=triton"]), spec, backend="aot_eager")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", quick(["none", "full"], [], ["full"]))
 def test_a_compiled_mixture_of_experts_equals_the_uncompiled(recompute: str) -> None:
     """With a shared expert, and experts divided unequally."""
     spec = from_hf_config(MOE_FAMILIES["qwen2_moe"] | {"vocab_size": 101})

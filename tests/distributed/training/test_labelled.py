@@ -171,7 +171,7 @@ def test_uneven_plan() -> None:
     check(LLAMA, UNEVEN, Lora(2, 4.0), Preference("apo_zero_unpaired", 0.3, in_step=True), 7, LOGITS_BYTES)
 
 
-@pytest.mark.parametrize("seed", quick(range(4), (), range(2)))
+@pytest.mark.parametrize("seed", quick(range(4), (), [1]))
 def test_random_plans(seed: int) -> None:
     rng = random.Random(seed + 700)
     config = random_model(rng)

@@ -22,7 +22,7 @@ from tests.support.small_plans import pipe, plan, stage
 SEED = int(os.environ.get("SEED", "3026"))
 COUNT = int(os.environ.get("N", "12"))
 QUICK = range(2)
-SLOW = (2, 3, 4)
+SLOW = (3,)
 OLMOE = MOE_FAMILIES["olmoe"]
 SIGMOID = {"score": "sigmoid", "score_bias": True, "normalize": True, "scale": 2.5}
 GROUPS = SIGMOID | {"groups": 3, "top_groups": 2, "group_size": 2}

@@ -15,6 +15,7 @@ import pytest
 from tests.distributed.training.test_end_to_end import ASYMMETRIC
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns
 from tests.support.programs import SINGLE, inside, start_ranks
+from tests.support.selection import quick
 
 OPENS = "TEST_OPENS"  # a folder: each rank that opens a file of data makes a file of its own there
 # 2 + 2 + 4 + 6 samples in four steps.
@@ -115,8 +116,7 @@ def test_a_rank_asks_the_one_that_reads(tmp_path: Path) -> None:
     check_curves(tmp_path / "alone", tmp_path / "pair")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [text, conversations])
+@pytest.mark.parametrize("kind", quick([text, conversations], [], [conversations]))
 def test_one_rank_of_each_node_reads_under_any_plan(kind: Callable[[Path], str], tmp_path: Path) -> None:
     words = kind(tmp_path)
     run(tmp_path, "whole", SINGLE, f"{words} --save {tmp_path}/whole")

@@ -15,7 +15,7 @@ from tests.support.small_plans import LLAMA, pipe, plan, stage
 SEED = int(os.environ.get("SEED", "2026"))
 COUNT = int(os.environ.get("N", "28"))
 QUICK = (0, 1, 3, 5)  # in `make test`
-SLOW = range(14)
+SLOW = (7, 8, 12)
 
 @pytest.mark.parametrize("index", quick(range(COUNT), QUICK, SLOW))
 def test_random_plan_equals_one_process(index: int) -> None:

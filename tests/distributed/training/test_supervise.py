@@ -228,7 +228,7 @@ def assert_same_losses(path: Path, undisturbed: dict[int, float]) -> None:
 @pytest.mark.parametrize(
     ("how", "victim", "policy"),
     [
-        pytest.param(signal.SIGKILL, 1, "replan", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 1, "replan", marks=pytest.mark.exhaustive),
         pytest.param(signal.SIGSTOP, 2, "replan", marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, 0, "restart", marks=pytest.mark.slow),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -164,18 +163,16 @@ def python_blocks(page: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "count"), [("README.md", 1), ("docs/library.md", 11)])  # there, ten recipes
-def test_the_examples_in_python_run(page: str, count: int, tmp_path: Path) -> None:
-    blocks = python_blocks(page)
-    assert len(blocks) == count
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = [sys.executable, str(ROOT / "examples/small_chat_model.py"), str(tmp_path)]
-    subprocess.run(run, check=True, cwd=tmp_path, env=environment, capture_output=True)
-    (tmp_path / "examples.py").write_text("\n".join(blocks))
-    done = subprocess.run(
-        [sys.executable, "examples.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+def test_the_examples_in_python_run(forked_programs: Path, tmp_path: Path) -> None:
+    python = forked_programs / "python"
+    run = [python, str(ROOT / "examples/small_chat_model.py"), str(tmp_path)]
+    subprocess.run(run, check=True, cwd=tmp_path, capture_output=True)
+    for page, count in (("README.md", 1), ("docs/library.md", 11)):  # there, ten recipes
+        blocks = python_blocks(page)
+        assert len(blocks) == count
+        (tmp_path / "examples.py").write_text("\n".join(blocks))
+        done = subprocess.run([python, "examples.py"], cwd=tmp_path, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, page + done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def test_what_the_page_lists_is_there() -> None:
@@ -184,7 +181,7 @@ def test_what_the_page_lists_is_there() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_of_a_job_and_a_process_on_its_own(tmp_path: Path) -> None:
+def test_ranks_of_a_job_and_a_process_on_its_own(forked_programs: Path, tmp_path: Path) -> None:
     """Under torchrun each process is a rank; alone one run after the other, with handlers of signals as before."""
     program = tmp_path / "job.py"
     program.write_text(
@@ -197,12 +194,11 @@ def test_ranks_of_a_job_and_a_process_on_its_own(tmp_path: Path) -> None:
         "assert runs[0].losses == runs[-1].losses and signal.getsignal(signal.SIGTERM) == before\n"
         "print(f'last {runs[0].losses[2]:.4f}')\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     said = []
     for start in ([], launched):
-        run = [sys.executable, *start, str(program)]
-        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=500)
+        run = [forked_programs / "python", *start, str(program)]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         said.append(set(re.findall(r"last [0-9.]+", done.stdout)))
     assert said[0] == said[1] and len(said[0]) == 1

@@ -125,8 +125,7 @@ def test_every_moment_of_a_save(name: str, tmp_path: Path) -> None:
     assert seen == sorted(seen, key=[*newest, (step, seed)].index), "it went back"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", quick([True, False], [], [False]))
 def test_a_run_that_is_ended_again_and_again(first: bool, tmp_path: Path) -> None:
     """Every moment of the save that follows where a first one, or a replacement, was ended while it was published."""
     start, published = tmp_path / "run", 0

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hetero_megatron.cli.here import asks_for_ranks, main
+from hetero_megatron.cli.start import asks_for_ranks, start_ranks
 from tests.support.paths import ROOT
 
 WORDS = [
@@ -25,12 +25,12 @@ def test_a_refusal_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: p
         "nothing": [*WORDS, "--nproc-per-node"],
     }
     for name, words in bad.items():
-        assert asks_for_ranks(words) and main("pretrain", words) == 2
+        assert asks_for_ranks(words) and start_ranks("pretrain", words) == 2
         err = capfd.readouterr().err
         assert err.startswith("error: ") and len(err.splitlines()) == 1, (name, err)
     assert not asks_for_ranks(WORDS) and not asks_for_ranks(["--nproc-per-node", "2", "--help"])
     monkeypatch.setenv("RANK", "0")
-    assert main("pretrain", ["--nproc-per-node", "2", *WORDS]) == 2
+    assert start_ranks("pretrain", ["--nproc-per-node", "2", *WORDS]) == 2
     assert "RANK" in capfd.readouterr().err
 
 

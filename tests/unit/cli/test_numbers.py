@@ -126,8 +126,8 @@ def test_flags_of_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_numbers_of_other_places() -> None:
     """Flags that commands read by themselves."""
     run = ["--plan", "p", "--", "--model", "tiny"]
-    from hetero_megatron.cli.here import main as here
     from hetero_megatron.cli.run import _number as of_run
+    from hetero_megatron.cli.start import start_ranks
     from hetero_megatron.cli.testbed import _number as of_testbed
 
     for word in (*NO_NUMBERS, "-1", "1e308", str(10**30)):
@@ -135,7 +135,7 @@ def test_numbers_of_other_places() -> None:
             of_run({"--grace": word}, "--grace", 1)
         with pytest.raises(UserError, match="--grace"):
             of_testbed("--grace", word, "seconds, 0 or more", 0.0)
-        assert here("pretrain", ["--nproc-per-node", word, *run]) == 2
+        assert start_ranks("pretrain", ["--nproc-per-node", word, *run]) == 2
 
 
 def test_no_effect_flags_take_any_number() -> None:

@@ -23,7 +23,7 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.context_certificate import most_tokens, work_bound
+from hetero_megatron.planner.estimate.lower_bounds import most_tokens, work_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, best_uniform, summarize
@@ -34,7 +34,7 @@ from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif import objective
-from hetero_megatron.planner.whatif.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
+from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.plans import load_plan, plan_from_dict
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
@@ -225,11 +225,11 @@ def test_small_and_single_type_parts_are_tried(monkeypatch: pytest.MonkeyPatch) 
     cluster = cluster_from_dict(there(*((chip, 1, 1) for chip in CHIPS), costs=prices))
     options = SearchOptions(space=FEW)
     result = search_objective(PlanningProblem(MODEL, cluster, 1024, 8, options))
-    best = tokens_per_cost(result.best)
+    best = result.best.tokens_per_cost
     assert best is not None and result.parts
     for chip in CHIPS:
         part = shrink(cluster, [r.rank for r in cluster.ranks if r.chip == chip])
-        alone = tokens_per_cost(search(PlanningProblem(MODEL, part, 1024, 8, options)).best)
+        alone = search(PlanningProblem(MODEL, part, 1024, 8, options)).best.tokens_per_cost
         assert alone is not None and best >= alone * (1 - 1e-9)
 
 
@@ -250,7 +250,7 @@ def test_no_part_is_better_by_the_objective_than_what_is_found(share: float | No
     due = None if share is None else Deadline(fastest * share * 3600, 1.0)
     found = search_objective(PlanningProblem(MODEL, cluster, 1024, 8, options), due)
     assert "no other can be better" in found.parts
-    speed, cost = found.best.prediction.tokens_per_second, cost_per_hour(found.best)
+    speed, cost = found.best.prediction.tokens_per_second, found.best.cost_per_hour
     assert cost is not None
     if due is None:
         assert speed / cost >= max(s / c for s, c, full in rows if full) * (1 - 1e-9)

@@ -14,7 +14,7 @@ import torch
 from hetero_megatron.checkpoint.hf_save import check_target
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.configure import configure
-from hetero_megatron.cli.flags.adapter import add_lora, with_lora
+from hetero_megatron.cli.flags.planned_model import add_lora, with_lora
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.model import GPTStage

@@ -162,6 +162,7 @@ def test_packed_sequences_of_unlike_length(small: hk.Limits, fenced: None) -> No
             assert torch.allclose(out[:, a:b], alone, atol=CLOSE)
 
 
+@pytest.mark.exhaustive  # masks, documents and packed sequences are bounds, too
 def test_random_bounds(small: hk.Limits) -> None:
     """Any intervals whose ends do not fall."""
     generator = torch.Generator().manual_seed(3)
@@ -239,6 +240,7 @@ def test_blockwise_attention_over_uneven_shards_of_keys(small: hk.Limits) -> Non
         check(got, expected, "attention grad", EXACT)
 
 
+@pytest.mark.slow
 def test_backward_is_bitwise_repeatable(small: hk.Limits) -> None:
     q, k, v, dout = qkv(1, 40, 40, 4, 2, 8, 8, BF16)
     out, lse = hk.attention_fwd(q, k, v, limits=small)

@@ -22,8 +22,7 @@ import torch
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS, Capability, Kernel, KernelPlan, Signature, resolve, torch_registry
 from hetero_megatron.ops.attention_cpu import FusedKernel, fused_attention, visible_square
-from hetero_megatron.ops.attention_op import attn_delta, definition, reference_backward
-from hetero_megatron.ops.attention_options import AttentionOptions, visible
+from hetero_megatron.ops.attention_op import AttentionOptions, attn_delta, definition, reference_backward, visible
 from hetero_megatron.ops.conformance import FAIL, check_kernel
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_plugins import ascend, flash_attention, sdpa

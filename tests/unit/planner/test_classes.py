@@ -34,8 +34,8 @@ from hetero_megatron.predictor.simulate.bucket_flows import (
     port_traffic,
     price,
 )
+from hetero_megatron.predictor.simulate.grad_sync import SyncStructure
 from hetero_megatron.predictor.simulate.step import predict
-from hetero_megatron.predictor.simulate.sync_structure import SyncStructure
 from hetero_megatron.schedule import Costs, generate, lower, schedule_names, simulate
 from hetero_megatron.schedule import in_flight as of_schedule
 from hetero_megatron.spec import load_model

@@ -16,7 +16,7 @@ from hetero_megatron.cli import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.context_certificate import work_bound
+from hetero_megatron.planner.estimate.lower_bounds import work_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search

@@ -147,7 +147,6 @@ def test_routing_is_read_from_what_a_run_wrote(tmp_path: Path) -> None:
     path = tmp_path / "routing.json"
     write_routing_stats(str(path), RoutingStats(8, {0: (4, 4, 8, 0), 1: (8, 8, 0, 0)}), MIXTRAL)
     assert routing_of(str(path), MIXTRAL) == Routing(((0, (0.25, 0.25, 0.5, 0.0)), (1, (0.5, 0.5, 0.0, 0.0))))
-    assert routing_of(None, MIXTRAL) == Routing()
     for spec in (LARGE, from_hf_config(LLAMA)):
         with pytest.raises(UserError):
             routing_of(str(path), spec)

@@ -12,7 +12,7 @@ import pytest
 from hetero_megatron.cluster import CHIPS, Cluster, cluster_from_dict
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.context_certificate import work_bound
+from hetero_megatron.planner.estimate.lower_bounds import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import SearchResult, search

@@ -106,6 +106,7 @@ def test_a_type_that_cannot_train_the_model_alone_says_what_it_lacks(summary: Su
     assert f"L4 alone: {alone[0].text}" in format_summary(summary)
 
 
+@pytest.mark.slow
 def test_plans_for_the_loss_of_any_node(cluster: Cluster, found: SearchResult) -> None:
     """One per group of the file; it is a plan also where another node of the group is gone."""
     planner = WarmPlanner(PROBLEM.on(cluster), found)
@@ -193,6 +194,7 @@ def test_a_type_whose_search_is_cut_short_is_not_compared(cluster: Cluster, resu
     assert set(result.alone) == {"A100-80-SXM", "L4"} and isinstance(result.alone["L4"], UserError)
 
 
+@pytest.mark.slow
 def test_the_command_compares_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(DATA))
     words = ["plan", "--model", "llama2-7b", "--cluster", str(tmp_path / "c.yaml"), "--seq-length", str(LENGTH)]

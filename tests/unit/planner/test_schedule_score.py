@@ -14,8 +14,8 @@ from hetero_megatron.planner.report.comparison import outline
 from hetero_megatron.planner.report.text import format_plan
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.incumbent import simulate_template
-from hetero_megatron.planner.search.schedule_score import ScheduleScorer
 from hetero_megatron.planner.search.schedule_search import LEAST_WORK, adapted, interleaved
+from hetero_megatron.planner.search.schedule_times import ScheduleScorer
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,

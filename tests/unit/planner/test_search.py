@@ -16,8 +16,8 @@ from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.subset import shrink, with_more, without
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.layer_partition import _bisect, count_splits, splits
+from hetero_megatron.planner.estimate.lower_bounds import work_bound
 from hetero_megatron.planner.estimate.pipeline_time import Link, closed_form, closed_forms, seconds
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
@@ -225,8 +225,11 @@ def test_equal_nodes_are_interchangeable() -> None:
             {"model": "llama2-70b", "space": SearchSpace(offload="never")},
             "1.129 TiB of states, and all chips together have",
         ),
-        ({"model": "gpt3-175b"}, "(the optimizer in host memory): 975.7 GiB of states, and all chips"),
-        pytest.param({"model": "gpt3-175b"}, "more node", marks=pytest.mark.slow),
+        pytest.param(
+            {"model": "gpt3-175b"}, "(the optimizer in host memory): 975.7 GiB of states, and all chips",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"model": "gpt3-175b"}, "more node", marks=pytest.mark.exhaustive),
         ({"dtype": "fp64", "chips": {"A100-80-SXM": {"dtypes": ["bf16"]}}}, "no chip of the cluster computes in fp64"),
     ],
 )
@@ -352,7 +355,7 @@ def test_export() -> None:
 
 
 def test_objectives() -> None:
-    from hetero_megatron.planner.whatif.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
+    from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 
     data = _mixed()
     model = dataclasses.replace(load_model("llama2-7b"), num_layers=4)
@@ -366,8 +369,8 @@ def test_objectives() -> None:
     cluster = cluster_from_dict(data)
     fast = search(PlanningProblem(model, cluster, 1024, 8)).best
     cheap = search_objective(PlanningProblem(model, cluster, 1024, 8)).best
-    assert tokens_per_cost(cheap) > tokens_per_cost(fast)
-    assert cost_per_hour(cheap) == 1.0
+    assert cheap.tokens_per_cost > fast.tokens_per_cost
+    assert cheap.cost_per_hour == 1.0
     speed = fast.prediction.tokens_per_second
     due = search_objective(PlanningProblem(model, cluster, 1024, 8), Deadline(speed * 3600 * 0.99, 1.0)).best
     assert due.prediction.tokens_per_second >= 0.99 * speed

@@ -63,6 +63,7 @@ def test_a_prediction_says_what_it_is_of(capsys: pytest.CaptureFixture[str], tmp
     assert {link["a"] for link in asked["links"]} == {"ampere", "ada"}
 
 
+@pytest.mark.slow
 def test_the_share_of_the_bound_is_that_which_the_plan_reaches(written: tuple[str, str, Path]) -> None:
     text, page, _ = written
     rates = [float(x.replace(",", "")) for x in re.findall(r"([\d,]+) tokens/s", text)]

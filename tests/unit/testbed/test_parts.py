@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +200,7 @@ def test_foreign_load_is_noticed() -> None:
             least, end = (os.times().elapsed + seconds for seconds in (2.0, 120.0))
             while os.times().elapsed < least or (not seen.disturbed and os.times().elapsed < end):
                 seen.sample()
+                time.sleep(0.1)
     finally:
         burner.kill()
         burner.wait()

@@ -1,0 +1,95 @@
+"""Flags about the model of commands that plan and predict: adapters, modules that predict further tokens, and fp8."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
+
+from hetero_megatron.cli.arguments import SHARE, count
+from hetero_megatron.cli.flags.adapter import FLAG_KEYS, PLACES
+from hetero_megatron.errors import UserError
+from hetero_megatron.plans.fp8 import FORMATS, RECIPES, Fp8
+from hetero_megatron.plans.made_for import MadeFor, as_flags
+from hetero_megatron.spec import Lora, ModelSpec, adapted
+from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD, all_linear
+
+
+def add_lora(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--lora-rank", type=count(1, MAX_RANK), metavar="N",
+        help="adapters of this rank are trained beside a frozen base")  # fmt: skip
+    help = "projections with one, or a regular expression over names of modules (all linear layers)"
+    add("--lora-targets", nargs="+", metavar="NAME", help=help)
+    add("--lora-layers", nargs="+", metavar="N-N", help="layers with adapters, such as 0-3 7 (all)")
+    add("--lora-sites", nargs="+", metavar="SITE", help=f"all adapters, where they differ: {SITE_WORD}")
+    add("--lora-dropout", type=SHARE, metavar="RATE", help="with which they drop elements of their inputs (0)")
+    add("--use-dora", action="store_true", help="their rows are scaled to trained lengths (DoRA)")
+    help = "in which the frozen projections are stored (the run's dtype)"
+    add("--lora-base-dtype", choices=BASE_DTYPES, help=help)
+    add("--mtp-num-layers", type=count(0, 64), metavar="N", help="modules that predict further tokens (0)")
+
+
+def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) -> ModelSpec:
+    """The model with the adapters, or modules that predict further tokens, that the arguments ask for; what they leave
+    open is as the plan ``made`` for it has it."""
+    if args.mtp_num_layers is None and made is not None:
+        args.mtp_num_layers = made.mtp_layers
+    if args.mtp_num_layers:
+        if args.fp8_format is not None:
+            raise UserError(
+                "not known beside --fp8-format: a last stage may have nothing in fp8", field="--mtp-num-layers",
+                value=args.mtp_num_layers, accepted="0, or no --fp8-format",
+            )  # fmt: skip
+        try:
+            model = replace(model, mtp_layers=args.mtp_num_layers)
+        except UserError as error:
+            raise UserError(
+                error.problem, field="--mtp-num-layers", value=args.mtp_num_layers, accepted=error.accepted
+            ) from None
+    if made is not None and made.lora is not None:
+        for key, value in as_flags(made.lora, [key for key in PLACES if getattr(args, key)]).items():
+            if getattr(args, key) is None or getattr(args, key) is False:
+                setattr(args, key, value)
+    if args.lora_rank is None:
+        for flag, setting in (
+            ("--lora-targets", args.lora_targets), ("--lora-layers", args.lora_layers),
+            ("--lora-sites", args.lora_sites), ("--lora-dropout", args.lora_dropout),
+            ("--lora-base-dtype", args.lora_base_dtype), ("--use-dora", args.use_dora or None),
+        ):  # fmt: skip
+            if setting is not None:
+                value = None if setting is True else setting
+                raise UserError("has no effect without --lora-rank", field=flag, value=value)
+        return model
+    if args.lora_base_dtype is not None and args.fp8_format is not None:
+        raise UserError(
+            "--fp8-format knows no weights in so few bits", field="--lora-base-dtype", value=args.lora_base_dtype,
+            accepted="the command without --fp8-format",
+        )  # fmt: skip
+    from hetero_megatron.spec.adapter_places import chosen
+
+    try:
+        kind = {"dropout": args.lora_dropout or 0.0, "base_dtype": args.lora_base_dtype, "dora": args.use_dora}
+        lora = Lora(args.lora_rank, float(args.lora_rank), all_linear(model.gated), **kind)
+        return adapted(model, chosen(model, lora, args.lora_targets, args.lora_layers, args.lora_sites))
+    except UserError as error:
+        flag_of_field = {"dropout": "--lora-dropout", "base_dtype": "--lora-base-dtype"}
+        flag_of_field |= {name: f"--{FLAG_KEYS[name].replace('_', '-')}" for name in ("targets", "layers", "sites")}
+        name = flag_of_field.get(error.field, "--lora-rank")
+        name = "--use-dora" if error.field == "dora" else name
+        raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted) from None
+
+
+def add_fp8(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--fp8-format", choices=FORMATS, help="linear modules of layers compute in fp8 where chips have it")
+    add("--fp8-recipe", choices=RECIPES, help="scales in fp8: one per weight and sequence, or one per 128 elements")
+
+
+def fp8_of(args: Namespace) -> Fp8 | None:
+    """What the arguments ask for. UserError: one without the other."""
+    format_and_recipe = (args.fp8_format, args.fp8_recipe)
+    if None in format_and_recipe and any(format_and_recipe):
+        missing, present = ("recipe", "format") if args.fp8_format else ("format", "recipe")
+        accepted = ", ".join(RECIPES if missing == "recipe" else FORMATS)
+        raise UserError(f"missing beside --fp8-{present}", field=f"--fp8-{missing}", accepted=accepted)
+    return Fp8(*format_and_recipe) if args.fp8_format else None
