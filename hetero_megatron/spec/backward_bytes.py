@@ -162,14 +162,14 @@ def _attention(x: _Sizes, gone: float, own: float, core: float | None) -> Iterat
 
 def head_backward_bytes(
     spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, chunked: bool = False
-) -> int:  # fmt: skip
-    """Bytes that head and loss need beside what they keep, at the worst moment: 16-bit logits beside their wide
-    probabilities, or the gradients of the head's input and, before it is added up, of its weight, to whose sum chunks
-    of tokens add theirs."""
+) -> tuple[int, int]:
+    """Bytes that head and loss need beside what they keep, at the worst moment (before its weight has a gradient, when
+    it has one): 16-bit logits beside their wide probabilities; the gradients of the head's input and, before it is
+    added up, of its weight. To the latter's sum chunks of tokens add theirs, and what they keep is there with it."""
     h, vocab, wide = spec.hidden_size, spec.vocab_size / tp, max(itemsize, 4)
     weight = vocab * h * itemsize if spec.lora is None and not chunked and itemsize < wide else 0
     gradients = tokens * itemsize * h + weight
     logits = tokens * itemsize * vocab if itemsize < wide and not chunked else 0
     if logits:  # the wide probabilities are gone before the products of backward
         gradients -= tokens * (wide - itemsize) * vocab
-    return round(max(logits, gradients))
+    return round(logits), round(gradients)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hetero_megatron.plans.canonical import Recompute
 from hetero_megatron.plans.fp8 import BLOCK
@@ -18,6 +19,7 @@ from hetero_megatron.spec.activation_bytes import (
     head_operand_bytes,
     layer_activation_bytes,
     layer_operand_bytes,
+    mlp_widths,
     module_activation_bytes,
     module_operand_bytes,
 )
@@ -29,7 +31,8 @@ from hetero_megatron.spec.backward_bytes import (
     scatter_bytes,
 )
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.spec.flops import LOGITS_BYTES, common_columns
+from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
 from hetero_megatron.spec.model_spec import module_layer
 
 NUMBERS = 16  # bytes of each token that norms and the like keep of a layer beside its activations
@@ -140,16 +143,6 @@ def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     return total + (sum(ends_bytes(spec, held)) if held.head else 0)
 
 
-def layer_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
-    """Bytes that one micro-batch keeps on the device in any of the layers, at least."""
-    unlike = held.own is not None and not held.full  # the formula knows their average only
-    if not held.layers or held.untrained or held.offloaded or unlike:
-        return 0
-    partial = held.recompute if held.recompute in ("selective", "elementwise") else "none"
-    kind = "full" if held.full else partial
-    return layer_activation_bytes(spec, held.tokens, kind, held.item, held.tp, held.shards, held.load)
-
-
 def beside_layers(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps outside of layers and head: rotary tables, and what the next stage gets."""
     tables = sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)
@@ -180,9 +173,35 @@ def host_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     return in_host(layer_bytes(spec, held))
 
 
+class ChunkMoments(NamedTuple):
+    """Bytes of a chunk beside what a micro-batch keeps there, moment by moment.
+
+    Attributes:
+        logits, head: in the head, before its weight has a gradient and at the worst moment; 0 without one.
+        layers: in backward of each layer, at the worst moment of it, less what the layers after it have given back.
+        forward: in forward of each layer, more than it keeps.
+        kept: of what is kept, what head and modules have, and what each layer has on the device.
+        passing: messages between stages and numbers of tokens, at any moment.
+        boundary: a gradient between two layers.
+    """
+
+    logits: int
+    head: int
+    layers: tuple[int, ...]
+    forward: tuple[int, ...]
+    kept: tuple[int, tuple[int, ...]]
+    passing: int
+    boundary: int
+
+    @property
+    def most(self) -> int:
+        """At the worst moment of backward."""
+        return max(self.logits, self.head, max((0, *self.layers)) - self.kept[0]) + self.passing
+
+
 def working_bytes(
     spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, cores: Cores | None = None
-) -> int:
+) -> int:  # fmt: skip
     """Bytes beside what is kept, at the worst moment of a backward.
 
     That is in the head, or in a layer: in the last one when what the head kept is gone, and all others are still there,
@@ -192,30 +211,60 @@ def working_bytes(
     Args:
         layers, cores: of a rank of a context group.
     """
-    spec = held.own or spec
-    tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
-    if held.untrained == held.layers > 0 and not held.head:  # forward alone, of one layer at a time
-        forward = layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
-        return forward + LOOKAHEAD * boundary_bytes(spec, held)
-    from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, worst_layer
+    return backward_moments(spec, held, layers, cores).most
 
-    passed, head, in_head = 0 if held.head else boundary_bytes(spec, held), 0, 0
+
+def backward_moments(
+    spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, cores: Cores | None = None
+) -> ChunkMoments:
+    """The moments of which :func:`working_bytes` is the worst; those of forward, which is never worse, are for whoever
+    has something else then."""
+    from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, layer_moments
+
+    spec = held.own or spec
+    tokens, sizes, boundary = held.tokens, (held.item, held.tp, held.shards), boundary_bytes(spec, held)
+    if held.untrained == held.layers > 0 and not held.head:  # forward alone, of one layer at a time
+        forward = (layer_activation_bytes(spec, tokens, "none", *sizes, held.load),) * held.layers
+        return ChunkMoments(0, 0, forward, forward, (0, (0,) * held.layers), LOOKAHEAD * boundary, boundary)
+    passed, head, in_head, logits = 0 if held.head else boundary, 0, 0, 0
     layers = layer_bytes(spec, held) if layers is None else layers
     backward = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held), cores)
-    layer = round(worst_layer(layers, held.ahead, backward, passed))
+    in_layers = [round(x) for x in layer_moments(layers, held.ahead, backward, passed)]
     coming_back = round(coming(layers, held.ahead))
     if held.layers and held.tp > 1:  # or in forward, where the last layer's sums meet
-        layer = max(layer, round(_summing_bytes(spec, held)) - passed)
+        in_layers[-1] = max(in_layers[-1], round(_summing_bytes(spec, held)) - passed)
     if held.head:
         rows = (1 + spec.mtp_layers) * tokens
         head, modules = ends_bytes(spec, held)
-        in_head = head_backward_bytes(spec, rows, held.item, held.tp, held.limit is not None) + coming_back
-        boundary = boundary_bytes(spec, held)  # in the norm, whose input is still there
+        of_head = head_backward_bytes(spec, rows, held.item, held.tp, held.limit is not None)
+        logits, in_head = (size + coming_back for size in of_head)
+        # In the norm, whose input is still there.
         in_head = max(in_head, norm_backward_bytes(boundary, held.item) + boundary + coming_back - head)
         if modules:
             in_head, head = max(in_head, _in_module(spec, held) - head), head + modules
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
-    return max(in_head, layer - head) + moving * boundary_bytes(spec, held) + numbers_bytes(held)
+    kept = head, tuple(round(layer.kept - layer.host) for layer in layers)
+    passing = moving * boundary + numbers_bytes(held)
+    return ChunkMoments(logits, in_head, tuple(in_layers), _forward_bytes(spec, held, layers), kept, passing, boundary)
+
+
+def _forward_bytes(spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes]) -> tuple[int, ...]:
+    """Bytes in forward of each layer, more than it keeps on the device: what goes to host memory or will be made again
+    (of it, attention's part is gone when the MLP's is there), a weight of few bits, and what a layer and its parts put
+    out; or what is added up over a TP group."""
+    row = held.tokens * held.item
+    outputs, again = 3.0 * row * spec.hidden_size, math.inf
+    if held.item == 2:  # what is normed, in fp32
+        outputs += 4 * row * spec.hidden_size
+    if spec.moe is None and spec.delta is None:
+        attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        again = row * max((mlp_widths(spec) + 1) * spec.ffn_hidden_size, attention) / held.tp
+    made = spec.hidden_size * common_columns(spec, 0.0) / held.tp
+    weight = held.item * made + NF4_MAKING * min(NF4_CHUNK, made) * spec.in_nf4 if spec.in_few_bits else 0.0
+    summed = _summing_bytes(spec, held) if held.tp > 1 else 0.0
+    going = [sum(x.host for x in layers[max(i - held.ahead, 0) : i + 1]) for i in range(len(layers))]
+    worked = [max(min(layer.again, again) + outputs + weight, summed) for layer in layers]
+    return tuple(round(size + hosted) for size, hosted in zip(worked, going, strict=True))
 
 
 def numbers_bytes(held: RankWork) -> int:

@@ -102,9 +102,9 @@ def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
     rows: dict[MemoryBytes, list[int]] = {}
     for rank, needs in sorted(memory.items()):
         rows.setdefault(needs, []).append(rank)
-    heads = ["weights", "gradients", "optimizer", "activations", "buffers"]
+    heads = ["weights", "gradients", "optimizer", "activations", "moving", "buffers"]
     heads += ["teacher", "graphs", "overhead", "communicators", "total", "host"]
-    for head in ("teacher", "graphs", "overhead", "communicators", "host"):
+    for head in ("moving", "teacher", "graphs", "overhead", "communicators", "host"):
         if not any(getattr(needs, head) for needs in rows):
             heads.remove(head)
     lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>15}" for h in heads)]

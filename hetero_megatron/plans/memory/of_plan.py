@@ -20,10 +20,9 @@ from hetero_megatron.plans.memory.activations import (
     chunk_limit,
     graph_bytes,
     host_kept_bytes,
-    layer_kept_bytes,
     most_held,
 )
-from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes, divided_bytes, frozen_bytes
+from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes, frozen_bytes
 from hetero_megatron.plans.program import held_by_stages, moments_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.plans.shares import has_context
@@ -61,6 +60,8 @@ class MemoryBytes:
         optimizer: moments, and fp32 masters of 16-bit weights, of the elements that the rank owns.
         activations: kept for backward by all micro-batches in flight, what backward works with, and what is on its way
             between stages.
+        moving: of weights that the stage divides, gradients and messages under way at the worst moment of a step, less
+            what there is less of weights and activations then.
         buffers: gradients packed, received and summed when they travel.
         overhead: of the framework, before the first tensor; communicators: buffers of the communication library.
         graphs: memory of device graphs beside the activations, which then are there all step long, too.
@@ -79,6 +80,7 @@ class MemoryBytes:
     communicators: int = 0
     graphs: int = 0
     teacher: int = 0
+    moving: int = 0
 
     @property
     def lasting(self) -> int:
@@ -91,7 +93,7 @@ class MemoryBytes:
         if self.graphs:
             return self.lasting + self.activations + self.buffers
         # Buckets travel when most activations of the last micro-batch are gone.
-        return self.lasting + max(self.activations, self.buffers)
+        return self.lasting + max(self.activations + self.moving, self.buffers)
 
     def parts(self) -> dict[str, int]:
         """What ``total`` is made of."""
@@ -153,8 +155,14 @@ def estimate_memory(
     buckets = buckets if buckets is not None else make_buckets(plan, spec, muon=muon)
     divided, elsewhere, matrices = dict[int, DividedBytes](), dict[int, int](), None
     if plan.sharding_stages:
+        from hetero_megatron.plans.memory.divided_steps import divided_bytes
+
+        work: dict[int, tuple[RankWork, ...]] = {}
+        for stage in (stage for stage in plan.stages if stage.weights is not None):
+            work |= stage_work(stage, spec, item, logits_bytes, routing, fp8, plan.islands)
         base = frozen_buckets(plan, spec)
-        divided = divided_bytes(plan, spec.tied, (*buckets, *base), item, _given_back(plan, spec, item, routing, fp8))
+        activations = {rank: out[rank].activations for rank in work}
+        divided = divided_bytes(plan, spec, (*buckets, *base), item, work, activations)
         elsewhere = frozen_bytes(base, item)
     if any(bucket.matrices for bucket in buckets):
         from hetero_megatron.plans.memory.matrices import MatrixBytes
@@ -186,7 +194,7 @@ def estimate_memory(
         weights, gradients, optimizer = state_bytes(holds + frozen_elements, owns, item, moments, holds, saved)
         rank_divided = divided.get(rank, DividedBytes())
         weights += rank_divided.weights - elsewhere.get(rank, 0)
-        gradients += rank_divided.gradients + owns_divided * max(item, 4)
+        gradients += owns_divided * max(item, 4)
         optimizer += owns_divided * max(item, 4) * (moments + 1)  # masters are copies in any dtype
         if matrices is not None:
             i = index[rank]
@@ -196,19 +204,8 @@ def estimate_memory(
         if rank in plan.offloading:
             optimizer, host = 0, host + host_bytes(owns + owns_divided, moments)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
-        out[rank] = replace(out[rank], buffers=most_buffers + rank_divided.messages, **states)
+        out[rank] = replace(out[rank], buffers=most_buffers, moving=rank_divided.moving, **states)
     return out if plan.outer is None else _with_outer_steps(out, plan, spec, buckets, max(item, 4))
-
-
-def _given_back(plan: Plan, spec: ModelSpec, item: int, routing: Routing, fp8: Fp8 | None) -> dict[int, list[int]]:
-    """By rank of stages that divide their weights, bytes of activations that backward of a layer gives back, by chunk;
-    0 in context groups."""
-    given_back = {}
-    for stage in (stage for stage in plan.stages if stage.weights is not None):
-        counts = not has_context(stage, plan.seq_length)
-        for rank, chunks in stage_work(stage, spec, item, routing=routing, fp8=fp8, islands=plan.islands).items():
-            given_back[rank] = [counts * layer_kept_bytes(spec, chunk) for chunk in chunks]
-    return given_back
 
 
 def _with_outer_steps(

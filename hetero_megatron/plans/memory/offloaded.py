@@ -113,23 +113,30 @@ def in_host(layers: Sequence[LayerBytes]) -> int:
     return round(sum(layer.host for layer in layers))
 
 
-def worst_layer(
+def layer_moments(
     layers: Sequence[LayerBytes], ahead: int, backward: float, passed: float = 0.0, operands: float = 0.0
-) -> float:
-    """Most bytes beside what is kept on the device of all layers, at the worst moment of the backward of one of them:
-    it has come back, as do ``ahead`` layers before it, and of those after it there are the operands of weight gradients
-    that wait.
+) -> list[float]:
+    """Of every layer, bytes beside what is kept on the device of all layers at the worst moment of its backward: it has
+    come back, as do ``ahead`` layers before it, and of those after it there are the operands of weight gradients that
+    wait.
 
     Args:
         backward: of any layer; passed: the gradient that the last one got, which is there for the others, too;
             operands: of a layer, where backward is split.
     """
-    most, gone, last = 0.0, 0.0, len(layers) - 1
+    moments, gone, last = [0.0] * len(layers), 0.0, len(layers) - 1
     for i in reversed(range(len(layers))):
         there = sum(layer.host for layer in layers[max(i - ahead, 0) : i + 1])
-        most = max(most, backward + layers[i].again + there - gone + (passed if i < last else 0.0))
+        moments[i] = backward + layers[i].again + there - gone + (passed if i < last else 0.0)
         gone += layers[i].kept - layers[i].host - operands
-    return most
+    return moments
+
+
+def worst_layer(
+    layers: Sequence[LayerBytes], ahead: int, backward: float, passed: float = 0.0, operands: float = 0.0
+) -> float:
+    """The most of :func:`layer_moments`."""
+    return max([0.0, *layer_moments(layers, ahead, backward, passed, operands)])
 
 
 def coming(layers: Sequence[LayerBytes], ahead: int) -> float:

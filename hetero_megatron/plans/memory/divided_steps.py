@@ -1,0 +1,112 @@
+"""What ranks whose stage divides its weights hold of these and of gradients, by :mod:`.divided_moments`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, with_counts
+from hetero_megatron.plans.canonical import Plan, Stage
+from hetero_megatron.plans.context_plan import has_context
+from hetero_megatron.plans.memory.activations import RankWork, backward_moments
+from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes
+from hetero_megatron.plans.memory.divided_moments import BucketBytes, ChunkSteps, DividedMoments, PartBytes, Step
+from hetero_megatron.plans.program import splits_backward
+from hetero_megatron.spec import ModelSpec
+
+
+def divided_bytes(
+    plan: Plan, spec: ModelSpec, buckets: Iterable[Bucket], item: int, work: Mapping[int, Sequence[RankWork]],
+    activations: Mapping[int, int],
+) -> dict[int, DividedBytes]:  # fmt: skip
+    """By rank, of stages that divide their weights.
+
+    With a split backward gradients are all there from B_INPUT to W, while the last ones of the W before may be under
+    way, and messages count beside activations at their most.
+
+    Args:
+        item: bytes of a weight.
+        work: of each rank by chunk; activations: bytes of them at most.
+    """
+    backwards = {
+        rank: pipeline.num_micro_batches * len(stage.chunks)
+        for pipeline in plan.pipelines for stage in pipeline.stages for rank in stage.ranks
+    }  # fmt: skip
+    split, all_bytes = splits_backward(plan), dict[int, DividedBytes]()
+    for rank, parts in _parts(buckets, item).items():
+        stage = plan.sharding_stages[rank]
+        most, known = activations[rank], not (split or has_context(stage, plan.seq_length))
+        chunks = _chunk_steps(stage, spec, work[rank], item, parts, known)
+        held = most - max(c.activations.most for c in chunks if c.activations) if known else most
+        moments = DividedMoments(stage, parts, chunks, held, backwards[rank])
+        weights = moments.weights()
+        if split:
+            moving = _put_off_gradients(parts) + _under_way(stage, parts)
+        else:
+            moving = moments.most() - weights - most
+        all_bytes[rank] = DividedBytes(weights, moving)
+    return all_bytes
+
+
+def _parts(buckets: Iterable[Bucket], item: int) -> dict[int, dict[Step, PartBytes]]:
+    """By rank, what it holds of divided weights, by what is gathered at once."""
+    parts: dict[int, dict[Step, PartBytes]] = defaultdict(lambda: defaultdict(PartBytes))
+    wide = max(item, 4)
+    for bucket, held_elements, owned_elements in with_counts(b for b in buckets if b.weights is not None):
+        assert bucket.segment is not None
+        element_bytes, copies = 1 if bucket.in_bytes else item, held_elements.sum() / owned_elements.sum()
+        moving, summing = buffer_bytes(held_elements, owned_elements, copies, item, bucket.dense)
+        columns = (column.tolist() for column in (held_elements, owned_elements, moving, summing))
+        for rank, held, owned, travels, sums in zip(bucket.ranks, *columns, strict=True):
+            whole, message, rows = parts[rank][bucket.segment]
+            if bucket.trained:
+                rows = (*rows, BucketBytes(wide * held, int(travels), int(sums), wide * owned))
+            message += element_bytes * _message(held, owned, copies, bucket.dense)
+            parts[rank][bucket.segment] = PartBytes(whole + element_bytes * held, message, rows)
+    return {rank: dict(parts_of_rank) for rank, parts_of_rank in parts.items()}
+
+
+def _chunk_steps(
+    stage: Stage, spec: ModelSpec, work: Sequence[RankWork], item: int, parts: Mapping[Step, PartBytes], known: bool
+) -> list[ChunkSteps]:
+    """``known``: activations are, moment by moment."""
+    chunks = []
+    for number, ((a, b), chunk) in enumerate(zip(stage.chunks, work, strict=True)):
+        used: dict[Step, tuple[Step, ...]] = {"embed": ("embed",)} if stage.embed and number == 0 else {}
+        used |= {layer: (layer,) for layer in range(a, b)}
+        if stage.head and number + 1 == len(stage.chunks):
+            used["head"] = ("head", "embed") if spec.tied else ("head",)
+        held = sum(bucket.held for bucket in parts.get("embed", PartBytes()).buckets)
+        trained = spec.lora is None and stage.embed
+        narrow = round(spec.vocab_size * spec.hidden_size * item / chunk.tp) if trained else 0
+        tied = spec.tied and stage.embed and "head" in used
+        # Autograd keeps a tied head's gradient until it adds the embedding's; chunks of logits add theirs to the sum.
+        summed = tied and chunk.limit is not None
+        embedding = max(3 * narrow - held, narrow) if tied and not summed else narrow
+        moments = backward_moments(spec, chunk) if known else None
+        chunks.append(ChunkSteps(used, moments, embedding, held if summed else narrow if tied else 0))
+    return chunks
+
+
+def _message(held: int, owned: int, copies: float, dense: bool) -> int:
+    """Elements that gathering a bucket takes beside the weights: of two ranks that hold the same, none; of several, the
+    own part once for each of them; else what is sent and what comes."""
+    if dense:
+        return round(owned * copies) if copies > 2 else 0
+    return round(held - owned + owned * (copies - 1))
+
+
+def _under_way(stage: Stage, parts: Mapping[Step, PartBytes]) -> int:
+    """Messages of one part by layer, and of two where several are gathered at once."""
+    assert stage.weights is not None
+    sizes = sorted((part.message for part in parts.values()), reverse=True)
+    return sum(sizes[: 1 if stage.weights.gather == "layer" else 2])
+
+
+def _put_off_gradients(parts: Mapping[Step, PartBytes]) -> int:
+    """Of all layers, and of the last ones of the W before, which are under way."""
+    buckets = [bucket for part in parts.values() for bucket in part.buckets]
+    under_way = [buckets[i : i + IN_FLIGHT] for i in range(len(buckets))]
+    travels = max((sum(bucket.travels for bucket in window) for window in under_way), default=0)
+    last = max((sum(bucket.held for bucket in window) for window in under_way), default=0)
+    return sum(bucket.held for bucket in buckets) + last + travels
