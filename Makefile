@@ -31,7 +31,7 @@ SLOW := tests/slow tests/testbed tests/unit tests/distributed
 # Where it is set, as in many containers, every process compiles all that it imports: half a minute of `make test`.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test test-torch211 test-slow test-exhaustive test-parity test-faults test-fuzz test-scale bench lint types check clean
+.PHONY: help env demo test test-torch211 test-slow test-exhaustive test-parity test-faults test-fuzz test-scale bench bench-readme lint types check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -87,6 +87,9 @@ bench: env  ## benchmarks against peers; each prints ratios measured in one run
 	@shopt -s nullglob; files=(benchmarks/bench_*.py); \
 	[ $${#files[@]} -gt 0 ] || { echo "bench: no benchmarks/bench_*.py yet" >&2; exit 1; }; \
 	for file in "$${files[@]}"; do echo "== $$file"; $(PY) "$$file" || exit 1; done
+
+bench-readme: env  ## the cheap rows of README's measurements again, beside what is claimed (HETERO_PUBLIC_DATA: Sailor's files)
+	@$(PY) benchmarks/bench_readme.py $(ARGS)
 
 check: lint types
 

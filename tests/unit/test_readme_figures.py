@@ -76,6 +76,19 @@ def test_every_row_names_its_command() -> None:
             assert any(program in page for page in pages), f"{program} is not named where the figures are"
 
 
+def test_what_is_measured_again_is_what_rows_claim() -> None:
+    """``make bench-readme``: every claim has its row, whose figures are its limits."""
+    from benchmarks.bench_readme import CLAIMS, HERE
+
+    found = rows((ROOT / "README.md").read_text(encoding="utf-8"))
+    for claim in CLAIMS:
+        (row,) = [row for row in found if row[0].startswith(claim.row)]
+        figures = numbers(" ".join(row[:-1]))
+        assert all(Decimal(limit) in figures for limit in (claim.least, claim.most) if limit is not None), claim
+        assert f"`{claim.command[0]}`" in row[-1] and (HERE / claim.command[0]).exists(), claim
+        assert claim.least is not None or claim.most is not None
+
+
 def test_a_figure_that_was_not_measured_is_found(tmp_path: Path) -> None:
     row = ["peak memory of 38 ranks", "1.2 % on average", "[r](docs/results/predictor.md#{})"]
     row[-1] = row[-1].format("peak-memory-of-our-own-runtime-predicted-and-measured")
