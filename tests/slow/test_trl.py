@@ -23,7 +23,9 @@ PAIRS = [
     {"chosen": turns(f"say {i}", "yes" + " it is" * (i % 3)), "rejected": turns(f"say {i}", "no, not " * (1 + i % 4))}
     for i in range(6)
 ]
-TEXTS = [{"prompt": f"Is it {i}?", "chosen": " Yes" * (1 + i % 3), "rejected": " No, not" * (2 + i % 2)} for i in range(6)]
+TEXTS = [
+    {"prompt": f"Is it {i}?", "chosen": " Yes" * (1 + i % 3), "rejected": " No, not" * (2 + i % 2)} for i in range(6)
+]
 LABELLED = [
     {"prompt": pair[side][:1], "completion": pair[side][1:], "label": side == "chosen"}
     for i, pair in enumerate(PAIRS) for side in (("chosen", "rejected") if i % 3 else ("rejected",))
@@ -45,7 +47,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def ours(models: Path, tmp_path: Path, records: list[Any], words: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def ours(
+    models: Path, tmp_path: Path, records: list[Any], words: str
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """(metrics, gradients by Hugging Face name) of one step of SGD over all records in one sample."""
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     words = (
@@ -56,8 +60,12 @@ def ours(models: Path, tmp_path: Path, records: list[Any], words: str) -> tuple[
     )
     assert main(words.split()) == 0
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    before, after = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (models / "base", tmp_path / "out"))
-    return line, {n: p.detach() - q.detach() for (n, p), q in zip(before.named_parameters(), after.parameters(), strict=True)}
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (models / "base", tmp_path / "out")
+    )
+    return line, {
+        n: p.detach() - q.detach() for (n, p), q in zip(before.named_parameters(), after.parameters(), strict=True)
+    }
 
 
 def trainer(kind: str, models: Path, tmp_path: Path, records: list[Any], **options: Any) -> Any:
@@ -65,7 +73,9 @@ def trainer(kind: str, models: Path, tmp_path: Path, records: list[Any], **optio
     datasets = pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")
     module = trl if kind in ("DPO", "KTO") else pytest.importorskip(f"trl.experimental.{kind.lower()}")
-    model, reference = (AutoModelForCausalLM.from_pretrained(models / n, dtype=torch.float32) for n in ("base", "other"))
+    model, reference = (
+        AutoModelForCausalLM.from_pretrained(models / n, dtype=torch.float32) for n in ("base", "other")
+    )
     config = getattr(module, f"{kind}Config")(
         output_dir=str(tmp_path / "trl"), per_device_train_batch_size=len(records), max_length=512, report_to="none",
         use_cpu=True, bf16=False, **options,

@@ -69,7 +69,9 @@ def test_bitsandbytes_has_the_same_values() -> None:
         middle = (scales.codes[known[other]] + scales.codes[blocks[other, 32].int()]) / 2
         assert len(other) < 0.02 * len(known) and bool(((share - middle).abs() < 2**-15).all())
         same = torch.ones(len(known), dtype=torch.bool).index_fill(0, other, False)
-        got, want = (w.view(-1, 64)[same] for w in (widened(mine, scales, dtype), functional.dequantize_4bit(packed, state)))
+        got, want = (
+            w.view(-1, 64)[same] for w in (widened(mine, scales, dtype), functional.dequantize_4bit(packed, state))
+        )
         assert torch.equal(got, want)
 
 
