@@ -183,3 +183,27 @@ def test_divergences_are_those_of_gkd(d: Distillation, beta: float) -> None:
     torch.testing.assert_close(terms.sum(), wanted.detach(), rtol=1e-12, atol=0)
     gradient = slopes - p.exp() * slopes.sum(-1, keepdim=True)
     torch.testing.assert_close(gradient, torch.autograd.grad(wanted, student)[0], rtol=1e-11, atol=1e-13)
+
+
+def test_gkd_step(models: Path, tmp_path: Path) -> None:
+    """A step of distillation beside the teacher: TRL's trainer on the same conversations, without the student's own."""
+    pytest.importorskip("trl")
+    datasets, gkd = pytest.importorskip("datasets"), pytest.importorskip("trl.experimental.gkd")
+    records = [{"messages": pair["chosen"]} for pair in PAIRS]
+    words = f"--teacher-hf {models}/other --distill-weight 1 --distill-loss js --distill-js-beta 0.3"
+    line, found = ours(models, tmp_path, records, words)
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(models / n, dtype=torch.float32) for n in ("base", "other")
+    )
+    config = gkd.GKDConfig(
+        output_dir=str(tmp_path / "trl"), per_device_train_batch_size=len(records), report_to="none", use_cpu=True,
+        bf16=False, lmbda=0.0, beta=0.3, temperature=1.0,
+    )  # fmt: skip
+    made = gkd.GKDTrainer(
+        model=student.train(), teacher_model=teacher, args=config,
+        train_dataset=datasets.Dataset.from_list(records),
+        processing_class=AutoTokenizer.from_pretrained(models / "base", pad_token="<|end|>"),
+    )  # fmt: skip
+    batch = next(iter(made.get_train_dataloader()))
+    loss = made.compute_loss(made.model, batch)
+    compare(made, loss, line, found, ())
