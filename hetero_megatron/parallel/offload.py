@@ -192,6 +192,8 @@ class LayerActivations:
 
     def release(self) -> None:
         """Give up the device's memory: the computing stream goes on when the copies are through."""
+        if not self._row:
+            return
         self._owner.out.join(self._out)
         for copy in self._row:
             copy.flat = None
@@ -309,11 +311,11 @@ class OffloadedActivations:
             finally:
                 self._open = None
             group.leave()
-            self._leaving.append(group)
-            while len(self._leaving) > self._ahead:
-                self._leaving.popleft().release()
         else:
             group, out = LayerActivations(self, 0, set()), run(x, context, *stream_args)
+        self._leaving.append(group)  # also of a layer that keeps its own: meanwhile copies of those before it go on
+        while len(self._leaving) > self._ahead:
+            self._leaving.popleft().release()
         row.append(group)
         return ResidualStream(*Border.apply(partial(self._come_back, row, len(row) - 1), *out))
 

@@ -197,10 +197,16 @@ class DividedMoments:
     def _buckets(self, step: Step) -> tuple[BucketBytes, ...]:
         return self._parts.get(step, PartBytes()).buckets
 
+    def behind_others(self) -> int:
+        """Bytes of gradients under way while those of weights that are not divided travel, at the end of a step."""
+        return _size(self._last_sent()[1 - IN_FLIGHT :])
+
     def _left_under_way(self) -> list[BucketBytes]:
-        """Of the backward before; of several chunks, any one's, and what ends first is the least of it."""
-        if not self._repeats:
-            return []
+        """Of the backward before."""
+        return self._last_sent() if self._repeats else []
+
+    def _last_sent(self) -> list[BucketBytes]:
+        """By a backward; of several chunks, any one's, and what ends first is the least of it."""
         ends: dict[tuple[Step, int], BucketBytes] = {}
         for chunk in self._chunks:
             order = [s for s in reversed([*chunk.used]) if s != "embed"]

@@ -204,6 +204,7 @@ def estimate_memory(
         if rank in plan.offloading:
             optimizer, host = 0, host + host_bytes(owns + owns_divided, moments)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
+        most_buffers += rank_divided.behind_others if most_buffers else 0
         out[rank] = replace(out[rank], buffers=most_buffers, moving=rank_divided.moving, **states)
     return out if plan.outer is None else _with_outer_steps(out, plan, spec, buckets, max(item, 4))
 

@@ -16,6 +16,7 @@ import pytest
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.dry_run.one_rank import run_rank
 from hetero_megatron.plans import dump_yaml, plan_from_dict
+from hetero_megatron.plans.canonical import ActivationOffload
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.spec import Lora, adapted, load_model
@@ -145,6 +146,19 @@ def test_memory_where_all_forwards_come_first(context: bool, tmp_path: Path) -> 
     ((less, estimate, host, known),) = peaks(tmp_path, *args, ranks=(0,))
     assert host == known > 0 and less < peak
     assert less - estimate <= max(peak - total, 0) + 0.01 * less
+
+
+@pytest.mark.slow
+def test_what_the_first_layers_keep_is_away_while_the_others_run(tmp_path: Path) -> None:
+    """On a stage of its own, where no forward of another micro-batch comes before the backward."""
+    run, found = config("fp32", tmp_path, plan([pipe(4, 2, stage([0], [0, 6]))], seq_length=1024)), list[int]()
+    run = replace(run, spec=replace(run.spec, hidden_size=256, ffn_hidden_size=768))
+    for first in range(4):
+        offload = ActivationOffload(first) if first else None
+        away = replace(run, plan=run.plan.with_stages(lambda s, a=offload: replace(s, activations=a)))
+        found.append(run_rank(away, 0).peak)
+        assert 1.0 <= estimate_memory(away.plan, away.spec, away.dtype)[0].total / found[-1] <= 1.02, first
+    assert found == sorted(found, reverse=True) and found[3] < 0.9 * found[0]
 
 
 ALL = {"activations": {"offload": "all"}}

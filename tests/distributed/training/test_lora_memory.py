@@ -93,8 +93,8 @@ def test_memory_of_adapters_that_differ_by_layer_is_predicted(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_divided_base_is_in_the_estimate_to_the_byte(tmp_path: Path) -> None:
-    """Shares 5:1 and with TP 2:1:0:3; a base in 8 bits, whose scales every rank keeps. Its weights are exact; the whole
-    is not, as it adds what is rarely there at once: of these 0.86 to 1.28 of the peak."""
+    """Shares 5:1 and with TP 2:1:0:3; a base in 8 bits, whose scales every rank keeps. Its weights are exact; the
+    whole is never below the peak (tests/distributed/training/test_divided_memory.py)."""
     (tmp_path / "config.json").write_text(json.dumps(EIGHT_LAYERS | {"num_hidden_layers": 3}))
     base = load_model(str(tmp_path / "config.json"))
     for kind, dtype, gather in ((None, "bf16", "layer"), ("int8", "bf16", "micro-batch"), ("int8", "fp32", "layer")):
@@ -113,7 +113,7 @@ def test_a_divided_base_is_in_the_estimate_to_the_byte(tmp_path: Path) -> None:
             dry, estimate = run_rank(run, rank), estimates[rank]
             assert dry.parameters == estimate.weights, (kind, dtype, way, rank)
             ratio = estimate.total / dry.peak
-            assert 0.85 <= ratio <= 1.3, (kind, dtype, way, rank, ratio)
+            assert 0.999 <= ratio <= 1.3, (kind, dtype, way, rank, ratio)
 
 
 @pytest.mark.slow
