@@ -1,7 +1,8 @@
 """Weights of a Hugging Face directory as bitsandbytes stores them, in 4 bits (NF4, FP4) or 8 (LLM.int8), as slices of
 dequantised tensors. Every number that the values follow from is in the files; all of them are checked before use.
 
-Beside ``X.weight`` in 4 bits, two to a byte, the first in the upper half:
+Beside ``X.weight`` in 4 bits, two to a byte, the first in the upper half (FSDP wants the bytes as elements of another
+dtype, ``bnb_4bit_quant_storage``):
 
 - ``X.weight.quant_state.bitsandbytes__nf4`` (or ``fp4``): JSON text, with shape, dtype, block size;
 - ``X.weight.quant_map`` [16]: what 4 bits stand for, times the block's ``X.weight.absmax``;
@@ -26,6 +27,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import parse_json
 
 _STATE = ".quant_state.bitsandbytes__"
+_STORAGE = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}  # dtype of the weight's file -> bytes of an element
 _DTYPES = {name: DTYPES[name] for name in ("bfloat16", "float16", "float32")}
 _FORMAT = ".weight_format"  # beside int8: 0, row after row
 _LONGEST = 1 << 16  # bytes of a state
@@ -57,6 +59,7 @@ class FourBitSlice(DequantisedSlice):
     ) -> None:
         self.weight, self.scales, self.state, self.levels, self.nested = weight, scales, state, levels, nested
         self.shape, self.dtype = state.shape, state.dtype
+        self._width = _STORAGE[weight.get_dtype()]
 
     def _part(self, *axes: range) -> torch.Tensor:
         rows, columns = axes
@@ -72,10 +75,16 @@ class FourBitSlice(DequantisedSlice):
         """fp32 [stop - start] of the elements in their order, row after row."""
         block = self.state.block
         a, b = start // block, -(-stop // block)
-        stored = self.weight[a * block // 2 : min(b * block, math.prod(self.shape) + 1) // 2].flatten().int()
+        stored = self._bytes(a * block // 2, min(b * block, math.prod(self.shape) + 1) // 2).int()
         levels = self.levels[torch.stack([stored >> 4, stored & 15], -1).flatten()]
         magnitudes = self._magnitudes(a, b).repeat_interleave(block)
         return (levels * magnitudes[: len(levels)])[start - a * block : stop - a * block]
+
+    def _bytes(self, start: int, stop: int) -> torch.Tensor:
+        """uint8 [stop - start], whatever dtype they are stored as."""
+        first = start // self._width
+        stored = self.weight[first : -(-stop // self._width)].flatten().view(torch.uint8)
+        return stored[start - first * self._width : stop - first * self._width]
 
     def _magnitudes(self, a: int, b: int) -> torch.Tensor:
         """fp32 [b - a] of blocks."""
@@ -115,7 +124,9 @@ def four_bits(files: WeightFiles) -> Replaced:
             raise misfit(files, stored_state, f"beside {', '.join(missing)}")
         blocks = -(-math.prod(state.shape) // state.block)
         groups = -(-blocks // state.nested[0]) if state.nested else 0
-        _require(files, name, "U8", -(-math.prod(state.shape) // 2))
+        storage = files.tensor(name).get_dtype()
+        storage = storage if storage in _STORAGE else "U8"
+        _require(files, name, storage, -(-math.prod(state.shape) // (2 * _STORAGE[storage])))
         _require(files, beside[0], "U8" if state.nested else "F32", blocks)
         levels, *more = (_numbers(files, *each) for each in zip(beside[1:], (16, 256, groups), strict=False))
         made = FourBitSlice(files.tensor(name), files.tensor(beside[0]), state, levels, tuple(more))

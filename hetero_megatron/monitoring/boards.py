@@ -79,7 +79,7 @@ class Wandb:
             import wandb
         except ImportError as error:
             raise missing("Weights & Biases", "wandb", "--wandb-project", project) from error
-        run_id: dict[str, str] = {}
+        run_id: dict[str, Any] = {}
         if directory is not None and "WANDB_RUN_ID" not in os.environ:
             file = directory / WANDB_FILE
             name = known_id(file, "[A-Za-z0-9_-]{1,64}", "W&B") if resumed else None

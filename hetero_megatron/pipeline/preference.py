@@ -81,10 +81,11 @@ def pair_losses(
     losses = FORMULAS[p.loss](chosen, rejected, p)
     if p.sft_weight:
         losses = losses - p.sft_weight * mean_logps[::2]
-    with torch.no_grad():
-        rewards = p.beta * chosen, p.beta * rejected
+    with torch.no_grad():  # TRL: beside a reference those of whole answers, whatever the loss divides
+        shown, shown_ratio = (logps, ratio) if reference is None else (policy, policy - reference)
+        rewards = p.beta * shown_ratio[::2], p.beta * shown_ratio[1::2]
         margins = rewards[0] - rewards[1]
-        facts = (*rewards, (margins > 0).to(margins.dtype), margins, logps[::2], logps[1::2])
+        facts = (*rewards, (margins > 0).to(margins.dtype), margins, shown[::2], shown[1::2])
         return losses, torch.stack([fact.detach().sum() for fact in facts])
 
 

@@ -13,6 +13,7 @@ _HARMLESS = frozenset({
     "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype",
     "bnb_4bit_use_double_quant", "llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload",
 })  # fmt: skip
+_STORAGE = ("uint8", "bfloat16", "float16", "float32")  # of 4 bits: bytes, or bytes as elements of these
 # Method -> its keys and the values that they may have.
 _FORMATS: dict[str, dict[str, tuple[Any, ...]]] = {
     FP8: {
@@ -20,7 +21,7 @@ _FORMATS: dict[str, dict[str, tuple[Any, ...]]] = {
         "expert_dtype": ("fp8",), "dequantize": (True, False),
     },
     MXFP4: {"dequantize": (True, False)},
-    BITSANDBYTES: {"bnb_4bit_quant_storage": ("uint8", None), "llm_int8_has_fp16_weight": (False, None)},
+    BITSANDBYTES: {"bnb_4bit_quant_storage": (*_STORAGE, None), "llm_int8_has_fp16_weight": (False, None)},
 }  # fmt: skip
 _FORMAT_NAMES = {FP8: "block FP8", MXFP4: "MXFP4", BITSANDBYTES: "bitsandbytes' 4 or 8 bits"}
 

@@ -1,7 +1,8 @@
 """torchtitan's TOML: tensor and pipeline parallelism, and FSDP2 over the data-parallel ranks.
 
-Versions from 0.3 on take the same keys as flags instead (``--parallelism.tensor_parallel_degree 2``), and call the
-head ``lm_head``; the first comment of what is written says those.
+Versions from 0.3 on take the same keys as flags instead (``--parallelism.tensor_parallel_degree 2``), the modules of a
+stage with commas between them, recomputation as a word of its own at the end (``activation_checkpoint:full``), and call
+the head ``lm_head``; the first comment of what is written says those.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ def write(launch: RuntimeLaunch) -> str:
     }  # fmt: skip
     words = [f"--{section}.{key} {_word(value)}" for section in ("training", "parallelism")
              for key, value in data[section].items()]  # fmt: skip
-    newer = " ".join(words).replace('"output"', '"lm_head"')
+    if stages > 1:
+        words.append("--training.disable_cuda_graphs")  # which 0.3 has no pipelines with
+    words.append(f"activation_checkpoint:{data['activation_checkpoint']['mode']}")
+    newer = " ".join(words)
     lines = [f"# from 0.3 on as flags: {newer}"]
     for section, values in data.items():
         lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
@@ -102,7 +106,9 @@ def write(launch: RuntimeLaunch) -> str:
 
 
 def _word(value: Any) -> str:
-    return f"'{json.dumps(value)}'" if isinstance(value, list) else str(value)
+    if not isinstance(value, list):
+        return str(value)
+    return " ".join(",".join("lm_head" if name == "output" else name for name in names) for names in value)
 
 
 def _parts(layers: list[int], head: str) -> list[list[str]]:

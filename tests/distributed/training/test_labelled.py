@@ -1,6 +1,6 @@
 """Losses of labelled answers (KTO) under any plan: values and gradients are those of transformers and peft in one
-process, one answer at a time, with the formulas of TRL's KTOTrainer (which is not installed: ``trl_loss`` is written
-after its documentation and Ethayarajh et al. 2024), fp64. The estimate of the divergence is the mean over mismatched
+process, one answer at a time, with the formulas of TRL's KTOTrainer (``trl_loss`` is written after Ethayarajh et al.
+2024; tests/slow/test_trl.py compares with TRL itself), fp64. The estimate of the divergence is the mean over mismatched
 prompts and answers of the whole global batch, whatever the plan; TRL's is that of its processes' batches together."""
 
 from __future__ import annotations

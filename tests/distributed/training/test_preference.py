@@ -122,8 +122,9 @@ def log_probabilities(model: Any, answers: list[tuple[np.ndarray, np.ndarray]]) 
 def trl_loss(
     p: Preference, policy: torch.Tensor, ref: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(losses, chosen rewards, rejected rewards) as DPOTrainer (loss_type), ORPOTrainer and CPOTrainer say."""
-    average = policy / lengths
+    """(losses, chosen rewards, rejected rewards) as DPOTrainer (loss_type), ORPOTrainer and CPOTrainer say;
+    tests/slow/test_trl.py has them say it themselves."""
+    average, whole = policy / lengths, (policy - ref).detach()
     if p.averages:
         policy, ref = average, ref / lengths
     if p.loss in WITHOUT_REFERENCE:
@@ -156,6 +157,8 @@ def trl_loss(
         odds = delta - (torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected)))
         losses = -chosen + beta * -log(odds)
     losses = losses - p.sft_weight * average[::2]
+    if p.loss not in WITHOUT_REFERENCE:
+        chosen, rejected = whole[::2], whole[1::2]
     return losses, (beta * chosen).detach(), (beta * rejected).detach()
 
 
@@ -184,7 +187,7 @@ def check(
         losses.mean().backward()
         norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
-        shown = policy.detach() / lengths if p.averages else policy.detach()
+        shown = policy.detach() / lengths if p.averages and p.loss in WITHOUT_REFERENCE else policy.detach()
         facts = (good, bad, (good > bad).double(), good - bad, shown[::2], shown[1::2])
         wanted.append([losses.mean().item(), float(norm), len(losses), *(fact.mean().item() for fact in facts)])
     weights = peft_values(model, spec) if lora is not None else hf_to_logical(model, spec)

@@ -92,14 +92,16 @@ def plain_mxfp4(weights: Tensors) -> Tensors:
     return out
 
 
-def in_four_bits(weights: Tensors, double: bool, dtype: str, block: int, quant_type: str = "nf4") -> Tensors:
+def in_four_bits(
+    weights: Tensors, double: bool, dtype: str, block: int, quant_type: str = "nf4", storage: torch.dtype = torch.uint8
+) -> Tensors:
     """Projections of layers as random codes and scales, under bitsandbytes' names."""
     out = dict(weights)
     for name in [n for n in weights if ".layers." in n and n.endswith("_proj.weight")]:
         shape, elements = list(weights[name].shape), weights[name].numel()
         blocks, state = -(-elements // block), {"quant_type": quant_type, "blocksize": block, "dtype": dtype}
         state["shape"] = shape
-        out[name] = torch.randint(0, 256, (-(-elements // 2), 1), dtype=torch.uint8)
+        out[name] = torch.randint(0, 256, (-(-elements // 2), 1), dtype=torch.uint8).flatten().view(storage)[:, None]
         out[f"{name}.quant_map"] = torch.tensor(NF4) if quant_type == "nf4" else torch.randn(16)
         out[f"{name}.absmax"] = torch.rand(blocks)
         if double:
@@ -126,7 +128,7 @@ def plain_four_bits(weights: Tensors) -> Tensors:
         if "nested_blocksize" in state:
             groups = weights[f"{name}.nested_absmax"].numpy()[np.arange(len(scales)) // 256]
             scales = weights[f"{name}.nested_quant_map"].numpy()[scales] * groups + np.float32(state["nested_offset"])
-        codes = [nibble for byte in weight.flatten().tolist() for nibble in (byte >> 4, byte & 15)]
+        codes = [nibble for byte in weight.flatten().view(torch.uint8).tolist() for nibble in (byte >> 4, byte & 15)]
         elements = weights[f"{name}.quant_map"].numpy()[codes[: math.prod(state["shape"])]]
         values = elements * scales[np.arange(len(elements)) // state["blocksize"]]
         out[name] = torch.from_numpy(values).view(state["shape"]).to(getattr(torch, state["dtype"]))
@@ -180,6 +182,10 @@ CASES = {
             plain_four_bits),
     "fp4": (DENSE["qwen3_mixed"], {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
             partial(in_four_bits, double=True, dtype="float16", block=32, quant_type="fp4"), plain_four_bits),
+    "nf4 as fp32": (
+        DENSE["llama_yarn"], FOUR_BITS | {"bnb_4bit_quant_storage": "float32"},
+        partial(in_four_bits, double=False, dtype="bfloat16", block=32, storage=torch.float32), plain_four_bits,
+    ),
     "int8": (DENSE["llama_yarn"], BitsAndBytesConfig(load_in_8bit=True).to_dict(), in_int8, plain_int8),
 }  # fmt: skip
 

@@ -53,14 +53,26 @@ def test_values_beside_the_middles() -> None:
 
 
 def test_bitsandbytes_has_the_same_values() -> None:
+    """But for scales beside the middle of two of their 8-bit numbers: on CPUs bitsandbytes finds those from a table."""
     functional = pytest.importorskip("bitsandbytes.functional")
-    given = weight(96, 256)
-    packed, state = functional.quantize_4bit(given, blocksize=64, compress_statistics=True, quant_type="nf4")
-    mine, scales = quantize_nf4(given, (0, 96), (0, 256))
-    blocks = mine.view(-1, 33)
-    assert torch.equal(blocks[:, :32].flatten(), packed.flatten()) and torch.equal(blocks[:, 32], state.absmax)
-    assert torch.equal(scales.groups, state.state2.absmax) and torch.equal(scales.mean[0], state.offset)
-    assert torch.equal(widened(mine, scales, torch.float32), functional.dequantize_4bit(packed, state))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        given = weight(300, 256).to(dtype)
+        packed, state = functional.quantize_4bit(given, blocksize=64, compress_statistics=True, quant_type="nf4")
+        mine, scales = quantize_nf4(given, (0, 300), (0, 256))
+        blocks, known, nested = mine.view(-1, 33), state.absmax.int(), state.state2
+        assert torch.equal(blocks[:, :32].flatten(), packed.flatten())
+        assert torch.equal(scales.groups, nested.absmax) and torch.equal(scales.mean[0], state.offset)
+        assert torch.equal(scales.levels, state.code) and torch.equal(scales.codes, nested.code)
+        other = (blocks[:, 32].int() != known).nonzero()[:, 0]
+        largest = given.float().view(-1, 64).abs().amax(1)
+        share = ((largest - scales.mean) / scales.groups.repeat_interleave(256)[: len(largest)])[other]
+        middle = (scales.codes[known[other]] + scales.codes[blocks[other, 32].int()]) / 2
+        assert len(other) < 0.02 * len(known) and bool(((share - middle).abs() < 2**-15).all())
+        same = torch.ones(len(known), dtype=torch.bool).index_fill(0, other, False)
+        got, want = (
+            w.view(-1, 64)[same] for w in (widened(mine, scales, dtype), functional.dequantize_4bit(packed, state))
+        )
+        assert torch.equal(got, want)
 
 
 def test_parts_are_those_of_the_whole() -> None:

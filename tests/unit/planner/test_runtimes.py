@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import shlex
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,31 @@ def test_torchtitan_knows_the_keys(cluster: Cluster) -> None:
         data = tomllib.loads(written("torchtitan", plan, spec, cluster, "bf16"))
         TrainingConfig(**data["training"])
         ParallelismConfig(**data["parallelism"])
+
+
+@pytest.mark.slow
+def test_torchtitan_reads_the_flags(cluster: Cluster) -> None:
+    """By the parser of its command line, which replaced files in 0.3: what the comment says is what the file says."""
+    import tomllib
+
+    manager = pytest.importorskip("torchtitan.config.manager")
+    pytest.importorskip("torchtitan.models.llama3.config_registry")
+    spec = load_model("tiny")
+    for seed in range(6):
+        plan, _ = drawn("torchtitan", seed, spec, cluster)
+        text = written("torchtitan", plan, spec, cluster, "bf16")
+        (flags,) = [line.split(": ", 1)[1] for line in text.splitlines() if line.startswith("# from 0.3 on as flags")]
+        debug = ["--module", "llama3", "--config", "llama3_debugmodel"]
+        config, data = manager.ConfigManager().parse_args([*debug, *shlex.split(flags)]), tomllib.loads(text)
+        parts = data["parallelism"].get("module_fqns_per_model_part")
+        if parts:
+            parts[-1][-1] = "lm_head"
+        for section in ("training", "parallelism"):
+            found = getattr(config, section)
+            assert {key: getattr(found, key) for key in data[section]} == data[section]
+        recompute = config.activation_checkpoint
+        assert (recompute is not None) == (data["activation_checkpoint"]["mode"] == "full")
+        assert recompute is None or "FullAC" in type(recompute).__qualname__
 
 
 @pytest.mark.slow
