@@ -17,12 +17,13 @@ from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import ChipStructure
 from hetero_megatron.planner.search.concrete_search import StagedSearch, StageSpeed
-from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan
+from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulation_work
 from hetero_megatron.planner.shares import min_max_counts
 from hetero_megatron.plans import Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plans.canonical import WeightSharding
 from hetero_megatron.plans.fields import reduced
 from hetero_megatron.plans.memory.divided import owned_bytes
+from hetero_megatron.plans.memory.of_plan import plan_activations
 from hetero_megatron.predictor.simulate.step import StepSimulator
 from hetero_megatron.spec import stage_tensors
 from hetero_megatron.spec.adapted_model import gathered_bytes
@@ -159,13 +160,19 @@ class _DividedSearch(StagedSearch):
     def best_plan(self, structure: ChipStructure, best: float) -> SimulatedPlan | None:
         """With the recompute and the way of gathering that are fastest."""
         chosen: SimulatedPlan | None = None
+        checked: Plan | None = None  # one of them: islands depend on neither
         for recompute in self.recompute_kinds:
             fits = False
             for way in WAYS:
+                plan = self._plan(structure, recompute, way)
+                if not fits and self._has_no_room(plan):
+                    break
                 try:
-                    plan = self.checked(self._plan(structure, recompute, way))
+                    checked = checked or self.checked(plan)
                 except UserError:  # a rank without any column
                     return chosen
+                plan = replace(plan, islands=checked.islands)
+                self.scorer.work.add(simulation_work(plan))
                 step = StepSimulator(self._shared_by_room(plan), self.costs)
                 if step.over and not fits:
                     break  # other ways take more
@@ -179,6 +186,23 @@ class _DividedSearch(StagedSearch):
             if fits:
                 break  # what recomputes nothing is faster
         return chosen
+
+    def _has_no_room(self, plan: Plan) -> bool:
+        """Whether activations leave the ranks of a stage less than its state takes once, whatever their shares."""
+        options, costs = self.costs.options, self.costs
+        activations = plan_activations(plan, self.model, costs.item, options.logits_bytes, options.routing)
+        for stage in plan.stages:
+            chips = [self.cluster.ranks[rank].chip for rank in stage.ranks]
+            rooms = [
+                costs.memory_limit(chip) - costs.overhead(chip) - activations[rank].activations
+                for rank, chip in zip(stage.ranks, chips, strict=True)
+            ]
+            tensors = stage_tensors(self.model, stage.layer_indices(), stage.embed, stage.head)
+            state = sum(t.size for t in tensors if t.trained) * costs.wide * (options.moments + 2)
+            state += sum(gathered_bytes(t, costs.item) for t in tensors if not t.trained)
+            if min(rooms) < 0 or sum(rooms) < state:
+                return True
+        return False
 
     def _shared_by_room(self, plan: Plan) -> Plan:
         """Shares of state from the memory that is left beside everything else."""

@@ -168,7 +168,6 @@ class StepSimulator:
         assert costs.seq_length == plan.seq_length, "costs for another sequence length"
         self.chips = {r: costs.cluster.ranks[r].chip for r in plan.ranks}
         self.stages = StageCosts(plan, costs, self.prepared)
-
         if sync is not None:
             assert sync.plan.stages == plan.stages and sync.plan.islands == plan.islands and sync.model is costs
             self.sync = sync
@@ -176,6 +175,11 @@ class StepSimulator:
     @cached_property
     def sync(self) -> GradSync:
         return GradSync(self.plan, self.costs, self.prepared.structure(self.costs))
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Of gradients: those of the reduction, if that was given or made, whose hops take longer to find."""
+        return self.sync.all_buckets if "sync" in self.__dict__ else self.prepared.compiled.buckets
 
     @cached_property
     def pipelines(self) -> list[PipelineCosts]:
@@ -373,9 +377,9 @@ class StepSimulator:
     @cached_property
     def memory(self) -> dict[int, MemoryBytes]:
         """Of every rank, including the framework's overhead and communicators."""
-        costs = self.costs
+        costs, buckets = self.costs, self.buckets
         found = estimate_memory(
-            self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets,
+            self.plan, costs.model, costs.dtype, costs.options.moments, buckets,
             logits_bytes=costs.options.logits_bytes, routing=costs.options.routing, fp8=costs.options.fp8,
         )  # fmt: skip
         memory = {}
@@ -386,7 +390,7 @@ class StepSimulator:
                 optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
             overhead = int(costs.chip_rates(self.chips[rank]).overhead_bytes)
             memory[rank] = replace(needs, optimizer=optimizer, overhead=overhead)
-        return with_communicators(memory, self.plan, costs.model, self.sync.all_buckets, costs.cluster)
+        return with_communicators(memory, self.plan, costs.model, buckets, costs.cluster)
 
     def _mfu(self, seconds: float) -> float | None:
         peaks = [self.costs.cluster.chips[c].flops.get(self.costs.dtype) for c in self.chips.values()]
