@@ -55,12 +55,17 @@ def settings_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def serving(environment: Mapping[str, str]) -> Iterator[Path]:
-    """The folder ``bin`` with the clients of a server in this environment; their programs end with this context."""
+    """The folder ``bin`` with the clients of a server in this environment; their programs end with this context.
+    Where the kernel cannot do that, the interpreters themselves."""
     import subprocess
     import tempfile
 
     root = Path(__file__).parents[2]
-    real, folder = root / ".venv" / "bin", tempfile.TemporaryDirectory(prefix="quick")
+    real = root / ".venv" / "bin"
+    if not _waits_for_processes():
+        yield real
+        return
+    folder = tempfile.TemporaryDirectory(prefix="quick")
     address, made = Path(folder.name, "server"), Path(folder.name, "bin")
     made.mkdir()
     for name in NAMES:
@@ -80,6 +85,15 @@ def serving(environment: Mapping[str, str]) -> Iterator[Path]:
         server.terminate()
         server.communicate()
         folder.cleanup()
+
+
+def _waits_for_processes() -> bool:
+    """Whether the kernel has what the server waits for processes with; some sandboxes have not."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def client(program: str, python: str, address: str, settings: Mapping[str, str]) -> NoReturn:
