@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -79,6 +80,7 @@ def decimals(figure: str) -> int:
     return len(figure.partition(".")[2])
 
 
+@cache
 def printed(command: tuple[str, ...]) -> str:
     done = subprocess.run([sys.executable, str(HERE / command[0]), *command[1:]], capture_output=True, text=True)
     if done.returncode:
@@ -89,15 +91,14 @@ def printed(command: tuple[str, ...]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT")
-    only, outputs, wrong = parser.parse_args().only, dict[tuple[str, ...], str](), 0
+    only, wrong = parser.parse_args().only, 0
     print(machine(), flush=True)
     for claim in (claim for claim in CLAIMS if only in claim.row):
         title, data = f"{claim.row}: {claim.what}", os.environ.get("HETERO_PUBLIC_DATA")
         if claim.needs is not None and (data is None or not (Path(data) / claim.needs).is_dir()):
             print(f"{title:<66} not run: no {claim.needs} in HETERO_PUBLIC_DATA", flush=True)
             continue
-        output = outputs.setdefault(claim.command, "") or printed(claim.command)
-        outputs[claim.command] = output
+        output = printed(claim.command)
         figures = re.findall(claim.pattern, output)
         if not figures:
             raise SystemExit(f"{' '.join(claim.command)} prints nothing like {claim.pattern}:\n{output}")

@@ -167,12 +167,14 @@ class _DividedSearch(StagedSearch):
                 plan = self._plan(structure, recompute, way)
                 if not fits and self._has_no_room(plan):
                     break
-                try:
-                    checked = checked or self.checked(plan)
-                except UserError:  # a rank without any column
-                    return chosen
-                plan = replace(plan, islands=checked.islands)
-                self.scorer.work.add(simulation_work(plan))
+                if checked is None:
+                    try:
+                        plan = checked = self.checked(plan)
+                    except UserError:  # a rank without any column
+                        return chosen
+                else:
+                    plan = replace(plan, islands=checked.islands)
+                    self.scorer.work.add(simulation_work(plan))
                 step = StepSimulator(self._shared_by_room(plan), self.costs)
                 if step.over and not fits:
                     break  # other ways take more

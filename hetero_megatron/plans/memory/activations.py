@@ -179,7 +179,6 @@ class ChunkMoments(NamedTuple):
     Attributes:
         logits, head: in the head, before its weight has a gradient and at the worst moment; 0 without one.
         layers: in backward of each layer, at the worst moment of it, less what the layers after it have given back.
-        forward: in forward of each layer, more than it keeps.
         kept: of what is kept, what head and modules have, and what each layer has on the device.
         passing: messages between stages and numbers of tokens, at any moment.
         boundary: a gradient between two layers.
@@ -188,7 +187,6 @@ class ChunkMoments(NamedTuple):
     logits: int
     head: int
     layers: tuple[int, ...]
-    forward: tuple[int, ...]
     kept: tuple[int, tuple[int, ...]]
     passing: int
     boundary: int
@@ -217,15 +215,14 @@ def working_bytes(
 def backward_moments(
     spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, cores: Cores | None = None
 ) -> ChunkMoments:
-    """The moments of which :func:`working_bytes` is the worst; those of forward, which is never worse, are for whoever
-    has something else then."""
+    """The moments of which :func:`working_bytes` is the worst."""
     from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, layer_moments
 
     spec = held.own or spec
     tokens, sizes, boundary = held.tokens, (held.item, held.tp, held.shards), boundary_bytes(spec, held)
-    if held.untrained == held.layers > 0 and not held.head:  # forward alone, of one layer at a time
-        forward = (layer_activation_bytes(spec, tokens, "none", *sizes, held.load),) * held.layers
-        return ChunkMoments(0, 0, forward, forward, (0, (0,) * held.layers), LOOKAHEAD * boundary, boundary)
+    if _runs_forward_alone(held):
+        forward = forward_bytes(spec, held)
+        return ChunkMoments(0, 0, forward, (0, (0,) * held.layers), LOOKAHEAD * boundary, boundary)
     passed, head, in_head, logits = 0 if held.head else boundary, 0, 0, 0
     layers = layer_bytes(spec, held) if layers is None else layers
     backward = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held), cores)
@@ -245,13 +242,25 @@ def backward_moments(
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
     kept = head, tuple(round(layer.kept - layer.host) for layer in layers)
     passing = moving * boundary + numbers_bytes(held)
-    return ChunkMoments(logits, in_head, tuple(in_layers), _forward_bytes(spec, held, layers), kept, passing, boundary)
+    return ChunkMoments(logits, in_head, tuple(in_layers), kept, passing, boundary)
 
 
-def _forward_bytes(spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes]) -> tuple[int, ...]:
+def _runs_forward_alone(held: RankWork) -> bool:
+    """Whether no gradient goes to any of its layers: one at a time is there."""
+    return held.untrained == held.layers > 0 and not held.head
+
+
+def forward_bytes(spec: ModelSpec, held: RankWork) -> tuple[int, ...]:
     """Bytes in forward of each layer, more than it keeps on the device: what goes to host memory or will be made again
     (of it, attention's part is gone when the MLP's is there), a weight of few bits, and what a layer and its parts put
-    out; or what is added up over a TP group."""
+    out; or what is added up over a TP group. Never more than in backward, unless something else is there as well."""
+    from hetero_megatron.plans.memory.offloaded import layer_bytes
+
+    spec = held.own or spec
+    if _runs_forward_alone(held):
+        whole = layer_activation_bytes(spec, held.tokens, "none", held.item, held.tp, held.shards, held.load)
+        return (whole,) * held.layers
+    layers = layer_bytes(spec, held)
     row = held.tokens * held.item
     outputs, again = 3.0 * row * spec.hidden_size, math.inf
     if held.item == 2:  # what is normed, in fp32

@@ -37,13 +37,15 @@ class ChunkSteps(NamedTuple):
 
     Attributes:
         used: by step, in the order of a forward, the parts whose weights it uses.
-        activations: of a backward; None: no more is known of them than their most at any time.
+        activations: of a backward; None: no more is known of them than their most at any time; forward: in forward of
+            each layer, more than it keeps.
         embedding: bytes of the gradient of the embedding beside its sum, before it is added up.
         brought: of what the head's backward brings of it, where they are one matrix.
     """
 
     used: Mapping[Step, tuple[Step, ...]]
     activations: ChunkMoments | None
+    forward: tuple[int, ...] = ()
     embedding: int = 0
     brought: int = 0
 
@@ -63,7 +65,7 @@ class ChunkSteps(NamedTuple):
         border between two layers holds."""
         if self.activations is None:
             return 0
-        logits, head, layers, in_forward, kept, passing, boundary = self.activations
+        logits, head, layers, kept, passing, boundary = self.activations
         if step == "head":
             return passing + (logits + 2 * boundary if forward else head)
         if step == "embed":
@@ -71,7 +73,7 @@ class ChunkSteps(NamedTuple):
         first = next(s for s in self.used if isinstance(s, int))
         assert isinstance(step, int) and isinstance(first, int)
         if forward:
-            return self.kept(step - first + 1) + in_forward[step - first]
+            return self.kept(step - first + 1) + self.forward[step - first]
         return layers[step - first] - kept[0] + passing + boundary
 
 

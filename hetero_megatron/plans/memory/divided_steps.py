@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, with_counts
 from hetero_megatron.plans.canonical import Plan, Stage
 from hetero_megatron.plans.context_plan import has_context
-from hetero_megatron.plans.memory.activations import RankWork, backward_moments
+from hetero_megatron.plans.memory.activations import RankWork, backward_moments, forward_bytes
 from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes
 from hetero_megatron.plans.memory.divided_moments import BucketBytes, ChunkSteps, DividedMoments, PartBytes, Step
 from hetero_megatron.plans.program import splits_backward
@@ -83,8 +83,8 @@ def _chunk_steps(
         # Autograd keeps a tied head's gradient until it adds the embedding's; chunks of logits add theirs to the sum.
         summed = tied and chunk.limit is not None
         embedding = max(3 * narrow - held, narrow) if tied and not summed else narrow
-        moments = backward_moments(spec, chunk) if known else None
-        chunks.append(ChunkSteps(used, moments, embedding, held if summed else narrow if tied else 0))
+        moments, forward = (backward_moments(spec, chunk), forward_bytes(spec, chunk)) if known else (None, ())
+        chunks.append(ChunkSteps(used, moments, forward, embedding, held if summed else narrow if tied else 0))
     return chunks
 
 
