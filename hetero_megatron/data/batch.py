@@ -62,6 +62,15 @@ class TeacherTokens:
 
 
 @dataclass(frozen=True)
+class Judged:
+    """Of the sampled answers that the rows of a batch hold: their advantages, and the weights of their tokens; fp64
+    [b, 1]."""
+
+    advantages: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """b sequences of s tokens.
 
@@ -77,6 +86,7 @@ class Batch:
         samples: global index of each row, where somebody gave the rows.
         teacher: what it said, where the data bring that.
         mismatched: of labelled answers, the same prompts with others' answers; on the host, whole.
+        judged: of sampled answers, one in each row.
     """
 
     tokens: torch.Tensor
@@ -91,6 +101,7 @@ class Batch:
     samples: tuple[int, ...] = ()
     teacher: TeacherTokens | None = None
     mismatched: Batch | None = None
+    judged: Judged | None = None
 
     def num_loss_tokens(self) -> int:
         if self.counted is not None:
@@ -147,7 +158,14 @@ def _batch(samples: Sequence[Sample], options: BatchOptions) -> Batch:
         documents,
         pairs=_pairs(samples, length) if samples and samples[0].pairs is not None else None,
         teacher=_teacher_tokens([s.teacher for s in samples if s.teacher is not None]),
+        judged=_judged([s.judged for s in samples if s.judged is not None]),
     )
+
+
+def _judged(every: Sequence[tuple[float, float]]) -> Judged | None:
+    if not every:
+        return None
+    return Judged(*torch.tensor(every, dtype=torch.float64)[..., None].unbind(1))
 
 
 def _teacher_tokens(every: Sequence[LikeliestTokens]) -> TeacherTokens | None:

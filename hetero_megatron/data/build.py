@@ -193,6 +193,10 @@ def _builder_of(config: DataConfig) -> type[_SplitBuilder] | type[ChatData]:
     """What builds the splits: of text, or of conversations."""
     if not config.sft:
         return _SplitBuilder
+    if config.grpo:
+        from hetero_megatron.data.prompts import PromptData
+
+        return PromptData
     from hetero_megatron.data.chat.build import ChatData
 
     return ChatData

@@ -43,6 +43,7 @@ class DataConfig:
         json_keys: the key (jsonl) or column (parquet, arrow) that holds the text.
         sft: the data are conversations (see ``data.chat``).
         preference: they are preference pairs, for this loss; None: single conversations.
+        grpo: they are prompts, to be answered with ``max_new_tokens`` at most.
         chat_template: file with a Jinja template; None: the tokenizer's own.
         sft_loss: ``assistant``: what the assistant wrote counts; ``all``: every token of a conversation.
         overlong_samples: what becomes of conversations longer than a sample.
@@ -73,6 +74,8 @@ class DataConfig:
     num_workers: int = 2
     sft: bool = False
     preference: str | None = None
+    grpo: bool = False
+    max_new_tokens: int = 256
     chat_template: str | None = None
     sft_loss: str = "assistant"
     overlong_samples: str = "keep-start"
@@ -119,6 +122,11 @@ class DataConfig:
         for flag, (is_given, problem, accepted) in refused.items():
             if is_given:
                 raise UserError(problem, field=flag, value="given", accepted=accepted, where="with --sft")
+        if self.grpo and self.reads_stream:
+            raise UserError(
+                "prompts are addressed by number, which a stream has not", field="--dataloader-type",
+                value="streaming", accepted="single", where="with --grpo",
+            )  # fmt: skip
         if self.pairs and self.reads_stream:
             raise UserError(
                 "pairs are addressed by number, which a stream has not", field="--dataloader-type", value="streaming",

@@ -28,6 +28,7 @@ class Sample(NamedTuple):
     ``teacher``: of data that bring what a teacher said.
     ``desired``: the samples' documents are single answers, numbered by ``pairs``, and these are their labels;
     ``mismatched``: the same prompts, in the same order, each with another example's answer.
+    ``judged``: of a sampled answer, its advantage and the weight of each of its tokens.
     """
 
     tokens: np.ndarray
@@ -37,6 +38,7 @@ class Sample(NamedTuple):
     teacher: LikeliestTokens | None = None
     desired: tuple[bool, ...] | None = None
     mismatched: Sample | None = None
+    judged: tuple[float, float] | None = None
 
 
 class Dataset(Protocol):

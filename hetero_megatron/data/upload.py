@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import torch
 
-from hetero_megatron.data.batch import Batch, TeacherTokens
+from hetero_megatron.data.batch import Batch, Judged, TeacherTokens
 from hetero_megatron.platform.accelerator import Accelerator
 
 AHEAD = 2  # micro-batches that are copied before they are asked for
@@ -37,9 +37,10 @@ class Uploader:
         stacked = torch.stack([batch.tokens, batch.labels, batch.positions, *sides])  # [3 or 4, b, s]
         table = None if batch.draws is None else batch.draws.table
         teacher_tensors = () if batch.teacher is None else (batch.teacher.ids, batch.teacher.logps, batch.teacher.rest)
+        judged = () if batch.judged is None else (batch.judged.advantages, batch.judged.weights)
         pinned = tuple(
             self._pinned(x)
-            for x in (stacked, batch.loss_mask, *ahead_tensors, *teacher_tensors, table)
+            for x in (stacked, batch.loss_mask, *ahead_tensors, *teacher_tensors, *judged, table)
             if x is not None
         )
         with self._accelerator.on_stream(self._stream):
@@ -56,13 +57,15 @@ class Uploader:
             replace(a, tokens=moved[3 * k], labels=moved[3 * k + 1], mask=moved[3 * k + 2])
             for k, a in enumerate(batch.ahead)
         )
-        teacher = tensors[1 + (mask is not None) + len(ahead_tensors) :][: len(teacher_tensors)]
+        rest = tensors[1 + (mask is not None) + len(ahead_tensors) :]
+        teacher, judged = rest[: len(teacher_tensors)], rest[len(teacher_tensors) :][: len(judged)]
         counted, draws = batch.num_loss_tokens(), batch.draws
         if draws is not None and table is not None:
             draws = replace(draws, table=tensors[-1])
         device_batch = replace(
             batch, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, counted=counted, draws=draws,
             pairs=pairs, ahead=ahead_on_device, teacher=TeacherTokens(*teacher) if teacher else None,
+            judged=Judged(*judged) if judged else None,
         )  # fmt: skip
         return _UnderWay(device_batch, event, tensors, pinned)
 

@@ -2,6 +2,6 @@
 
 from hetero_megatron.generation.decoder import Decoder
 from hetero_megatron.generation.sampling import Sampling
-from hetero_megatron.generation.weights import Weights, open_weights
+from hetero_megatron.generation.weights import SharedWeights, Weights, open_weights
 
-__all__ = ["Decoder", "Sampling", "Weights", "open_weights"]
+__all__ = ["Decoder", "Sampling", "SharedWeights", "Weights", "open_weights"]

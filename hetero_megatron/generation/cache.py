@@ -149,3 +149,13 @@ def apply_cache(stage: GPTStage, rows: Rows) -> None:
         mixer: Any = layer.mixer
         cached = CachedDelta if layer.kind.linear else CachedAttention
         mixer.core_attention = cached(mixer.core_attention, rows)
+
+
+def drop_cache(stage: GPTStage) -> None:
+    """Give up what the layers keep, until other prompts come."""
+    for layer in stage.layers():
+        kept: Any = layer.mixer.core_attention  # type: ignore[union-attr]
+        if isinstance(kept, CachedAttention):
+            kept.keys = kept.values = torch.empty(0)
+        else:
+            kept.state, kept.before = torch.empty(0), []

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.generation.cache import Rows, apply_cache
+from hetero_megatron.generation.cache import Rows, apply_cache, drop_cache
 from hetero_megatron.generation.processors import PromptRow
 from hetero_megatron.generation.sampling import Sampling
-from hetero_megatron.generation.weights import Weights
+from hetero_megatron.generation.weights import SharedWeights, Weights
 from hetero_megatron.layout import cut
 from hetero_megatron.model import GPTStage, StagePart
 from hetero_megatron.ops import KernelPlan
@@ -44,6 +45,7 @@ class Decoder:
     """Built on every rank of the plan, whose groups have been created.
 
     Args:
+        weights: read once, or those of a model that is trained.
         length: most tokens of a prompt with its answer.
         kernels: of this rank's stage.
 
@@ -52,8 +54,8 @@ class Decoder:
     """
 
     def __init__(
-        self, plan: Plan, spec: ModelSpec, comm: Comm, dtype: torch.dtype, weights: Weights, length: int,
-        kernels: KernelPlan,
+        self, plan: Plan, spec: ModelSpec, comm: Comm, dtype: torch.dtype, weights: Weights | SharedWeights,
+        length: int, kernels: KernelPlan,
     ) -> None:  # fmt: skip
         self.plan, self.spec, self.comm, self.dtype = plan, spec, comm, dtype
         self.place = locate(plan, comm.rank)
@@ -73,21 +75,24 @@ class Decoder:
         if self.works:
             self._connect()
 
-    def _build(self, weights: Weights, kernels: KernelPlan) -> GPTStage:
+    def _build(self, weights: Weights | SharedWeights, kernels: KernelPlan) -> GPTStage:
         stage, spec = self.stages[self.place.stage], self.spec
         unit = stage.units[self.place.unit]
         shares_of_ranks = shares(spec, unit.tp_split)
         share = shares_of_ranks[self.place.tp_rank]
-        stage_model = empty_stage(spec, stage, share, self.dtype, self.comm.device, kernels, self.plan.seq_length)
+        stage_model = empty_stage(
+            spec, stage, share, self.dtype, self.comm.device, kernels, self.plan.seq_length, without=weights.elsewhere
+        )
         model, params = stage_model.module, stage_model.parameters()
-        with torch.no_grad():
-            boxed_params = {
-                name: (tensor, stage_model.boxes[name], params[name]) for name, tensor in stage_model.tensors.items()
-            }
-            weights.fill(boxed_params, stage_model.scales, self.world)
+        boxed_params = {
+            name: (tensor, stage_model.boxes[name], params[name]) for name, tensor in stage_model.tensors.items()
+        }
+        self._fill = partial(weights.fill, boxed_params, stage_model.scales, self.world)
         self.group, self.vocab = self.comm.group(unit.ranks), share.vocab
+        self._norms: RowNorms | None = None
         if spec.lora is not None and spec.lora.dora:
-            RowNorms(model, stage_model.tensors, spec.lora, self.group).refresh()
+            self._norms = RowNorms(model, stage_model.tensors, spec.lora, self.group)
+        self.refresh()
         if unit.tp > 1:
             apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in shares_of_ranks])
             apply_expert_parallel(model, replace(stage, experts=()), self.comm)  # all ranks have columns of all experts
@@ -95,6 +100,17 @@ class Decoder:
         if stage.head:
             model.lm_head.register_forward_pre_hook(self._last_tokens)
         return model.requires_grad_(False)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the weights as they are now. Called on all ranks."""
+        self._fill()
+        if self._norms is not None:
+            self._norms.refresh()
+
+    def drop_cache(self) -> None:
+        """Give up the memory of what was generated."""
+        drop_cache(self.model)
 
     def _last_tokens(self, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         """The head is only asked about the last token of every row: [b, t, h] -> [b, 1, h]."""

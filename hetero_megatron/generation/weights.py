@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weights:
-    """``base``: of all tensors but adapters; ``checkpoint``: of trained ones, which are all without adapters."""
+    """``base``: of all tensors but adapters; ``checkpoint``: of trained ones, which are all without adapters.
+    ``elsewhere``: names of those that have memory already: none."""
 
     spec: ModelSpec
     base: HFWeights | None = None
     adapter: AdapterWeights | None = None
     checkpoint: Checkpoint | None = None
+    elsewhere: Collection[str] = ()
 
     def fill(
         self, tensors: Mapping[str, tuple[LogicalTensor, Box, torch.Tensor]], scales: Mapping[str, Scales],
@@ -50,6 +52,31 @@ class Weights:
                 for name, (tensor, box, param) in tensors.items() if tensor.trained
             }  # fmt: skip
             self.checkpoint.read_into(boxed, world)
+
+
+class SharedWeights:
+    """Those of a rank's stage that is trained, which are shared, not copied.
+
+    Args:
+        params, scales: by logical name.
+    """
+
+    def __init__(self, params: Mapping[str, torch.Tensor], scales: Mapping[str, Scales]) -> None:
+        self._params, self._scales = params, scales
+
+    @property
+    def elsewhere(self) -> Collection[str]:
+        return self._params.keys()
+
+    def fill(
+        self, tensors: Mapping[str, tuple[LogicalTensor, Box, torch.Tensor]], scales: Mapping[str, Scales],
+        world: Group,
+    ) -> None:  # fmt: skip
+        """As :meth:`Weights.fill`, but every tensor becomes the trained one's memory."""
+        for name, (_, _, param) in tensors.items():
+            param.data = self._params[name].detach()
+        for name, of_weight in scales.items():
+            of_weight.copy_(self._scales[name])  # type: ignore[arg-type]
 
 
 def open_weights(

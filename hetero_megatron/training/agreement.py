@@ -22,7 +22,7 @@ from hetero_megatron.utils.version import __version__
 ALIKE = (
     "spec", "schedule", "seed", "dtype", "loss_scale", "optimizer", "evaluation", "check_nan", "skip_train",
     "logits_bytes", "save_hf_dtype", "balancing", "dropout", "fp8", "elastic",
-    "preference", "distillation", "scores", "reduce_in_bf16",
+    "preference", "distillation", "scores", "reduce_in_bf16", "grpo",
 )  # fmt: skip
 WATCHED = ("check_spikes", "rerun", "check_kernels", "replica_interval")  # of ``failure``: all ranks take part
 READ = (

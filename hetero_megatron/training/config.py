@@ -24,6 +24,7 @@ from hetero_megatron.training.lr_schedule import BatchSize, LearningRate, LossSc
 
 if TYPE_CHECKING:
     from hetero_megatron.spec.distillation import Distillation
+    from hetero_megatron.spec.grpo import Grpo
     from hetero_megatron.spec.muon import MuonRates
 
 
@@ -294,6 +295,7 @@ class RunConfig:
         distillation: the loss beside a teacher, which runs on the same ranks (``teacher``) or whose scores are in a
             file (``teacher_scores``, of the model in ``teacher_hf``, None: of any); None: there is no teacher.
         scores: what a run writes that trains nothing.
+        grpo: each step learns from answers that are sampled for it; None: from the data.
     """
 
     spec: ModelSpec
@@ -341,6 +343,7 @@ class RunConfig:
     teacher_scores: str | None = None
     teacher_hf: str | None = None
     scores: ScoreConfig | None = None
+    grpo: Grpo | None = None
 
     @cached_property
     def compiled(self) -> CompiledPlan:

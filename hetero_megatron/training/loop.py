@@ -190,6 +190,8 @@ class Training:
                 last = self.elastic.after_step(self, stats.stop, step == config.steps)
 
     def _wants_to_stop(self, step: int) -> bool:
+        if self.config.grpo is not None and step % self.config.grpo.iterations:  # its answers are in no checkpoint
+            return False
         elastic_asks = self.elastic is not None and self.elastic.asks
         return self.exit.check(step) or self.checkpoints.failed or elastic_asks
 

@@ -41,6 +41,7 @@ class NodeData:
     Attributes:
         datasets: as if this rank had read everything itself.
         wrapped: by ``id`` of one of them, what batches are made of instead.
+        on_close: called at the end.
 
     Raises:
         UserError: what is wrong with the data.
@@ -52,6 +53,7 @@ class NodeData:
         self._comm, self._world = comm, world
         self._server: SampleServer | None = None
         self.wrapped: dict[int, Dataset] = {}
+        self.on_close: list[Callable[[], None]] = []
         valid = config.evaluation.iterations * config.plan.global_batch_size
         sample_counts = (0 if config.skip_train else config.train_samples, valid, valid)
         self._log = _show if log and world.index == 0 else (lambda _: None)
@@ -109,10 +111,13 @@ class NodeData:
             flags.reset_position_ids or separate, flags.reset_attention_mask or separate, flags.eod_mask_loss,
             self.datasets.eod,
         )  # fmt: skip
-        return BatchLoader(self.wrapped.get(id(data), data), options, flags.num_workers)
+        workers = 0 if flags.grpo else flags.num_workers  # the next batch is sampled by weights that are not there yet
+        return BatchLoader(self.wrapped.get(id(data), data), options, workers)
 
     def describe(self, data: Dataset) -> str:
         """A conversation as it is trained on, or the entropy of single tokens; reads the first samples of ``data``."""
+        if self._flags.grpo:
+            return f"data: the first prompt:\n{self.datasets.tokenizer.decode(data.prompt(0).ids)}"  # type: ignore[attr-defined]
         if self._flags.sft:
             from hetero_megatron.data.chat.build import show_sample
 
@@ -124,6 +129,8 @@ class NodeData:
         """Stop serving other ranks; ``problem``: why, which they raise as well if they ask again."""
         if self._server is not None:
             self._server.close(problem)
+        for close in self.on_close:
+            close()
 
 
 def host_key(node: str | None) -> HostKey:

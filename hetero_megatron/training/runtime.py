@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from hetero_megatron.parallel.outer_steps import OuterSteps
     from hetero_megatron.pipeline.distillation import DistillationLoss
     from hetero_megatron.pipeline.preference import PairLoss
+    from hetero_megatron.pipeline.rollout_loss import RolloutLoss
+
+    Compared = PairLoss | DistillationLoss | RolloutLoss
 
 OwnedGradients = list[list[torch.Tensor]]  # per bucket and owned piece, in at least fp32
 # (loss sum, tokens and squared norm of each rank: fp64 [ranks, 3]; loss; norm) -> whether the step is not to be taken
@@ -127,7 +130,7 @@ class Runtime:
         return self.numbers.world
 
     @property
-    def compared(self) -> PairLoss | DistillationLoss | None:
+    def compared(self) -> Compared | None:
         """The loss, where it is one beside another model (:attr:`pairs`: of answers); None: it is not, or no head."""
         return None if isinstance(self.loss, StageLoss) else self.loss
 
@@ -135,7 +138,7 @@ class Runtime:
     def pairs(self) -> PairLoss | None:
         return cast("PairLoss | None", self.compared) if self.options.preference is not None else None
 
-    def _loss(self, kernels: KernelPlan, dtype: torch.dtype) -> StageLoss | PairLoss | DistillationLoss:
+    def _loss(self, kernels: KernelPlan, dtype: torch.dtype) -> StageLoss | Compared:
         here, comm, options, model = self.here, self.comm, self.options, self.stage_model.module
         if options.distillation is not None and here.stage.head:
             from hetero_megatron.pipeline.distillation import distillation_loss
@@ -143,8 +146,13 @@ class Runtime:
             return distillation_loss(here, comm, options.distillation, model, kernels, dtype, options.logits_bytes)
         group, chunk = comm.group(here.unit.ranks), here.loss_chunk(dtype, options.logits_bytes)
         tokens = StageLoss(here, model, kernels, group, chunk)
-        if options.preference is None or not here.stage.head:
+        if not here.stage.head or (options.preference is None and options.grpo is None):
             return tokens
+        if options.grpo is not None:
+            from hetero_megatron.pipeline.rollout_loss import RolloutLoss
+
+            return RolloutLoss(options.grpo, tokens)
+        assert options.preference is not None
         from hetero_megatron.pipeline.preference import pair_loss
 
         return pair_loss(here, comm, options.preference, tokens)
@@ -309,18 +317,9 @@ class Runtime:
         return step_result
 
     def train_step(
-        self,
-        fetch: Fetch,
-        first_sample: int,
-        batch_size: int,
-        lr: float,
-        weight_decay: float = 0.0,
-        clip_grad: float = 0.0,
-        loss_scale: float = 1.0,
-        stop: bool = False,
-        veto: Veto | None = None,
-        step: int = 0,
-    ) -> StepStats:
+        self, fetch: Fetch, first_sample: int, batch_size: int, lr: float, weight_decay: float = 0.0,
+        clip_grad: float = 0.0, loss_scale: float = 1.0, stop: bool = False, veto: Veto | None = None, step: int = 0,
+    ) -> StepStats:  # fmt: skip
         """Take one optimizer step; called on all ranks, with equal arguments but for ``stop``.
 
         Args:
@@ -351,7 +350,8 @@ class Runtime:
             vetoed = veto is not None and veto(gathered[:, :3], loss, norm)
             skipped = vetoed or not math.isfinite(norm)
             routing = self.numbers.routing(gathered, tokens)
-            facts, predicted = self.numbers.facts(gathered, tokens), self.numbers.predictions(gathered, tokens)
+            facts = {**self.hooks.facts(), **self.numbers.facts(gathered, tokens)}
+            predicted = self.numbers.predictions(gathered, tokens)
             if not skipped:
                 scale, own_norm = island_scales[self.outer.index if self.outer is not None else 0]
                 clip = min(1.0, clip_grad / (own_norm + 1e-6)) if clip_grad > 0 else 1.0

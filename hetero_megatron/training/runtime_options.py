@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hetero_megatron.pipeline.stage_work import StepResult
     from hetero_megatron.pipeline.step_work import Fetch
     from hetero_megatron.spec.distillation import Distillation
+    from hetero_megatron.spec.grpo import Grpo
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class RuntimeOptions:
         dropout: in training; seed: of its masks.
         graphs_after: optimizer steps after which layers run as device graphs (``cli/flags/training.py`` says where
             they can); None: they never do.
-        preference, distillation: the loss, where it is not that of tokens alone.
+        preference, distillation, grpo: the loss, where it is not that of tokens alone.
         reduce_in_bf16: gradients are rounded to bf16 where they travel between ranks.
     """
 
@@ -48,6 +49,7 @@ class RuntimeOptions:
     preference: Preference | None = None
     distillation: Distillation | None = None
     reduce_in_bf16: bool = False
+    grpo: Grpo | None = None
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -56,13 +58,14 @@ class RuntimeOptions:
             from hetero_megatron.spec.distillation import FACTS
 
             return FACTS
-        return self.preference.facts if self.preference is not None else ()
+        judged = self.preference or self.grpo
+        return judged.facts if judged is not None else ()
 
     @staticmethod
     def of(config: RunConfig) -> RuntimeOptions:
         return RuntimeOptions(
             config.compile, config.logits_bytes, config.balancing, config.fp8, config.dropout, config.seed,
-            config.graphs_after, config.preference, config.distillation, config.reduce_in_bf16,
+            config.graphs_after, config.preference, config.distillation, config.reduce_in_bf16, config.grpo,
         )  # fmt: skip
 
 
@@ -93,11 +96,13 @@ class StepHooks:
     Attributes:
         before_update: called before weights change: waits for whoever still reads weights or moments.
         before_forward: called with what a step or an evaluation is to work on: lets another model speak first.
+        facts: called in each step before it ends: what else there is to say of its batch, by name.
         before_commit: called before all ranks hear of each other that their gradients are complete.
         unwatched: context in which nothing is recorded of what the model does.
     """
 
     before_update: Callable[[], None] = lambda: None
     before_forward: Callable[[Fetch, int, int], StepResult | None] = lambda fetch, first_sample, batch_size: None
+    facts: Callable[[], Mapping[str, float]] = dict
     before_commit: Callable[[], None] = lambda: None
     unwatched: Callable[[], AbstractContextManager[object]] = nullcontext

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hetero_megatron.parallel.balance import LoadBalance, StepRouting
     from hetero_megatron.pipeline.distillation import DistillationLoss
     from hetero_megatron.pipeline.preference import PairLoss
+    from hetero_megatron.pipeline.rollout_loss import RolloutLoss
 
 _WIDEST = 8  # bytes of an element
 
@@ -66,7 +67,7 @@ class StepNumbers:
 
     def __init__(
         self, comm: Comm, world: Group, counts: bool, balance: LoadBalance | None,
-        compared: PairLoss | DistillationLoss | None, facts: tuple[str, ...], predictions: int = 0,
+        compared: PairLoss | DistillationLoss | RolloutLoss | None, facts: tuple[str, ...], predictions: int = 0,
     ) -> None:  # fmt: skip
         self.comm, self.world, self.reader = comm, world, ScalarReader(comm.accelerator)
         self._counts, self._balance, self._compared, self._facts = counts, balance, compared, facts

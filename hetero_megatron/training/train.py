@@ -162,6 +162,10 @@ def set_up(
         from hetero_megatron.training.reference import use_reference
 
         known_samples = use_reference(config, runtime, node_data, reference)
+    if config.grpo is not None:
+        from hetero_megatron.training.rollouts import add_rollouts
+
+        add_rollouts(config, runtime, node_data)
     checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes, scored_by)
     config, done, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
     if known_samples is not None and not config.skip_train:

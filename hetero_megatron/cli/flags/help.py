@@ -78,7 +78,8 @@ _RARELY = {
     "--sft", "--lora-targets", "--lora-layers", "--lora-sites", "--use-rslora", "--shuffle-buffer",
     "--overlong-samples", "--dpo-beta", "--dpo-label-smoothing", "--dpo-average-log-probs", "--dpo-sft-weight",
     "--simpo-gamma", "--reference-hf", "--reference-logps", "--kto-desirable-weight", "--kto-undesirable-weight",
-    "--lora-dropout",
+    "--lora-dropout", "--reward-timeout", "--grpo-prompts-per-step", "--grpo-iterations", "--grpo-clamp-eps-lower",
+    "--grpo-clamp-eps-upper", "--grpo-loss-type", "--grpo-scale-rewards", "--rollout-batch-size",
 }
 
 

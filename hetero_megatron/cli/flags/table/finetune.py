@@ -6,6 +6,7 @@ from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, LEAST_ALPHA, MA
 from hetero_megatron.spec.preference import LOSSES, UNPAIRED
 
 _PAIRS = needs("--preference")
+_GRPO = needs("--grpo")
 _LABELS = needs(*(f"--preference {loss}" for loss in UNPAIRED))
 _SFT, _LORA, _ADAPTERS = needs("--sft"), needs("--lora-rank"), needs("--lora-rank", "--load-adapter")
 
@@ -75,6 +76,53 @@ FLAGS = (
         "--reference-logps", str, None, "file to read the reference's log-probabilities from if it is there, else to "
         "write, once before the first step; without it, a run with adapters computes them in each step",
         needs=_PAIRS,
+    ),
+    switch(
+        "--grpo", "reinforcement learning (GRPO): the data are prompts, each step samples answers to some and learns "
+        "from what --reward-function gives them", needs=_SFT,
+    ),
+    value(
+        "--reward-function", str, None, "FILE.py:NAME, which judges answers; called as TRL calls one: prompts, "
+        "completions and the records' other columns by name, lists with an entry for each answer", needs=_GRPO,
+    ),
+    value(
+        "--reward-timeout", float, 60.0, "seconds that a call of it may take", above=0.0, most=1e6, needs=_GRPO,
+    ),
+    count(
+        "--grpo-group-size", 8, "answers to each prompt, which are compared with each other", least=2, most=1 << 16,
+        differs="2 in Megatron; here TRL's", needs=_GRPO,
+    ),
+    count(
+        "--grpo-prompts-per-step", None, "prompts of a step; if left out, --global-batch-size (answers) over "
+        "--grpo-group-size", most=1 << 30, differs="32 in Megatron", needs=_GRPO,
+    ),
+    count(
+        "--grpo-iterations", 1, "steps on the same answers, before others are sampled", most=1 << 16,
+        differs="2 in Megatron; here TRL's", needs=_GRPO,
+    ),
+    value(
+        "--grpo-clamp-eps-lower", float, 0.2, "the ratio of a token's probability to that when it was sampled counts "
+        "down to 1 less this", least=0.0, most=1.0, differs="0.01 in Megatron; here TRL's", needs=_GRPO,
+    ),
+    value(
+        "--grpo-clamp-eps-upper", float, 0.2, "and up to 1 and this", least=0.0, most=1e6,
+        differs="0.01 in Megatron; here TRL's", needs=_GRPO,
+    ),
+    value(
+        "--grpo-kl-beta", float, 0.0, "weight of the divergence from the reference, the base with adapters off; 0: "
+        "there is none", least=0.0, most=1e6, differs="0.001 in Megatron; here TRL's", needs=_GRPO,
+    ),
+    value(
+        "--grpo-loss-type", str, "dapo", "what counts alike: each token of a step (dapo), each answer (grpo), each "
+        "token over answers of --max-new-tokens (dr_grpo)", choices=("dapo", "grpo", "dr_grpo"), needs=_GRPO,
+    ),
+    value(
+        "--grpo-scale-rewards", str, "group", "by whose deviation of rewards advantages are divided",
+        choices=("group", "batch", "none"), needs=_GRPO,
+    ),
+    count("--max-new-tokens", 256, "most tokens of a sampled answer", most=1 << 20, needs=_GRPO),
+    count(
+        "--rollout-batch-size", 32, "answers that a pipeline samples at a time", most=1 << 20, needs=_GRPO,
     ),
     count(
         "--lora-rank", None, "train adapters of this rank beside a frozen base (LoRA); the base is --load-hf",

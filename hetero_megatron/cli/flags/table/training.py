@@ -195,9 +195,9 @@ TRAINING = (
     *family(refused, "--use-mup --mup-width-mult= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult= "
             "--mup-base-head-dim= --mup-attn-scale-power=",
             "this parametrisation is not supported", "--lr and --init-method-std for this width"),
-    *family(refused, "--perform-rl-step --rl-prompts-per-eval= --grpo-prompts-per-step= --grpo-group-size= "
-            "--rl-generation-lag= --rl-submission-granularity= --rl-consumption-granularity= --grpo-iterations= "
-            "--grpo-clamp-eps-lower= --grpo-clamp-eps-upper= --grpo-kl-beta= --grpo-entropy-term-weight= "
+    *family(refused, "--perform-rl-step --rl-prompts-per-eval= "
+            "--rl-generation-lag= --rl-submission-granularity= --rl-consumption-granularity= "
+            "--grpo-entropy-term-weight= "
             "--grpo-filter-groups-with-same-reward --langrl-env-config= --rl-default-temperature= --rl-default-top-p= "
             "--rl-default-top-k= --rl-offload-optimizer-during-inference --rl-kv-cache-management-mode= "
             "--rl-persist-cuda-graphs/--no-rl-persist-cuda-graphs --rl-partial-rollouts/--no-rl-partial-rollouts "
@@ -210,7 +210,7 @@ TRAINING = (
             "--rl-offload-inference-model-weights-when-idle/--no-rl-offload-inference-model-weights-when-idle "
             "--refit-method= --rl-verify-model-weights-swap/--no-rl-verify-model-weights-swap "
             "--rl-skip-bos-token/--no-rl-skip-bos-token --rl-profile --rl-profile-dir= --rl-inference-parsers=*",
-            "reinforcement learning is not supported", "pre-training without --rl-* and --grpo-* flags"),
+            "of reinforcement learning there is what --grpo does, without this", "hetero-megatron finetune --grpo"),
 )  # fmt: skip
 
 PRECISION = (

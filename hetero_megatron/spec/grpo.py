@@ -1,0 +1,105 @@
+"""Group relative policy optimisation (GRPO, Shao et al. 2024): what is learned from the rewards of sampled answers, and
+how much each of their tokens counts. No torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hetero_megatron.errors import UserError
+
+LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
+SCALES = ("group", "batch", "none")
+# Of the ratio, as TRL calls them: means over the tokens of all answers.
+TOKEN_FACTS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "kl")
+_LEAST_DEVIATION = 1e-4  # TRL's: is added to a standard deviation before it divides
+
+
+@dataclass(frozen=True)
+class Grpo:
+    """How answers are sampled, and the loss of their tokens.
+
+    Attributes:
+        group_size: answers to each prompt, which are compared with each other.
+        iterations: optimizer steps on the same answers; from the second one on the ratio to the policy that sampled
+            them is not 1.
+        eps_lower, eps_upper: the ratio counts between 1 - eps_lower and 1 + eps_upper.
+        beta: weight of the divergence from the reference; 0: there is none.
+        loss_type: of TRL's ``loss_type``: ``dapo``: each token of the batch counts alike; ``grpo``: each answer does;
+            ``dr_grpo``: each token does, over answers of the longest length.
+        scale_rewards: of TRL's option: advantages are divided by the deviation of rewards in their ``group``, in the
+            ``batch``, or not (``none``).
+        max_new_tokens: most tokens of an answer.
+        rows: answers that a pipeline samples at once.
+        reward: FILE.py:NAME of the function that judges answers; seconds: how long a call of it may take.
+    """
+
+    group_size: int = 8
+    iterations: int = 1
+    eps_lower: float = 0.2
+    eps_upper: float = 0.2
+    beta: float = 0.0
+    loss_type: str = "dapo"
+    scale_rewards: str = "group"
+    max_new_tokens: int = 256
+    rows: int = 32
+    reward: str = ""
+    seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("loss_type", LOSS_TYPES), ("scale_rewards", SCALES)):
+            if getattr(self, name) not in choices:
+                accepted = ", ".join(choices)
+                raise UserError("is not known", field=name, value=getattr(self, name), accepted=accepted)
+        bounds = (
+            ("group_size", self.group_size >= 2, "2 or more: answers are compared with each other"),
+            ("iterations", self.iterations >= 1, "1 or more"),
+            ("eps_lower", 0 <= self.eps_lower <= 1, "0 to 1"),
+            ("eps_upper", 0 <= self.eps_upper < math.inf, "a number >= 0"),
+            ("beta", 0 <= self.beta < math.inf, "a number >= 0"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
+        )
+        for name, is_valid, accepted in bounds:
+            if not is_valid:
+                raise UserError("cannot be used", field=name, value=getattr(self, name), accepted=accepted)
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """What is added up over tokens beside the loss."""
+        return TOKEN_FACTS if self.beta else TOKEN_FACTS[:-1]
+
+    def advantages(self, rewards: Sequence[float]) -> list[float]:
+        """By how much each answer is better than the mean of its group; ``rewards``: group after group."""
+        groups = self._groups(rewards)
+        in_batch = statistics.stdev(rewards) if self.scale_rewards == "batch" else 0.0
+        found: list[float] = []
+        for group in groups:
+            mean = statistics.fmean(group)
+            deviation = statistics.stdev(group) if self.scale_rewards == "group" else in_batch
+            scale = 1.0 if self.scale_rewards == "none" else deviation + _LEAST_DEVIATION
+            found += [(reward - mean) / scale for reward in group]
+        return found
+
+    def weights(self, lengths: Sequence[int]) -> list[float]:
+        """Of the tokens of each answer, with which their mean over all answers is the loss; ``lengths``: in tokens."""
+        if self.loss_type == "dapo":
+            return [1.0] * len(lengths)
+        of_answer = sum(lengths) / len(lengths)
+        if self.loss_type == "dr_grpo":
+            return [of_answer / self.max_new_tokens] * len(lengths)
+        return [of_answer / length for length in lengths]
+
+    def summary(self, rewards: Sequence[float], lengths: Sequence[int], cut: Sequence[bool]) -> Mapping[str, float]:
+        """Of the answers of a batch, as TRL calls it; ``cut``: the answer has no end."""
+        deviations = [statistics.stdev(group) for group in self._groups(rewards)]
+        shown = statistics.stdev(rewards) if self.scale_rewards == "batch" else statistics.fmean(deviations)
+        return {
+            "reward": statistics.fmean(rewards), "reward_std": shown,
+            "frac_reward_zero_std": statistics.fmean(deviation < 1e-8 for deviation in deviations),
+            "completions/mean_length": statistics.fmean(lengths), "completions/clipped_ratio": statistics.fmean(cut),
+        }  # fmt: skip
+
+    def _groups(self, rewards: Sequence[float]) -> list[Sequence[float]]:
+        return [rewards[i : i + self.group_size] for i in range(0, len(rewards), self.group_size)]
