@@ -86,6 +86,7 @@ def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
 
 _SHORT_FACTS = {
     "rewards/accuracies": ("accuracy", ".0%"), "rewards/margins": ("margin", ".3f"),
+    "reward": ("reward", ".3f"), "completions/mean_length": ("answers of", ".1f"), "kl": ("KL", ".4f"),
     "distill/cross_entropy": ("cross-entropy", ".4f"), "distill/divergence": ("divergence", ".4f"),
 }  # fmt: skip
 
