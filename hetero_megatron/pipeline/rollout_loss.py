@@ -32,6 +32,7 @@ def token_losses(
     if reference is not None:
         difference = reference - policy
         divergence = torch.exp(difference) - difference - 1  # k3 of Schulman, 2020: unbiased, and never negative
+        divergence = divergence * ratio if g.weighs_kl else divergence
         losses = losses + g.beta * divergence
         facts.append(divergence.detach())
     return losses, torch.stack([fact.to(losses.dtype) for fact in facts])

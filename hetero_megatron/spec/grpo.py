@@ -27,6 +27,8 @@ class Grpo:
             them is not 1.
         eps_lower, eps_upper: the ratio counts between 1 - eps_lower and 1 + eps_upper.
         beta: weight of the divergence from the reference; 0: there is none.
+        weighs_kl: the divergence of a token counts times its ratio, so that its gradient is that of the divergence of
+            the policy (TRL's ``use_bias_correction_kl``).
         loss_type: of TRL's ``loss_type``: ``dapo``: each token of the batch counts alike; ``grpo``: each answer does;
             ``dr_grpo``: each token does, over answers of the longest length.
         scale_rewards: of TRL's option: advantages are divided by the deviation of rewards in their ``group``, in the
@@ -47,6 +49,7 @@ class Grpo:
     rows: int = 32
     reward: str = ""
     seconds: float = 60.0
+    weighs_kl: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in (("loss_type", LOSS_TYPES), ("scale_rewards", SCALES)):

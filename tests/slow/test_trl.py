@@ -13,9 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hetero_megatron.cli.main import main
 from hetero_megatron.ops.divergence import divergence_terms
+from hetero_megatron.pipeline.rollout_loss import token_losses
 from hetero_megatron.spec.distillation import Distillation
+from hetero_megatron.spec.grpo import LOSS_TYPES, Grpo
 from hetero_megatron.spec.preference import REWARDS
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns
+from tests.support.grpo_reference import loss_of
 
 pytestmark = pytest.mark.slow
 KTO = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
@@ -207,3 +210,65 @@ def test_gkd_step(models: Path, tmp_path: Path) -> None:
     batch = next(iter(made.get_train_dataloader()))
     loss = made.compute_loss(made.model, batch)
     compare(made, loss, line, found, ())
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_grpo(loss_type: str, models: Path, tmp_path: Path) -> None:
+    """Advantages of rewards, and loss and gradients on answers that a policy before the model sampled: fp64."""
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    scale = {"dapo": "group", "grpo": "none", "dr_grpo": "batch"}[loss_type]
+    g = Grpo(4, 2, 0.03, 0.02, 0.3, loss_type, scale, max_new_tokens=6, weighs_kl=loss_type != "grpo")
+    rewards: list[float] = []
+
+    def judge(completions: list[str], **_: Any) -> list[float]:
+        rewards[:] = [len(text) % 5 + 0.5 * (i % 3) for i, text in enumerate(completions)]
+        return rewards
+
+    model = AutoModelForCausalLM.from_pretrained(models / "base", dtype=torch.float64)
+    config = trl.GRPOConfig(
+        output_dir=str(tmp_path / "trl"), per_device_train_batch_size=8, report_to="none", use_cpu=True, bf16=False,
+        num_generations=4, num_iterations=2, epsilon=0.03, epsilon_high=0.02, beta=0.3, loss_type=loss_type,
+        scale_rewards=scale, max_completion_length=6, top_k=0,
+        use_bias_correction_kl=g.weighs_kl,
+    )  # fmt: skip
+    prompts = [{"prompt": f"say {i}"} for i in (1, 22)]
+    made = trl.GRPOTrainer(
+        model=model, reward_funcs=judge, args=config, train_dataset=datasets.Dataset.from_list(prompts),
+        processing_class=AutoTokenizer.from_pretrained(models / "base", pad_token="<|end|>"),
+    )  # fmt: skip
+    made.current_gradient_accumulation_steps = 1
+    made.ref_model.double()
+
+    def logps_of(model: Any, ids: torch.Tensor, attention: torch.Tensor, kept: int, *_: Any, **__: Any) -> Any:
+        """TRL's own computes the head in fp32."""
+        logits = model(input_ids=ids, attention_mask=attention).logits[:, -kept - 1 : -1].log_softmax(-1)
+        logps = logits.gather(-1, ids[:, -kept:, None])[..., 0]
+        return logps, torch.zeros_like(logps).detach(), None
+
+    made._get_per_token_logps_and_entropies = logps_of
+    torch.manual_seed(5)
+    inputs = made._generate_and_score_completions([prompt for prompt in prompts for _ in range(4)])
+    found = torch.tensor(g.advantages(rewards), dtype=torch.float64)
+    torch.testing.assert_close(inputs["advantages"].double(), found, rtol=1e-5, atol=1e-6)
+    inputs["advantages"] = found
+    with torch.no_grad():
+        for param in made.model.parameters():
+            param += 0.02 * torch.randn_like(param)
+    made.model.train()
+    loss = made._compute_loss(made.model, inputs)
+    wanted = torch.autograd.grad(loss, list(made.model.parameters()))
+    mask, reference = inputs["completion_mask"], inputs["ref_per_token_logps"]
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    attention = torch.cat([inputs["prompt_mask"], mask], 1)
+    policy = logps_of(made.model, ids, attention, mask.shape[1])[0]
+    old, counted = inputs["old_per_token_logps"], mask.double()
+    tokens, facts = token_losses(g, policy, old, reference, found[:, None])
+    weights = torch.tensor(g.weights(mask.sum(1).tolist()), dtype=torch.float64)[:, None]
+    said = {name: values[-1] for name, values in made._metrics["train"].items()}
+    means = dict(zip(g.facts, ((facts * counted).sum((1, 2)) / counted.sum()).tolist(), strict=True))
+    assert means == pytest.approx({name: said[name] for name in means}, rel=1e-6) and min(means.values()) > 0
+    plain, _ = loss_of(g, policy, old, reference, found, counted)
+    for ours in ((tokens * weights * counted).sum() / counted.sum(), plain):
+        torch.testing.assert_close(ours, loss, rtol=1e-12, atol=0)
+        for mine, theirs in zip(torch.autograd.grad(ours, list(made.model.parameters()), retain_graph=True), wanted):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)

@@ -29,6 +29,7 @@ def loss_of(
     ratio = torch.exp(policy - old)
     clipped = torch.clamp(ratio, 1 - g.eps_lower, 1 + g.eps_upper)
     kl = torch.exp(reference - policy) - (reference - policy) - 1
+    kl = kl * ratio if g.weighs_kl else kl
     each = -torch.minimum(ratio * a, clipped * a) + g.beta * kl
     low, high = (ratio < 1 - g.eps_lower) & (a < 0), (ratio > 1 + g.eps_upper) & (a > 0)
     shown = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high, "kl": kl}

@@ -49,7 +49,7 @@ def build_grpo(args: Arguments, spec: ModelSpec, plan: Plan) -> Grpo:
             raise flag_error(key, args[key], f"not known beside --grpo: {reason}", "leave one of the two out")
     if args["cuda_graph_impl"] == "local":
         raise flag_error("cuda_graph_impl", "local", "not known beside --grpo", "leave one of the two out")
-    values = {name: args[key] for name, key in _FLAGS.items()}
+    values = {name: args[key] for name, key in _FLAGS.items()} | {"weighs_kl": not args["grpo_plain_kl"]}
     _check_function(args)
     try:
         grpo = Grpo(**values)

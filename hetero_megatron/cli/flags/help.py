@@ -79,7 +79,7 @@ _RARELY = {
     "--overlong-samples", "--dpo-beta", "--dpo-label-smoothing", "--dpo-average-log-probs", "--dpo-sft-weight",
     "--simpo-gamma", "--reference-hf", "--reference-logps", "--kto-desirable-weight", "--kto-undesirable-weight",
     "--lora-dropout", "--reward-timeout", "--grpo-prompts-per-step", "--grpo-iterations", "--grpo-clamp-eps-lower",
-    "--grpo-clamp-eps-upper", "--grpo-loss-type", "--grpo-scale-rewards", "--rollout-batch-size",
+    "--grpo-clamp-eps-upper", "--grpo-loss-type", "--grpo-scale-rewards", "--rollout-batch-size", "--grpo-plain-kl",
 }
 
 

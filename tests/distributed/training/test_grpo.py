@@ -176,7 +176,7 @@ def test_random_plans(seed: int) -> None:
     chosen = plan_from_dict(made, spec)
     g = Grpo(
         2, rng.choice([1, 2]), 0.05, 0.03, 0.3 if lora is not None else 0.0, rng.choice(LOSS_TYPES), rng.choice(SCALES),
-        ANSWER, rng.choice([2, 32]),
+        ANSWER, rng.choice([2, 32]), weighs_kl=rng.random() < 0.7,
     )  # fmt: skip
     wanted, answers = wanted_of(model, g, prompts_of(chosen.seq_length, spec.vocab_size), chosen.global_batch_size)
     weights = peft_values(model, spec) if lora is not None else hf_to_logical(model, spec)

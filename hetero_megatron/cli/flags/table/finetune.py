@@ -112,6 +112,10 @@ FLAGS = (
         "--grpo-kl-beta", float, 0.0, "weight of the divergence from the reference, the base with adapters off; 0: "
         "there is none", least=0.0, most=1e6, differs="0.001 in Megatron; here TRL's", needs=_GRPO,
     ),
+    switch(
+        "--grpo-plain-kl", "the divergence of a token counts as it is, as in Megatron, not times its ratio (TRL's "
+        "use_bias_correction_kl)", needs=needs("--grpo-kl-beta"),
+    ),
     value(
         "--grpo-loss-type", str, "dapo", "what counts alike: each token of a step (dapo), each answer (grpo), each "
         "token over answers of --max-new-tokens (dr_grpo)", choices=("dapo", "grpo", "dr_grpo"), needs=_GRPO,
