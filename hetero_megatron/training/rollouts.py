@@ -8,6 +8,7 @@ checkpoint samples again what one that was killed had sampled, under any plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,20 @@ from hetero_megatron.spec.grpo import Grpo
 from hetero_megatron.training.agreement import check_agreement
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.node_data import NodeData
-from hetero_megatron.training.rewards import FLAG, RewardFunction
+from hetero_megatron.training.rewards import RewardFunction
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.utils.files import parse_json, read_bytes
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The answers of a batch, group after group. ``ends``: ids that end an answer."""
+    """The answers of a batch, group after group.
+
+    Attributes:
+        number: of the batch among all that were sampled.
+        cut: whether an answer has no end.
+        weights: of each answer's tokens.
+    """
 
     number: int
     prompts: Sequence[Prompt]
@@ -64,18 +71,20 @@ class Rollouts:
 
     def before_forward(self, fetch: Fetch, first: int, size: int) -> StepResult | None:
         """See :class:`~hetero_megatron.training.runtime_options.StepHooks`."""
-        number, iteration = divmod(first // self.size, self.grpo.iterations)
+        number, iteration = divmod(first // self.size, self.grpo.iterations)  # alike on all ranks
         if self._loss is not None:
             self._loss.first = first
         if self.rollout is None or self.rollout.number != number:
-            assert not iteration, "a run that goes on in the middle of a rollout"
+            if iteration:
+                raise UserError(
+                    f"the run goes on in the middle of steps on the same answers (sample {first:,}), which are gone",
+                    field="--grpo-iterations", value=self.grpo.iterations, accepted="those of the run before",
+                )  # fmt: skip
             if self._loss is not None:
                 self._loss.begin_rollout()
             self.rollout = self._made(number, first)
         if not self.grpo.beta or iteration:
             return None
-        from contextlib import nullcontext
-
         recording = self._loss.record() if self._loss is not None else nullcontext()
         return self.runtime.record_reference(fetch, first, size, recording)
 

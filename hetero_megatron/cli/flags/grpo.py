@@ -7,7 +7,6 @@ from pathlib import Path
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan
-from hetero_megatron.plans.shares import has_context
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.grpo import Grpo
 
@@ -99,7 +98,6 @@ def _check_plan(args: Arguments, plan: Plan) -> None:
         (plan.outer is not None, "outer steps"),
         (bool(plan.roles), "roles of other models"),
         (any(stage.weights is not None for stage in plan.stages), "divided weights (weights:)"),
-        (any(has_context(stage, plan.seq_length) for stage in plan.stages), "context groups"),
     )
     for is_there, what in refused:
         if is_there:
@@ -117,7 +115,8 @@ def _check_batch(args: Arguments, plan: Plan, grpo: Grpo) -> None:
     if grpo.max_new_tokens >= plan.seq_length:
         problem = f"leaves no room for a prompt in --seq-length {plan.seq_length}"
         raise flag_error("max_new_tokens", grpo.max_new_tokens, problem, f"less than {plan.seq_length}")
-    for key in ("save_interval", "train_iters", "exit_interval"):
-        if args[key] and args[key] % grpo.iterations:
+    per_step = {"train_samples": size, "save_interval": 1, "train_iters": 1, "exit_interval": 1}
+    for key, unit in per_step.items():
+        if args[key] and args[key] // unit % grpo.iterations:
             problem = f"is in the middle of --grpo-iterations {grpo.iterations} on the same answers"
-            raise flag_error(key, args[key], problem, f"a multiple of {grpo.iterations}")
+            raise flag_error(key, args[key], problem, f"a multiple of {unit * grpo.iterations}")

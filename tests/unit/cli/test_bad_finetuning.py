@@ -31,6 +31,19 @@ FILES = {
     "filled.jsonl": json.dumps({"prompt": "word " * 90, "chosen": "a", "rejected": "b"}) + "\n",
     "labels.jsonl": '{"prompt": "a", "completion": "b", "label": "good"}\n',
     "silent.jsonl": '{"prompt": "a", "completion": " ", "label": true}\n',
+    "prompts.jsonl": '{"prompt": "a"}\n', "no_prompt.jsonl": '{"question": "a"}\n', "void.jsonl": '{"prompt": ""}\n',
+    "answered.jsonl": '{"prompt": [{"role": "assistant", "content": "a"}]}\n',
+    "long.jsonl": json.dumps({"prompt": "word " * 90}) + "\n", "torn.py": "def f(",
+    "rewards.py": """import math, os, time
+
+def good(completions, **_): return [len(text) for text in completions]
+def raises(completions, **_): raise ValueError("no luck")
+def nan(completions, **_): return [1.0, math.nan]
+def few(completions, **_): return [1.0]
+def words(completions, **_): return ["good", "bad"]
+def hangs(completions, **_): time.sleep(100)
+def ends(completions, **_): os._exit(3)
+""",
     "one.jsonl": '{"prompt": "a", "completion": "b", "label": true}\n',
     "hollow.jsonl": '{"messages": [{"role": "user"}]}\n', "numbers.jsonl": "[1, 2]\n", "broken.jinja": "{% for %}",
     "roles.jsonl": '{"messages": [{"role": 5, "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
@@ -56,6 +69,7 @@ global_batch_size: 1
 pipelines: [{micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 0, layers: [0, 1]}]}]
 """
 APART = "{pipelines: [{micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 1, layers: [0, 1]}]}]}"
+GRPO = "--grpo --split 1 --max-new-tokens 4 --global-batch-size 2 --grpo-group-size 2 --no-kernel-check"
 FILES |= {
     f"{name}.yaml": f"{STUDENT}roles: {roles}\n" for name, roles in {
         "apart": f"{{teacher: {APART}}}", "judge": f"{{judge: {APART}}}", "idle": "{teacher: {}}",
@@ -101,7 +115,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "TMP": str(root), "BASE": f"{root}/base", "CHATS": f"{root}/chats.jsonl", "NATIVE": f"{root}/native",
         "BARE": f"{root}/bare_native", "PLAIN": f"{root}/plain", "PLAINS": f"{root}/plain.jsonl", "RUN": run,
-        "NAN": f"{root}/nan",
+        "NAN": f"{root}/nan", "GRPO": f"{run} {GRPO} --data-path {root}/prompts.jsonl", "JUDGE": f"{root}/rewards.py",
     }  # fmt: skip
 
 
