@@ -13,8 +13,8 @@ from pathlib import Path
 def right(completions: list[str], total: list[int], **others: object) -> list[float]:
     """1 for the right number, a little for another one.
 
-    Called as TRL calls reward functions: each argument is a list with an entry for each answer; ``total`` is a column of
-    prompts.jsonl.
+    Called as TRL calls reward functions: each argument is a list with an entry for each answer; ``total`` is a column
+    of prompts.jsonl.
     """
     return [1.0 if text == str(number) else 0.1 * text.isdecimal() for text, number in zip(completions, total)]
 
@@ -31,7 +31,7 @@ def main(root: Path) -> None:
     tokenizer.save_pretrained(root / "base")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=16, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=32, eos_token_id=tokenizer.eos_token_id, initializer_range=0.1,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(root / "base")

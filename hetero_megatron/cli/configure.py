@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hetero_megatron.cli.early import check_data, check_early, check_offload
 from hetero_megatron.cli.flags import training as training
@@ -42,9 +42,6 @@ from hetero_megatron.spec.moe import Balancing
 from hetero_megatron.spec.preference import Preference
 from hetero_megatron.training.config import AdapterConfig, ElasticConfig, OptimizerConfig, RunConfig
 from hetero_megatron.utils.text import plural, rank_ranges
-
-if TYPE_CHECKING:
-    from hetero_megatron.spec.grpo import Grpo
 
 
 def take_epochs(
@@ -144,7 +141,6 @@ def configure_arguments(
     failure = collect(lambda launcher: build_failure(args, launcher.supervised), launcher)
     elastic = collect(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
     preference = collect(_preference, args, spec, balancing)
-    grpo = collect(_grpo, args, spec, plan)
     teacher_fields = collect(_beside, args, spec, plan, cluster, data)
     collect(_outer_fits, plan, elastic, preference)
     collect(_predictions_fit, args, spec, preference, fp8)
@@ -186,7 +182,6 @@ def configure_arguments(
         allow_over_memory=args["allow_over_memory"],
         notices=args.all_notices(),
         preference=preference, reference_logps=args["reference_logps"], reference_hf=args["reference_hf"],
-        grpo=grpo,
         **(teacher_fields if isinstance(teacher_fields, dict) else {}),  # what could not be built is not used either
     )
 
@@ -287,18 +282,14 @@ def _preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Prefe
     return build_preference(args, spec, balancing)
 
 
-def _grpo(args: Arguments, spec: ModelSpec, plan: Plan) -> Grpo | None:
-    if not args["grpo"]:
-        return None
-    from hetero_megatron.cli.flags.grpo import build_grpo
-
-    return build_grpo(args, spec, plan)
-
-
 def _beside(
     args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None, data: DataConfig | None
 ) -> dict[str, Any]:
-    """Of a run with a teacher, or that scores data, those fields of its configuration."""
+    """Of a run with a teacher, that scores data or samples answers, those fields of its configuration."""
+    if args["grpo"]:
+        from hetero_megatron.cli.flags.grpo import build_grpo
+
+        return {"grpo": build_grpo(args, spec, plan)}
     if not args.has("teacher_hf", "teacher_scores", "save_scores"):
         return {}
     from hetero_megatron.cli.flags.distillation import build_scores, build_teacher

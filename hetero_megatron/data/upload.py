@@ -37,10 +37,10 @@ class Uploader:
         stacked = torch.stack([batch.tokens, batch.labels, batch.positions, *sides])  # [3 or 4, b, s]
         table = None if batch.draws is None else batch.draws.table
         teacher_tensors = () if batch.teacher is None else (batch.teacher.ids, batch.teacher.logps, batch.teacher.rest)
-        judged = () if batch.judged is None else (batch.judged.advantages, batch.judged.weights)
+        answers = () if batch.judged is None else (batch.judged.advantages, batch.judged.weights)
         pinned = tuple(
             self._pinned(x)
-            for x in (stacked, batch.loss_mask, *ahead_tensors, *teacher_tensors, *judged, table)
+            for x in (stacked, batch.loss_mask, *ahead_tensors, *teacher_tensors, *answers, table)
             if x is not None
         )
         with self._accelerator.on_stream(self._stream):
@@ -58,7 +58,7 @@ class Uploader:
             for k, a in enumerate(batch.ahead)
         )
         rest = tensors[1 + (mask is not None) + len(ahead_tensors) :]
-        teacher, judged = rest[: len(teacher_tensors)], rest[len(teacher_tensors) :][: len(judged)]
+        teacher, judged = rest[: len(teacher_tensors)], rest[len(teacher_tensors) :][: len(answers)]
         counted, draws = batch.num_loss_tokens(), batch.draws
         if draws is not None and table is not None:
             draws = replace(draws, table=tensors[-1])

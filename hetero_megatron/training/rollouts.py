@@ -133,7 +133,8 @@ class Rollouts:
             own += decoder.generate(batch, first + a, self.grpo.max_new_tokens, self._sampling)
         decoder.drop_cache()
         leads = decoder.works and decoder.place.stage == 0 and decoder.place.tp_rank == 0
-        every = decoder.world.gather_objects((decoder.place.pipeline, own if leads else []), tuple[int, list[list[int]]])
+        mine = decoder.place.pipeline, own if leads else []
+        every = decoder.world.gather_objects(mine, tuple[int, list[list[int]]])
         return [answer for _, answers in sorted(every, key=lambda told: told[0]) for answer in answers]
 
     def _judged(self, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> list[float]:

@@ -1,5 +1,5 @@
-"""GRPO in plain torch, after the formulas in TRL's documentation (GRPOTrainer, 1.16); tests/slow/test_trl.py has TRL say
-them itself."""
+"""GRPO in plain torch, after the formulas in TRL's documentation (GRPOTrainer, 1.16); tests/slow/test_trl.py has TRL
+say them itself."""
 
 from __future__ import annotations
 
