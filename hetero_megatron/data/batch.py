@@ -62,7 +62,7 @@ class TeacherTokens:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedAnswers:
     """Of the sampled answers that the rows of a batch hold: their advantages, and the weights of their tokens; fp64
     [b, 1]."""
 
@@ -101,7 +101,7 @@ class Batch:
     samples: tuple[int, ...] = ()
     teacher: TeacherTokens | None = None
     mismatched: Batch | None = None
-    judged: Judged | None = None
+    judged: JudgedAnswers | None = None
 
     def num_loss_tokens(self) -> int:
         if self.counted is not None:
@@ -162,10 +162,10 @@ def _batch(samples: Sequence[Sample], options: BatchOptions) -> Batch:
     )
 
 
-def _judged(every: Sequence[tuple[float, float]]) -> Judged | None:
+def _judged(every: Sequence[tuple[float, float]]) -> JudgedAnswers | None:
     if not every:
         return None
-    return Judged(*torch.tensor(every, dtype=torch.float64)[..., None].unbind(1))
+    return JudgedAnswers(*torch.tensor(every, dtype=torch.float64)[..., None].unbind(1))
 
 
 def _teacher_tokens(every: Sequence[LikeliestTokens]) -> TeacherTokens | None:

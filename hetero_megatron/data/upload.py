@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import torch
 
-from hetero_megatron.data.batch import Batch, Judged, TeacherTokens
+from hetero_megatron.data.batch import Batch, JudgedAnswers, TeacherTokens
 from hetero_megatron.platform.accelerator import Accelerator
 
 AHEAD = 2  # micro-batches that are copied before they are asked for
@@ -65,7 +65,7 @@ class Uploader:
         device_batch = replace(
             batch, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, counted=counted, draws=draws,
             pairs=pairs, ahead=ahead_on_device, teacher=TeacherTokens(*teacher) if teacher else None,
-            judged=Judged(*judged) if judged else None,
+            judged=JudgedAnswers(*judged) if judged else None,
         )  # fmt: skip
         return _UnderWay(device_batch, event, tensors, pinned)
 

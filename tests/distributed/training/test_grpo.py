@@ -3,16 +3,20 @@ peft's models with TRL's formulas, fp64."""
 
 from __future__ import annotations
 
+import json
 import random
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import BatchOptions, make_batch
@@ -29,10 +33,12 @@ from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.rollouts import Rollouts
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
+from tests.support.chat import TEMPLATES, chat_tokenizer, turns
 from tests.support.grpo_reference import advantages, drawn, loss_of
 from tests.support.hf_reference import hf_to_logical, make_hf
 from tests.support.peft_reference import adapter_values, keep_apart, peft_model, peft_values
 from tests.support.pool import shared_pool
+from tests.support.programs import run_ranks, start_ranks
 from tests.support.random_plans import random_model, random_plan
 from tests.support.selection import quick
 
@@ -189,3 +195,58 @@ def test_random_plans(seed: int) -> None:
         for name, box, found in values:
             error = np.abs(found - weights[name].detach().numpy()[box.slices()]).max(initial=0.0)
             assert error <= 1e-9, (name, error, g, made)
+
+
+REWARDS = """import os, signal
+from pathlib import Path
+
+def longest(prompts, completions, completion_ids, marker, **_):
+    print("judging", len(completions))
+    mark = Path(marker[0])
+    if len(os.environ.get("KILLED", "")) and mark.exists():
+        os.kill(os.getppid(), signal.SIGKILL)
+    mark.touch()
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    assert all(isinstance(prompt, str) == isinstance(text, str) for prompt, text in zip(prompts, completions))
+    return [len(set(text)) + len(ids) for text, ids in zip(texts, completion_ids)]
+"""
+
+
+@pytest.mark.slow
+def test_killed_in_a_rollout(tmp_path: Path) -> None:
+    """Two stages on a base in 4 bits, with a reference and two steps on the same answers: the first rank is killed
+    while it waits for the second rewards; then the run goes on, and its numbers are those of one that was not killed.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=330, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    chat_tokenizer(tmp_path / "base", TEMPLATES["chatml"])
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def words(name: str) -> list[str]:
+        records = [{"prompt": turns(f"say {i}", "")[:1] if i % 2 else f"say {i}", "marker": f"{tmp_path}/{name}.mark"}
+                   for i in range(9)]  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return (
+            f"--sft --grpo --load-hf {tmp_path}/base --data-path {tmp_path}/{name}.jsonl --split 100,0,0 "
+            "--seq-length 48 --max-new-tokens 6 --micro-batch-size 2 --global-batch-size 8 --grpo-group-size 4 "
+            f"--reward-function {tmp_path}/rewards.py:longest --grpo-iterations 2 --grpo-kl-beta 0.1 --lora-rank 4 "
+            "--lora-base-dtype nf4 --pipeline-model-parallel-size 2 --train-iters 6 --lr 1e-2 --save-interval 2 "
+            f"--no-kernel-check --save {tmp_path}/{name} --load {tmp_path}/{name}"
+        ).split()
+
+    programs = start_ranks(2, words("killed"), KILLED="1")
+    assert programs[0].wait(240) == -signal.SIGKILL, programs[0].output()
+    assert programs[1].wait(240) != 0
+    assert not (tmp_path / "killed" / "iter_0000004").exists()
+    run_ranks(2, words("killed"))
+    run_ranks(2, words("straight"))
+    lines = {}
+    for name in ("killed", "straight"):
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines[name] = [{k: r[k] for k in ("step", "loss", "grad_norm", "reward", "kl", "loss_tokens")} for r in rows]
+    assert lines["killed"] == lines["straight"] and [row["step"] for row in lines["straight"]] == [1, 2, 3, 4, 5, 6]
+    assert all(row["kl"] > 0 for row in lines["straight"][1:])

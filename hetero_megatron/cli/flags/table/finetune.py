@@ -17,8 +17,8 @@ FLAGS = (
         "hetero-megatron finetune sets it",
     ),
     value(
-        "--chat-template", str, None, "file with a Jinja template, or the name of one of the tokenizer's; if left out, "
-        "the tokenizer's own, as transformers chooses", needs=_SFT,
+        "--chat-template", str, None, "file with a Jinja template, or the name of one of the tokenizer's; the one that "
+        "transformers chooses if left out", needs=_SFT,
     ),
     value(
         "--sft-loss", str, "assistant", "what counts in the loss: what the assistant wrote, or all of a conversation",
@@ -30,14 +30,14 @@ FLAGS = (
         choices=OVERLONG, needs=_SFT,
     ),
     value(
-        "--epochs", float, None, "instead of --train-iters: how often to go through the conversations, in whole steps",
+        "--epochs", float, None, "instead of --train-iters: times through the data, in whole steps",
         least=1e-6, most=1e6, needs=_SFT,
     ),
     switch("--no-packing", "every conversation has a sample of its own, filled with padding", needs=_SFT),
     value(
         "--preference", str, None, "train on preference pairs (chosen and rejected) with this loss: dpo is TRL's "
-        "sigmoid, the others have its names; orpo, simpo and cpo have no reference model; kto and apo_zero_unpaired "
-        "train on answers with a label each", choices=tuple(LOSSES),
+        "sigmoid, others have its names; orpo, simpo, cpo have no reference; kto and apo_zero_unpaired take answers "
+        "with a label", choices=tuple(LOSSES),
         needs=_SFT,
     ),
     value(
@@ -78,12 +78,10 @@ FLAGS = (
         needs=_PAIRS,
     ),
     switch(
-        "--grpo", "reinforcement learning (GRPO): the data are prompts, each step samples answers to some and learns "
-        "from what --reward-function gives them", needs=_SFT,
+        "--grpo", "the data are prompts, to which each step samples answers that --reward-function judges (GRPO)", needs=_SFT,
     ),
     value(
-        "--reward-function", str, None, "FILE.py:NAME, which judges answers; called as TRL calls one: prompts, "
-        "completions and the records' other columns by name, lists with an entry for each answer", needs=_GRPO,
+        "--reward-function", str, None, "FILE.py:NAME, which judges answers, called as TRL calls one", needs=_GRPO,
     ),
     value(
         "--reward-timeout", float, 60.0, "seconds that a call of it may take", above=0.0, most=1e6, needs=_GRPO,
