@@ -35,7 +35,7 @@ FLAGS = (
     ),
     switch("--no-packing", "every conversation has a sample of its own, filled with padding", needs=_SFT),
     value(
-        "--preference", str, None, "train on preference pairs (chosen and rejected) with this loss: dpo is TRL's "
+        "--preference", str, None, "train on preference pairs with this loss: dpo is TRL's "
         "sigmoid, others have its names; orpo, simpo, cpo have no reference; kto and apo_zero_unpaired take answers "
         "with a label", choices=tuple(LOSSES),
         needs=_SFT,
@@ -78,7 +78,8 @@ FLAGS = (
         needs=_PAIRS,
     ),
     switch(
-        "--grpo", "the data are prompts, to which each step samples answers that --reward-function judges (GRPO)", needs=_SFT,
+        "--grpo", "the data are prompts, to which each step samples answers that --reward-function judges (GRPO)",
+        needs=_SFT,
     ),
     value(
         "--reward-function", str, None, "FILE.py:NAME, which judges answers, called as TRL calls one", needs=_GRPO,
