@@ -33,7 +33,6 @@ _BESIDE = (
     ("replan_on_drift", "the planner knows no sampling"),
     ("hidden_dropout", "the policy that samples has none"),
     ("attention_dropout", "the policy that samples has none"),
-    ("lora_dropout", "the policy that samples has none"),
 )  # fmt: skip
 
 
@@ -46,6 +45,9 @@ def build_grpo(args: Arguments, spec: ModelSpec, plan: Plan) -> Grpo:
     for key, reason in _BESIDE:
         if args[key]:
             raise flag_error(key, args[key], f"not known beside --grpo: {reason}", "leave one of the two out")
+    for key in ("sft_loss", "overlong_samples", "shuffle_buffer"):
+        if key in args.given:
+            raise flag_error(key, args[key], "has no effect beside --grpo: answers are sampled", "leave the flag out")
     if args["cuda_graph_impl"] == "local":
         raise flag_error("cuda_graph_impl", "local", "not known beside --grpo", "leave one of the two out")
     values = {name: args[key] for name, key in _FLAGS.items()} | {"weighs_kl": not args["grpo_plain_kl"]}
@@ -85,6 +87,9 @@ def _check_model(args: Arguments, spec: ModelSpec, grpo: Grpo) -> None:
     for is_there, what in refused:
         if is_there:
             raise flag_error("grpo", True, f"not known for {what}", "another model")
+    if spec.lora is not None and spec.lora.dropout:
+        problem = "not known beside --grpo: the policy that samples has none"
+        raise flag_error("lora_dropout", spec.lora.dropout, problem, "0")
     if grpo.beta and spec.lora is None:
         problem = "the reference is the base with adapters off, and there are none"
         raise flag_error("grpo_kl_beta", grpo.beta, problem, "0, or --lora-rank")
