@@ -123,7 +123,7 @@ class Decoder:
         peers = {rank for unit in self.units for rank in unit.ranks} - {self.comm.rank}
         self.comm.connect(peers)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], first: int, new_tokens: int, sampling: Sampling,
         stops: Callable[[list[int]], bool] | None = None,

@@ -37,10 +37,11 @@ from tests.support.chat import TEMPLATES, chat_tokenizer, turns
 from tests.support.grpo_reference import advantages, drawn, loss_of
 from tests.support.hf_reference import hf_to_logical, make_hf
 from tests.support.peft_reference import adapter_values, keep_apart, peft_model, peft_values
-from tests.support.pool import shared_pool
+from tests.support.pool import Pool, shared_pool
 from tests.support.programs import run_ranks, start_ranks
 from tests.support.random_plans import random_model, random_plan
 from tests.support.selection import quick
+from tests.support.small_plans import LLAMA
 
 STEPS, LR, SEED, ENDS, ANSWER = 3, 0.7, 5, (3, 4, 5, 6), 5
 
@@ -98,7 +99,8 @@ def run_rank(
         assert rollouts.rollout is not None
         stats.append({"loss": found.loss, "norm": found.grad_norm, "tokens": found.tokens, **found.facts})
         answers += [list(answer) for answer in rollouts.rollout.answers]
-    return stats, answers, [(n, built.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
+    params = runtime.sync.params.items()
+    return stats, answers, [(n, built.boxes[n], p.detach().cpu().numpy().copy()) for n, p in params]
 
 
 @torch.no_grad()
@@ -167,6 +169,18 @@ def test_random_plans(seed: int) -> None:
     config = random_model(rng)
     while config["model_type"] == "gpt2":
         config = random_model(rng)
+    check(rng, config, seed, shared_pool())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("extension")
+def test_on_late_devices() -> None:
+    """Rows, their advantages and the weights that are shared, on devices whose streams run behind the host."""
+    check(random.Random(708), LLAMA, 8, shared_pool(("emulated:late=0.0003",) * 8), {"attention": "reference"})
+
+
+def check(rng: random.Random, config: dict[str, Any], seed: int, pool: Pool, kernels: Mapping[str, str] = {}) -> None:
+    """``kernels``: of all stages."""
     model, spec = make_hf(config, seed)
     initial = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, spec).items()}
     lora = None
@@ -179,6 +193,9 @@ def test_random_plans(seed: int) -> None:
     made: dict[str, Any] = {}
     while not made or "'weights'" in repr(made) or made["global_batch_size"] % 2:
         made = random_plan(rng, config["num_hidden_layers"], config["num_attention_heads"], rng.randint(10, 16), 4)
+    for pipeline in made["pipelines"]:
+        for stage in pipeline["stages"]:
+            stage |= {"kernels": dict(kernels)} if kernels else {}
     chosen = plan_from_dict(made, spec)
     g = Grpo(
         2, rng.choice([1, 2]), 0.05, 0.03, 0.3 if lora is not None else 0.0, rng.choice(LOSS_TYPES), rng.choice(SCALES),
@@ -186,7 +203,7 @@ def test_random_plans(seed: int) -> None:
     )  # fmt: skip
     wanted, answers = wanted_of(model, g, prompts_of(chosen.seq_length, spec.vocab_size), chosen.global_batch_size)
     weights = peft_values(model, spec) if lora is not None else hf_to_logical(model, spec)
-    ranks = [r for r in shared_pool().run(run_rank, chosen, spec, initial, g, rng.random() < 0.5) if r[0]]
+    ranks = [r for r in pool.run(run_rank, chosen, spec, initial, g, rng.random() < 0.5) if r[0]]
     assert len(ranks) == len(chosen.ranks)
     for stats, found_answers, values in ranks:
         assert found_answers == answers, (g, made)
