@@ -290,9 +290,9 @@ def _beside(
         return {}
     from hetero_megatron.cli.flags.distillation import build_scores, build_teacher
 
-    distillation, teacher = build_teacher(args, spec, plan, cluster, data)
+    distillation, role = build_teacher(args, spec, plan, cluster, data)
     return {
-        "distillation": distillation, "teacher": teacher, "teacher_hf": args["teacher_hf"],
+        "distillation": distillation, "role": role, "teacher_hf": args["teacher_hf"],
         "teacher_scores": args["teacher_scores"], "scores": build_scores(args, spec),
     }  # fmt: skip
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.plans import Plan, model_name, predict
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, count
-from hetero_megatron.cli.flags.planned_model import add_fp8, add_lora, fp8_of, with_lora
+from hetero_megatron.cli.flags.planned_model import add_beside, add_fp8, add_lora, fp8_of, models_beside, with_lora
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.cli.predict_from import SIZES, read_plan
 from hetero_megatron.errors import UserError
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
                         help="how often experts were chosen, as a run wrote it (default: all alike)")  # fmt: skip
     parser.add_argument("--preference", choices=tuple(LOSSES), metavar="LOSS",
                         help="of a run on preference pairs: with adapters a step runs the reference, too")  # fmt: skip
+    add_beside(parser)
     parser.add_argument("--grad-reduce-in-bf16", action="store_true",
                         help="gradients travel in bf16, as the run's flag says")  # fmt: skip
     args = parser.parse_args(list(argv))
@@ -65,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     check_writable(args.trace, "--trace")
     cluster, made_for = Cluster.read(args.cluster), None
     if args.source:
-        plan = read_plan(args, cluster)
+        plan = replace(read_plan(args, cluster), beside=models_beside(args))
     else:
         for name in (*SIZES, "nodes"):
             if getattr(args, name) is not None:
@@ -75,9 +77,15 @@ def main(argv: Sequence[str]) -> int:
         made_for = read_made_for(section) if section is not None else None
         name = model_name(made_for, args.model)
         model = Model.of(with_lora(args, load_model(name), made_for), name)
-        plan = Plan.read(document, cluster, model, dtype=args.dtype, optimizer=args.optimizer, fp8=fp8_of(args))
+        plan = Plan.read(
+            document, cluster, model, dtype=args.dtype, optimizer=args.optimizer, fp8=fp8_of(args),
+            beside=models_beside(args), top_k=args.score_top_k,
+        )  # fmt: skip
     for notice in plan.notices:
         print(notice_line(notice), file=sys.stderr)
+    if args.preference is not None and plan.beside:
+        raise UserError("not known beside a teacher: it compares whole answers", field="--preference",
+                        value=args.preference, accepted="one of the two")  # fmt: skip
     memory_error = made_for.less_memory(cluster.described, plan.ranks, args.plan) if made_for is not None else None
     if memory_error is not None:  # no refusal: what it means for this cluster is what is asked here
         print(notice_line(memory_error.problem), file=sys.stderr)

@@ -65,7 +65,7 @@ class Answer:
 def meeting_group(config: RunConfig, comm: Comm) -> Group | None:
     """The student's first rank and those of the teacher; None on other ranks. Every rank of the job calls it first with
     its other groups. It waits in host memory, and for as long as the student may save or export."""
-    return comm.background_group((config.plan.ranks[0], *config.compiled_teacher.plan.ranks), WRITE_TIMEOUT)
+    return comm.background_group((config.plan.ranks[0], *config.compiled_role.plan.ranks), WRITE_TIMEOUT)
 
 
 def meet(group: Group, student: int, message: Instruction | Answer) -> tuple[Instruction, Answer]:
@@ -95,8 +95,8 @@ def joint_answer(ranks: Sequence[int], answers: Sequence[Answer]) -> Answer:
 
 
 def score_transfer(config: RunConfig, comm: Comm) -> ScoreTransfer:
-    assert config.teacher is not None
-    return ScoreTransfer(comm, config.compiled_teacher.plan, config.plan, config.teacher.top_k)
+    assert config.role is not None
+    return ScoreTransfer(comm, config.compiled_role.plan, config.plan, config.role.top_k)
 
 
 def corpora(data: Datasets) -> dict[str, str]:
@@ -144,10 +144,10 @@ class TeacherClient:
     """The student's side; made on all of its ranks, as soon as there are groups."""
 
     def __init__(self, config: RunConfig, comm: Comm) -> None:
-        assert config.teacher is not None
+        assert config.role is not None
         self._comm, self._meeting, self._first = comm, meeting_group(config, comm), config.plan.ranks[0]
         self._world: Group = comm.group(config.plan.ranks)
-        self._scores, self._transfer = TeacherScores(config.teacher.top_k), score_transfer(config, comm)
+        self._scores, self._transfer = TeacherScores(config.role.top_k), score_transfer(config, comm)
         self._lookahead = Lookahead(iter(()))
         self._asked: BatchRequest | None = None  # of the teacher
         self._taken: BatchRequest | None = None

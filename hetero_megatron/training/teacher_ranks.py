@@ -105,8 +105,8 @@ class BatchScorer:
     def __init__(
         self, config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, open_loaders: ExitStack
     ) -> None:
-        assert config.teacher is not None and config.distillation is not None
-        teacher, compiled, dtype = config.teacher, config.compiled_teacher, DTYPES[config.dtype]
+        assert config.role is not None and config.distillation is not None
+        teacher, compiled, dtype = config.role, config.compiled_role, DTYPES[config.dtype]
         plan, spec, temperature = compiled.plan, compiled.spec, config.distillation.temperature
         world = comm.group(plan.ranks)
         self._comm, self._world, self._hf = comm, world, teacher.hf

@@ -13,7 +13,7 @@ from hetero_megatron.plans.roles import role_plan
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.distillation import Distillation
 from hetero_megatron.spec.preference import WITHOUT_REFERENCE
-from hetero_megatron.training.config import ScoreConfig, TeacherConfig
+from hetero_megatron.training.config import RoleConfig, ScoreConfig
 
 _FLAGS = {
     "loss": "distill_loss", "weight": "distill_weight", "temperature": "distill_temperature",
@@ -28,7 +28,7 @@ _BESIDE = (
 
 def build_teacher(
     args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None, data: DataConfig | None
-) -> tuple[Distillation | None, TeacherConfig | None]:
+) -> tuple[Distillation | None, RoleConfig | None]:
     """The loss beside a teacher, and the teacher on ranks of this run (None: its scores are in a file).
 
     Raises:
@@ -63,7 +63,7 @@ def build_teacher(
     return distillation, _beside(args, teacher, spec, plan, cluster)
 
 
-def _on_own_ranks(args: Arguments, teacher: TeacherConfig, data: DataConfig | None) -> TeacherConfig:
+def _on_own_ranks(args: Arguments, teacher: RoleConfig, data: DataConfig | None) -> RoleConfig:
     """The teacher, on ranks that the plan has for it, which read the student's samples for themselves."""
     if data is not None and data.reads_stream:
         problem = "a teacher on its own ranks reads samples by their number, and a stream is read once, in order"
@@ -90,17 +90,17 @@ def teacher_spec(args: Arguments) -> ModelSpec:
     return load_model(directory, "--teacher-hf")
 
 
-def _teacher(args: Arguments, spec: ModelSpec) -> TeacherConfig:
+def _teacher(args: Arguments, spec: ModelSpec) -> RoleConfig:
     teacher, directory = teacher_spec(args), args["teacher_hf"]
     if teacher.vocab_size != spec.vocab_size:
         problem = f"another vocabulary: {teacher.vocab_size} tokens, the student's has {spec.vocab_size}"
         raise flag_error("teacher_hf", directory, problem, "a teacher with the student's tokenizer")
-    return TeacherConfig(directory, teacher)
+    return RoleConfig("teacher", directory, teacher)
 
 
 def _beside(
-    args: Arguments, teacher: TeacherConfig, spec: ModelSpec, plan: Plan, cluster: Cluster | None
-) -> TeacherConfig:
+    args: Arguments, teacher: RoleConfig, spec: ModelSpec, plan: Plan, cluster: Cluster | None
+) -> RoleConfig:
     """The teacher, which the plan's cuts fit."""
     from hetero_megatron.plans.forward_only import plan_beside
 

@@ -1,16 +1,19 @@
-"""Flags about the model of commands that plan and predict: adapters, modules that predict further tokens, and fp8."""
+"""Flags about the model of commands that plan and predict: adapters, modules that predict further tokens, fp8, and a
+second model that only runs forward."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
+from hetero_megatron.api.inputs import Model
+from hetero_megatron.api.plans import TOP_K
 from hetero_megatron.cli.arguments import SHARE, count
 from hetero_megatron.cli.flags.adapter import FLAG_KEYS, PLACES
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.fp8 import FORMATS, RECIPES, Fp8
 from hetero_megatron.plans.made_for import MadeFor, as_flags
-from hetero_megatron.spec import Lora, ModelSpec, adapted
+from hetero_megatron.spec import Lora, ModelSpec, adapted, load_model
 from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD, all_linear
 
 
@@ -77,6 +80,21 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
         name = flag_of_field.get(error.field, "--lora-rank")
         name = "--use-dora" if error.field == "dora" else name
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted) from None
+
+
+def add_beside(parser: ArgumentParser) -> None:
+    """Flags about a second model, as runs have them."""
+    add = parser.add_argument
+    add("--teacher-hf", metavar="DIR", help="a teacher: on the plan's ranks for it, else on those of the student")
+    help = "likeliest tokens of a position that a teacher on its own ranks sends (%(default)s)"
+    add("--score-top-k", type=count(1, 2**20), default=TOP_K, metavar="N", help=help)
+
+
+def models_beside(args: Namespace) -> dict[str, Model]:
+    """By role, the models that the arguments name."""
+    if args.teacher_hf is None:
+        return {}
+    return {"teacher": Model.of(load_model(args.teacher_hf, "--teacher-hf"), args.teacher_hf)}
 
 
 def add_fp8(parser: ArgumentParser) -> None:
