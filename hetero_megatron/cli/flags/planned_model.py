@@ -13,7 +13,7 @@ from hetero_megatron.cli.flags.adapter import FLAG_KEYS, PLACES
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.fp8 import FORMATS, RECIPES, Fp8
 from hetero_megatron.plans.made_for import MadeFor, as_flags
-from hetero_megatron.spec import Lora, ModelSpec, adapted, load_model
+from hetero_megatron.spec import Lora, ModelSpec, adapted, load_model, preset_names
 from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD, all_linear
 
 
@@ -85,7 +85,7 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
 def add_beside(parser: ArgumentParser) -> None:
     """Flags about a second model, as runs have them."""
     add = parser.add_argument
-    add("--teacher-hf", metavar="DIR", help="a teacher: on the plan's ranks for it, else on those of the student")
+    add("--teacher-hf", metavar="DIR", help="directory or preset of a teacher: on the plan's ranks for it, else on those of the student")
     help = "likeliest tokens of a position that a teacher on its own ranks sends (%(default)s)"
     add("--score-top-k", type=count(1, 2**20), default=TOP_K, metavar="N", help=help)
 
@@ -94,7 +94,8 @@ def models_beside(args: Namespace) -> dict[str, Model]:
     """By role, the models that the arguments name."""
     if args.teacher_hf is None:
         return {}
-    return {"teacher": Model.of(load_model(args.teacher_hf, "--teacher-hf"), args.teacher_hf)}
+    flag = "--model" if args.teacher_hf in preset_names() else "--teacher-hf"  # what is only planned has no weights
+    return {"teacher": Model.of(load_model(args.teacher_hf, flag), args.teacher_hf)}
 
 
 def add_fp8(parser: ArgumentParser) -> None:
