@@ -26,11 +26,13 @@ class ForwardRole:
         name: of its role; compiled: its plan.
         words: of 4 bytes that travel of each position, from its ranks to those of the loss; 0: it is on the same ranks,
             and its forward comes before each step.
+        forwards: over each batch.
     """
 
     name: str
     compiled: CompiledPlan
     words: int = 0
+    forwards: int = 1
 
     @property
     def apart(self) -> bool:
@@ -39,8 +41,9 @@ class ForwardRole:
 
 
 def role_of(
-    plan: Plan, spec: ModelSpec, name: str, model: ModelSpec, top_k: int, cluster: Cluster | None = None
-) -> ForwardRole:
+    plan: Plan, spec: ModelSpec, name: str, model: ModelSpec, top_k: int, cluster: Cluster | None = None,
+    forwards: int = 1,
+) -> ForwardRole:  # fmt: skip
     """``model`` in a role beside ``spec``, which ``plan`` trains: on the ranks that it has for the role, else as
     :func:`plan_beside` has it.
 
@@ -49,13 +52,15 @@ def role_of(
     """
     own = role_plan(plan, name)
     made = plan_beside(plan, spec, model, cluster) if own is None else own
-    return ForwardRole(name, CompiledPlan(made, model), 0 if own is None else words_of(name, top_k))
+    compiled = CompiledPlan(made, model, pairs=name == "reference")
+    return ForwardRole(name, compiled, 0 if own is None else words_of(name, top_k), forwards)
 
 
 def words_of(role: str, top_k: int) -> int:
     """Of 4 bytes, that a role on its own ranks sends of each position: of a teacher the ids of its likeliest tokens,
-    their log-probabilities, and that of all others."""
-    return 2 * top_k + 1
+    their log-probabilities, and that of all others; of a reference the number of a pair or example, and two
+    log-probabilities (``pipeline/role_scores.py``)."""
+    return 2 * top_k + 1 if role == "teacher" else 6
 
 
 def plan_beside(plan: Plan, spec: ModelSpec, other: ModelSpec, cluster: Cluster | None = None) -> Plan:

@@ -225,6 +225,11 @@ class RoleConfig:
     spec: ModelSpec
     top_k: int = 0
 
+    @property
+    def flag(self) -> str:
+        """That names the directory."""
+        return f"--{self.name}-hf"
+
 
 @dataclass(frozen=True)
 class ScoreConfig:
@@ -359,7 +364,9 @@ class RunConfig:
 
         if self.role is None:
             return None
-        return role_of(self.plan, self.spec, self.role.name, self.role.spec, self.role.top_k, self.cluster)
+        forwards = 2 if self.preference is not None and self.preference.estimates_kl else 1
+        role = self.role.name, self.role.spec, self.role.top_k
+        return role_of(self.plan, self.spec, *role, self.cluster, forwards)
 
     @property
     def compiled_role(self) -> CompiledPlan:

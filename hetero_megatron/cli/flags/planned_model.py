@@ -85,7 +85,8 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
 def add_beside(parser: ArgumentParser) -> None:
     """Flags about a second model, as runs have them."""
     add = parser.add_argument
-    add("--teacher-hf", metavar="DIR", help="directory or preset of a teacher: on the plan's ranks for it, else on those of the student")
+    help = "a teacher (directory or preset), on the plan's ranks for it, else on those of the student"
+    add("--teacher-hf", metavar="DIR", help=help)
     help = "likeliest tokens of a position that a teacher on its own ranks sends (%(default)s)"
     add("--score-top-k", type=count(1, 2**20), default=TOP_K, metavar="N", help=help)
 

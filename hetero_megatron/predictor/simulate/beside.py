@@ -25,7 +25,7 @@ class RoleCosts:
     """What a role's forward takes on a cluster.
 
     Attributes:
-        seconds: of one over a batch; busy: by rank, those of it in which the rank computes.
+        seconds: of its forwards over a batch; busy: by rank, those of them in which the rank computes.
     """
 
     seconds: float
@@ -36,10 +36,11 @@ class RoleCosts:
 def role_costs(role: ForwardRole, cluster: Cluster, dtype: str, options: CostOptions) -> RoleCosts:
     """One price for runs, predictions and searches."""
     compiled = role.compiled
-    own = CostOptions(reference=1, margin=options.margin, logits_bytes=options.logits_bytes)
+    own = CostOptions(reference=role.forwards, margin=options.margin, logits_bytes=options.logits_bytes)
     costs = CostModel(compiled.spec, cluster, compiled.plan.seq_length, dtype, own)
     forward = StepSimulator(compiled.plan, costs, PreparedPlan(compiled))
-    return RoleCosts(forward.reference_seconds, forward.computing_forward, costs)
+    busy = {rank: role.forwards * seconds for rank, seconds in forward.computing_forward.items()}
+    return RoleCosts(forward.reference_seconds, busy, costs)
 
 
 def predict_beside(
