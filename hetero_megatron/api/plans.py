@@ -21,6 +21,7 @@ from hetero_megatron.plans.memory.forward_only import with_role
 from hetero_megatron.plans.memory.of_plan import MemoryBytes as Memory
 from hetero_megatron.plans.memory.of_plan import estimate_memory, moments_of, with_communicators
 from hetero_megatron.plans.program import format_step
+from hetero_megatron.plans.roles import role_plan
 from hetero_megatron.plans.routing import EVEN, routing_of
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
@@ -131,9 +132,13 @@ class Plan:
         fp8 = fp8 if fp8 is not None or made_for is None else made_for.fp8
         return Plan(plan, stretched, dtype, optimizer, fp8, source, tuple(notices), models, top_k)
 
-    def role(self, cluster: Cluster | None = None) -> ForwardRole | None:
-        """The model in ``beside`` with its plan. UserError: it has another vocabulary, or cannot be cut as the model
-        that is trained."""
+    def role(self, cluster: Cluster | None = None, forwards: int = 1) -> ForwardRole | None:
+        """The model in ``beside`` with its plan, which runs ``forwards`` times over each batch; None: there is none, or
+        a reference without ranks of its own, which speaks before the first step.
+
+        Raises:
+            UserError: it has another vocabulary, or cannot be cut as the model that is trained.
+        """
         for name, model in self.beside.items():
             if model.spec.vocab_size != self.model.spec.vocab_size:
                 problem = f"another vocabulary: {model.spec.vocab_size} tokens, {self.model.name} has "
@@ -141,7 +146,9 @@ class Plan:
                                 accepted="a model with the same tokenizer")  # fmt: skip
             top_k = min(self.top_k, model.spec.vocab_size - 1)
             described = None if cluster is None else cluster.described
-            return role_of(self.canonical, self.model.spec, name, model.spec, top_k, described)
+            if name == "reference" and role_plan(self.canonical, name) is None:
+                return None
+            return role_of(self.canonical, self.model.spec, name, model.spec, top_k, described, forwards)
         return None
 
     @property
@@ -269,7 +276,7 @@ class Prediction:
 
 def predict(
     plan: Plan, cluster: Cluster, *, memory_margin: float = CostOptions.margin, routing_stats: str | None = None,
-    reference: int = 0, grad_reduce_in_bf16: bool = False,
+    reference: int = 0, grad_reduce_in_bf16: bool = False, role_forwards: int = 1,
 ) -> Prediction:  # fmt: skip
     """Simulate one step.
 
@@ -278,6 +285,7 @@ def predict(
         routing_stats: file that a run wrote, of how often experts were chosen; None: all alike.
         reference: how many forwards come before each step: once the base without adapters, as the reference of
             preference pairs (``Preference.forwards``).
+        role_forwards: how many forwards a second model on its own ranks runs over each batch (the reference of KTO: 2).
         grad_reduce_in_bf16: gradients travel between ranks in bf16, as the run's flag of this name says.
 
     Raises:
@@ -292,7 +300,7 @@ def predict(
     )  # fmt: skip
     costs = CostModel(spec, described, plan.seq_length, plan.dtype, options)
     compiled = compiled_plan(plan)
-    prepared, role = PreparedPlan(compiled), plan.role(cluster)
+    prepared, role = PreparedPlan(compiled), plan.role(cluster, role_forwards)
     if role is None:
         simulated = step.predict(plan.canonical, spec, described, plan.dtype, costs, prepared=prepared)
     else:

@@ -10,7 +10,15 @@ from dataclasses import replace
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.plans import Plan, model_name, predict
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, count
-from hetero_megatron.cli.flags.planned_model import add_beside, add_fp8, add_lora, fp8_of, models_beside, with_lora
+from hetero_megatron.cli.flags.planned_model import (
+    add_beside,
+    add_fp8,
+    add_lora,
+    fp8_of,
+    models_beside,
+    preference_of,
+    with_lora,
+)
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.cli.predict_from import SIZES, read_plan
 from hetero_megatron.errors import UserError
@@ -18,7 +26,6 @@ from hetero_megatron.plans.made_for import OPTIMIZERS, read_made_for
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
-from hetero_megatron.spec.preference import LOSSES, Preference
 from hetero_megatron.utils.text import dtype_name, notice_line
 from hetero_megatron.utils.yaml_document import read_document
 
@@ -57,8 +64,6 @@ def main(argv: Sequence[str]) -> int:
         help="columns of the printed timeline (100)")  # fmt: skip
     parser.add_argument("--routing-stats", metavar="FILE",
                         help="how often experts were chosen, as a run wrote it (default: all alike)")  # fmt: skip
-    parser.add_argument("--preference", choices=tuple(LOSSES), metavar="LOSS",
-                        help="of a run on preference pairs: with adapters a step runs the reference, too")  # fmt: skip
     add_beside(parser)
     parser.add_argument("--grad-reduce-in-bf16", action="store_true",
                         help="gradients travel in bf16, as the run's flag says")  # fmt: skip
@@ -83,16 +88,14 @@ def main(argv: Sequence[str]) -> int:
         )  # fmt: skip
     for notice in plan.notices:
         print(notice_line(notice), file=sys.stderr)
-    if args.preference is not None and plan.beside:
-        raise UserError("not known beside a teacher: it compares whole answers", field="--preference",
-                        value=args.preference, accepted="one of the two")  # fmt: skip
+    preference = preference_of(args, plan.model.spec.lora is not None)
     memory_error = made_for.less_memory(cluster.described, plan.ranks, args.plan) if made_for is not None else None
     if memory_error is not None:  # no refusal: what it means for this cluster is what is asked here
         print(notice_line(memory_error.problem), file=sys.stderr)
     prediction = predict(
         plan, cluster, memory_margin=args.memory_margin, routing_stats=args.routing_stats,
-        reference=_forwards(args.preference, plan.model.spec.lora is not None),
-        grad_reduce_in_bf16=args.grad_reduce_in_bf16,
+        reference=0 if preference is None else preference.forwards, grad_reduce_in_bf16=args.grad_reduce_in_bf16,
+        role_forwards=2 if preference is not None and preference.estimates_kl else 1,
     )  # fmt: skip
     if args.html:
         write_text(args.html, "--html", prediction.page())
@@ -108,10 +111,3 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: the plan does not fit: {prediction.over[0]}", file=sys.stderr)
         return 1
     return 0
-
-
-def _forwards(loss: str | None, adapters: bool) -> int:
-    """That come before each step of a run with this ``--preference``."""
-    if loss is None:
-        return 0
-    return Preference(loss, smoothing=1e-3 if loss == "exo_pair" else 0.0, in_step=adapters).forwards

@@ -186,7 +186,7 @@ class ReferenceSaid:
         if loss is None:
             return
         own, slots = loss.reference.recorded(), model.here.plan.seq_length
-        logps = {n: said if len(said) == 2 else (*said, *others.get(n, (0.0,))) for n, said in own.items()}
+        logps = {n: (said[0], said[1] if len(said) == 2 else others.get(n, (0.0,))[0]) for n, said in own.items()}
         for samples, batch in batches.items():
             assert batch.pairs is not None
             rows = packed_answers(batch.pairs.numbers, batch.pairs.by_sample, logps, slots)

@@ -13,8 +13,10 @@ from hetero_megatron.cli.flags.adapter import FLAG_KEYS, PLACES
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.fp8 import FORMATS, RECIPES, Fp8
 from hetero_megatron.plans.made_for import MadeFor, as_flags
+from hetero_megatron.plans.roles import ROLES
 from hetero_megatron.spec import Lora, ModelSpec, adapted, load_model, preset_names
 from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD, all_linear
+from hetero_megatron.spec.preference import LOSSES, WITHOUT_REFERENCE, Preference
 
 
 def add_lora(parser: ArgumentParser) -> None:
@@ -85,18 +87,43 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
 def add_beside(parser: ArgumentParser) -> None:
     """Flags about a second model, as runs have them."""
     add = parser.add_argument
+    help = "of a run on preference pairs: with adapters a step runs the reference, too"
+    add("--preference", choices=tuple(LOSSES), metavar="LOSS", help=help)
     help = "a teacher (directory or preset), on the plan's ranks for it, else on those of the student"
     add("--teacher-hf", metavar="DIR", help=help)
+    add("--reference-hf", metavar="DIR", help="the same of the reference of preference pairs, on ranks for it")
     help = "likeliest tokens of a position that a teacher on its own ranks sends (%(default)s)"
     add("--score-top-k", type=count(1, 2**20), default=TOP_K, metavar="N", help=help)
 
 
 def models_beside(args: Namespace) -> dict[str, Model]:
     """By role, the models that the arguments name."""
-    if args.teacher_hf is None:
-        return {}
-    flag = "--model" if args.teacher_hf in preset_names() else "--teacher-hf"  # what is only planned has no weights
-    return {"teacher": Model.of(load_model(args.teacher_hf, flag), args.teacher_hf)}
+    given = {name: getattr(args, f"{name}_hf") for name in ROLES}
+    found = {}
+    for name, directory in given.items():
+        if directory is not None:
+            flag = "--model" if directory in preset_names() else f"--{name}-hf"  # what is only planned has no weights
+            found[name] = Model.of(load_model(directory, flag), directory)
+    if len(found) > 1:
+        problem = "not known beside a teacher: it is that of pairs, which have none"
+        raise UserError(problem, field="--reference-hf", value=args.reference_hf, accepted="one of the two")
+    return found
+
+
+def preference_of(args: Namespace, adapters: bool) -> Preference | None:
+    """The loss of pairs or labelled answers. UserError: there is none for the second model that is named, or one beside
+    a teacher."""
+    loss = args.preference
+    if loss is not None and args.teacher_hf is not None:
+        problem = "not known beside a teacher: it compares whole answers"
+        raise UserError(problem, field="--preference", value=loss, accepted="one of the two")
+    if args.reference_hf is not None and (loss is None or loss in WITHOUT_REFERENCE):
+        problem = "has no effect without --preference" if loss is None else f"the loss {loss} has no reference"
+        raise UserError(problem, field="--reference-hf", value=args.reference_hf, accepted="--preference dpo, or kto")
+    if loss is None:
+        return None
+    smoothing = 1e-3 if loss == "exo_pair" else 0.0
+    return Preference(loss, smoothing=smoothing, in_step=adapters and args.reference_hf is None)
 
 
 def add_fp8(parser: ArgumentParser) -> None:

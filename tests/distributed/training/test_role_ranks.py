@@ -228,7 +228,7 @@ REFERENCE = """
 """
 RECORDS = {
     "dpo": [{"prompt": f"fox {i}", "chosen": "quick " * (i % 3 + 1), "rejected": "lazy dog"} for i in range(40)],
-    "kto": [{"prompt": f"fox {i}", "completion": "brown " * (i % 4 + 1), "label": i % 3 > 0} for i in range(40)],
+    "kto": [{"prompt": f"fox {i}", "completion": "brown " * (i % 4 + 1), "label": i % 3 > 0} for i in range(120)],
 }
 
 

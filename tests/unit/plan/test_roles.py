@@ -109,6 +109,9 @@ def test_predict_knows_a_teacher_on_the_same_ranks(tmp_path: Path, capsys: pytes
         (["--teacher-hf", "gpt2"], "--teacher-hf = gpt2: another vocabulary"),
         (["--teacher-hf", "tiny", "--preference", "dpo"], "--preference = dpo: not known beside a teacher"),
         (["--teacher-hf", str(tmp_path)], "--teacher-hf"),
+        (["--reference-hf", "tiny"], "has no effect without --preference"),
+        (["--reference-hf", "tiny", "--preference", "orpo"], "the loss orpo has no reference"),
+        (["--reference-hf", "tiny", "--teacher-hf", "tiny"], "--reference-hf = tiny: not known beside a teacher"),
     ):
         assert main([*words, *flags]) == 2
         printed = capsys.readouterr().err.splitlines()
