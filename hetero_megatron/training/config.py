@@ -360,10 +360,10 @@ class RunConfig:
     @cached_property
     def forward_role(self) -> ForwardRole | None:
         """``role`` with its plan, on its own ranks or on the same ones."""
-        from hetero_megatron.plans.forward_only import role_of
-
         if self.role is None:
             return None
+        from hetero_megatron.plans.forward_only import role_of
+
         forwards = 2 if self.preference is not None and self.preference.estimates_kl else 1
         role = self.role.name, self.role.spec, self.role.top_k
         return role_of(self.plan, self.spec, *role, self.cluster, forwards)

@@ -29,7 +29,7 @@ def add_lora(parser: ArgumentParser) -> None:
     add("--lora-sites", nargs="+", metavar="SITE", help=f"all adapters, where they differ: {SITE_WORD}")
     add("--lora-dropout", type=SHARE, metavar="RATE", help="with which they drop elements of their inputs (0)")
     add("--use-dora", action="store_true", help="their rows are scaled to trained lengths (DoRA)")
-    help = "in which the frozen projections are stored (the run's dtype)"
+    help = "of the frozen projections (the run's dtype)"
     add("--lora-base-dtype", choices=BASE_DTYPES, help=help)
     add("--mtp-num-layers", type=count(0, 64), metavar="N", help="modules that predict further tokens (0)")
 
@@ -87,12 +87,10 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
 def add_beside(parser: ArgumentParser) -> None:
     """Flags about a second model, as runs have them."""
     add = parser.add_argument
-    help = "of a run on preference pairs: with adapters a step runs the reference, too"
-    add("--preference", choices=tuple(LOSSES), metavar="LOSS", help=help)
-    help = "a teacher (directory or preset), on the plan's ranks for it, else on those of the student"
-    add("--teacher-hf", metavar="DIR", help=help)
-    add("--reference-hf", metavar="DIR", help="the same of the reference of preference pairs, on ranks for it")
-    help = "likeliest tokens of a position that a teacher on its own ranks sends (%(default)s)"
+    add("--preference", choices=tuple(LOSSES), metavar="LOSS", help="of a run on preference pairs")
+    add("--teacher-hf", metavar="DIR", help="a teacher (or preset), on its own or the same ranks")
+    add("--reference-hf", metavar="DIR", help="a reference of pairs, on its own ranks")
+    help = "likeliest tokens that a teacher sends (%(default)s)"
     add("--score-top-k", type=count(1, 2**20), default=TOP_K, metavar="N", help=help)
 
 
@@ -128,8 +126,8 @@ def preference_of(args: Namespace, adapters: bool) -> Preference | None:
 
 def add_fp8(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--fp8-format", choices=FORMATS, help="linear modules of layers compute in fp8 where chips have it")
-    add("--fp8-recipe", choices=RECIPES, help="scales in fp8: one per weight and sequence, or one per 128 elements")
+    add("--fp8-format", choices=FORMATS, help="linear modules compute in fp8 where chips have it")
+    add("--fp8-recipe", choices=RECIPES, help="scales: one per weight and sequence, or 128 elements")
 
 
 def fp8_of(args: Namespace) -> Fp8 | None:

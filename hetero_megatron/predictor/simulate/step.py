@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +34,15 @@ from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.efficiency import source_of
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.simulate.grad_sync import BucketSpan, GradSync
-from hetero_megatron.predictor.simulate.role_prediction import RolePrediction
 from hetero_megatron.predictor.simulate.stage_cost import PipelineCosts, PreparedPlan, StageCosts
 from hetero_megatron.predictor.simulate.uncertainty import late_seconds, seconds_range
 from hetero_megatron.schedule import Timeline, simulate
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.utils.text import plural
+
+if TYPE_CHECKING:
+    from hetero_megatron.predictor.simulate.role_prediction import RolePrediction
 
 
 @dataclass(frozen=True)
