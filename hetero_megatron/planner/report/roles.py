@@ -14,7 +14,7 @@ from hetero_megatron.plans.dump import format_plan, format_roles
 from hetero_megatron.predictor.report.prediction import format_prediction, format_seconds
 from hetero_megatron.predictor.report.prediction_page import prediction_pictures
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.utils.text import plural, rank_ranges
+from hetero_megatron.utils.text import plural, rank_ranges, word
 
 _BEST, _OTHER = "#34a06f", "#4c8bf5"
 
@@ -39,8 +39,8 @@ def _where(one: Alternative, found: RolePlacement) -> str:
         for rank in one.ranks:
             chip = found.cluster.ranks[rank].chip
             kinds[chip] = kinds.get(chip, 0) + 1
-        ranks = f"ranks {rank_ranges(one.ranks)}, {' and '.join(f'{n} {chip}' for chip, n in kinds.items())}"
-        return f"chips of its own ({ranks})"
+        chips = " and ".join(f"{n} {chip}" for chip, n in kinds.items())
+        return f"chips of its own ({word(len(one.ranks), 'rank')} {rank_ranges(one.ranks)}, {chips})"
     if one.way == "same chips":
         return "the same chips, before each step"
     return "a file, computed once on all chips"

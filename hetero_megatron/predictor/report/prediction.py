@@ -73,7 +73,9 @@ def format_prediction(prediction: Prediction) -> str:
         if seconds or part not in ("jitter", "reference", "outer"):
             lines.append(f"  {words:<40}{format_seconds(seconds):>12}{seconds / prediction.step_seconds:>8.1%}")
     if prediction.role is not None:
-        lines.append(f"{prediction.role.name} on ranks {rank_ranges(prediction.role.ranks)}: {prediction.role}")
+        ranks = prediction.role.ranks
+        on = f"{word(len(ranks), 'rank')} {rank_ranges(ranks)}"
+        lines.append(f"{prediction.role.name} on {on}: {prediction.role}")
     lines += format_dtypes(prediction)
     lines += ["", "busy with compute", *_busy(prediction), "", format_memory(prediction.memory)]
     lines += prediction.communicators
