@@ -11,6 +11,7 @@ from hetero_megatron.plans import Plan
 from hetero_megatron.plans.forward_only import ForwardRole
 from hetero_megatron.plans.memory.forward_only import with_role
 from hetero_megatron.plans.memory.memory_report import over_host, over_limit
+from hetero_megatron.plans.memory.of_plan import format_communicators
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.efficiency import source_of
 from hetero_megatron.predictor.cost.layer_cost import CostModel
@@ -75,7 +76,9 @@ def predict_beside(
             assumed[chip] = source_of(cluster.chips[chip], dtype)
         if dtypes:
             dtypes[rank] = dtype
+    over = over_limit(memory, limits, chips) + over_host(memory, cluster)
+    communicators = tuple(format_communicators(sorted(memory), cluster))
     return replace(
-        prediction, memory=memory, limits=limits, chips=chips, busy=busy, assumed=assumed, dtypes=dtypes,
-        over=over_limit(memory, limits, chips) + over_host(memory, cluster), role=said,
+        prediction, memory=memory, limits=limits, chips=chips, busy=busy, assumed=assumed, dtypes=dtypes, over=over,
+        communicators=communicators, role=said,
     )  # fmt: skip
