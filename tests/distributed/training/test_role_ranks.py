@@ -236,20 +236,23 @@ RECORDS = {
 def test_a_reference_on_its_own_ranks_says_what_it_wrote_in_a_file(tmp_path: Path) -> None:
     """The same losses, bit for bit, also of evaluations."""
     make_models(tmp_path)
-    (tmp_path / "policy.yaml").write_text(TOP + STUDENT)
-    (tmp_path / "reference.yaml").write_text(TOP + "pipelines:" + REFERENCE.format(0, 1, 2, 3))
-    roles = "roles:\n reference:\n  pipelines:" + REFERENCE.format(3, 4, 5, 6).replace("\n", "\n  ")
-    (tmp_path / "both.yaml").write_text(TOP + roles + STUDENT)
+    alone = "  - {{micro_batch_size: 2, num_micro_batches: 2, stages: [{{ranks: {0}, layers: [0, 2]}}]}}\n"
+    cases = {"dpo": (STUDENT, 3, REFERENCE, 4), "kto": ("pipelines:\n" + alone.format(0), 1, "\n" + alone, 1)}
     for loss, records in RECORDS.items():
+        policy, trained, reference, others = cases[loss]
+        (tmp_path / "policy.yaml").write_text(TOP + policy)
+        (tmp_path / "reference.yaml").write_text(TOP + "pipelines:" + reference.format(*range(others)))
+        apart = reference.format(*range(trained, trained + others)).replace("\n", "\n  ")
+        (tmp_path / "both.yaml").write_text(f"{TOP}roles:\n reference:\n  pipelines:{apart}\n{policy}")
         (tmp_path / f"{loss}.jsonl").write_text("\n".join(map(json.dumps, records)))
         data = f"--sft --preference {loss} --data-path {tmp_path}/{loss}.jsonl --split 80,20,0 --fp64 "
         data += "--no-kernel-check --train-iters 4 --eval-interval 2 --eval-iters 1"
-        scores, reference = f"{tmp_path}/{loss}.scores", f"{tmp_path}/other"
-        run_ranks(4, f"--load-hf {reference} --save-scores {scores} --plan {tmp_path}/reference.yaml {data}".split())
-        learn = f"--load-hf {tmp_path}/base --reference-hf {reference} --lr 1e-3 --log-interval 1 {data} "
+        scores, other = f"{tmp_path}/{loss}.scores", f"{tmp_path}/other"
+        run_ranks(others, f"--load-hf {other} --save-scores {scores} --plan {tmp_path}/reference.yaml {data}".split())
+        learn = f"--load-hf {tmp_path}/base --reference-hf {other} --lr 1e-3 --log-interval 1 {data} "
         learn += f"--save {tmp_path}/{loss}"
-        run_ranks(3, f"{learn}-file --plan {tmp_path}/policy.yaml --reference-logps {scores}".split())
-        run_ranks(7, f"{learn}-ranks --plan {tmp_path}/both.yaml".split())
+        run_ranks(trained, f"{learn}-file --plan {tmp_path}/policy.yaml --reference-logps {scores}".split())
+        run_ranks(trained + others, f"{learn}-ranks --plan {tmp_path}/both.yaml".split())
         rows = [metrics(tmp_path / f"{loss}-{name}") for name in ("file", "ranks")]
         wanted, found = ([{key: row[key] for key in row if re.search("loss|rewards|norm|kl", key)} for row in of_run]
                          for of_run in rows)  # fmt: skip
