@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hetero_megatron.spec.distillation import Distillation
     from hetero_megatron.spec.grpo import Grpo
 
+    BeforeForward = Callable[[Fetch, int, int], StepResult | None]
+
 
 @dataclass(frozen=True)
 class RuntimeOptions:
@@ -102,7 +104,7 @@ class StepHooks:
     """
 
     before_update: Callable[[], None] = lambda: None
-    before_forward: Callable[[Fetch, int, int], StepResult | None] = lambda fetch, first_sample, batch_size: None
+    before_forward: BeforeForward = lambda fetch, first_sample, batch_size: None
     facts: Callable[[], Mapping[str, float]] = dict
     before_commit: Callable[[], None] = lambda: None
     unwatched: Callable[[], AbstractContextManager[object]] = nullcontext
