@@ -179,7 +179,8 @@ class Runtime:
         apply_divided_weights(built.module, divided)
         self.executor.weights = divided
         if self.optimizer is not None:
-            trained = {e.bucket.index: owned for e, owned in zip(sync.exchanges, self.optimizer.masters, strict=True)}
+            masters = zip(sync.exchanges, self.optimizer.masters, strict=True)
+            trained = self.optimizer.kept | {e.bucket.index: owned for e, owned in masters}
             divided.attach({
                 bucket.index: trained[bucket.index] if bucket.trained
                 else built.owned_values(bucket.names, divided.pieces[bucket.index]) for bucket in buckets

@@ -16,7 +16,7 @@ from hetero_megatron.ops.gemm import WeightGradients, WeightKernel, joint_rows
 from hetero_megatron.parallel.grad_sync.divided_sums import DividedSums
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.flat_memory import GradientSums, flatten_parameters
-from hetero_megatron.parallel.grad_sync.routes import HopRoutes
+from hetero_megatron.parallel.grad_sync.routes import HopRoutes, OwnedPiece
 from hetero_megatron.parallel.side_stream import SideStream
 from hetero_megatron.plans.buckets import Bucket
 from hetero_megatron.plans.program import sync_actions
@@ -45,9 +45,10 @@ class GradientSync:
         chunks: names of the parameters of each of the stage's chunks; a name may be in several. None: all in one.
 
     Attributes:
-        exchanges: of the buckets that this rank is in, in their order; by_bucket: by the bucket's index.
-        divided: those among them of weights that the stage divides, divided_names; divided_sums: of their gradients,
-            None without such weights.
+        exchanges: of the buckets that this rank is in, in their order, but those of which sums go on in another one;
+            by_bucket: by the bucket's index.
+        divided: of weights that the stage divides, also where sums go on, by bucket, divided_names; divided_sums: of
+            their gradients, None without such weights.
         reduces, all_gathers: what this rank does in every step, in order.
         flat: the parameters of every dense bucket, by its index.
         sums: this rank's partial gradients of the step.
@@ -64,18 +65,26 @@ class GradientSync:
     ) -> None:
         self.params = params
         routes: dict[tuple[object, ...], HopRoutes] = {}
-        self.exchanges = [BucketExchange(b, comm, boxes, routes, sent_as) for b in buckets if comm.rank in b.ranks]
+        all_exchanges = list[BucketExchange]()
+        kept: dict[int, Sequence[OwnedPiece]] = {}  # by bucket in which sums go on
+        for bucket in (b for b in buckets if comm.rank in b.ranks):
+            exchange = BucketExchange(bucket, comm, boxes, routes, sent_as, kept.get(bucket.index))
+            all_exchanges.append(exchange)
+            if bucket.onward is not None:
+                kept[bucket.onward] = exchange.pieces
+        self.exchanges = [e for e in all_exchanges if e.bucket.onward is None]
         self.by_bucket = {e.bucket.index: e for e in self.exchanges}
-        self.divided = {index: e for index, e in self.by_bucket.items() if e.bucket.weights is not None}
+        self.divided = {e.bucket.index: e for e in all_exchanges if e.bucket.weights is not None}
         self.reduces, self.all_gathers = sync_actions(buckets, comm.rank)
         self.flat = flatten_parameters(params, [
             e.bucket for e in self.exchanges if e.bucket.dense and e.bucket.weights is None
         ])  # fmt: skip
-        self.sums = GradientSums(params, [e.bucket for e in self.exchanges])
+        self.sums = GradientSums(params, [e.bucket for e in all_exchanges if e.bucket.index not in kept])
         self._reduction: StepReduction | None = None
         self._aside = SideStream(comm.accelerator)
         self.divided_names = {name for e in self.divided.values() for name in e.bucket.names}
         self.divided_sums = DividedSums(self.divided, self.sums) if self.divided else None
+        self._divided_owned: dict[int, list[torch.Tensor]] | None = None  # by bucket, once backward is over
         self._chunks = [
             [name for name in names if name not in self.divided_names] for names in chunks or (params.keys(),)
         ]
@@ -209,7 +218,13 @@ class GradientSync:
             CommError: a peer is gone.
         """
         assert self._reduction is not None, "before begin"
+        self._end_divided()
         self._reduction.complete(action)
+
+    def _end_divided(self) -> None:
+        """Backward is over: sums of divided weights are complete, and some of them go on."""
+        if self.divided_sums is not None and self._divided_owned is None:
+            self._divided_owned = self.divided_sums.hand_on()
 
     def finish(self) -> list[list[torch.Tensor]]:
         """Complete what is left; the step ends, and the next gradient begins another one.
@@ -224,16 +239,15 @@ class GradientSync:
         if self._reduction is None:
             self.begin(self.reduces)
         assert self._reduction is not None
-        undivided_sums = iter(self._reduction.finish())
-        divided = self.divided_sums.finish() if self.divided_sums is not None else {}
+        self._end_divided()
+        undivided_sums, divided = iter(self._reduction.finish()), self._divided_owned or {}
         owned = [divided[index] if index in divided else next(undivided_sums) for index in self.by_bucket]
-        self._reduction = None
+        self._reduction = self._divided_owned = None
         self.sums.filled.clear()
         for pieces, exchange in zip(owned, self.exchanges, strict=True):
             for tensor in pieces if not exchange.in_place else ():
                 self._aside.give(tensor)
         return owned
-
 
     def rehearsed(self) -> None:
         """Send the sums off as a step does, and forget them: what was added up so far was no step's."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.cluster import Chip, Cluster, format_bytes
-from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, frozen_buckets, make_buckets, plan_groups
+from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, make_buckets, plan_groups
 from hetero_megatron.plans.canonical import Plan, Stage
 from hetero_megatron.plans.experts import Islands, rank_shares
 from hetero_megatron.plans.fp8 import Fp8
@@ -155,6 +155,7 @@ def estimate_memory(
     buckets = buckets if buckets is not None else make_buckets(plan, spec, muon=muon)
     divided, elsewhere, matrices = dict[int, DividedBytes](), dict[int, int](), None
     if plan.sharding_stages:
+        from hetero_megatron.plans.frozen_buckets import frozen_buckets
         from hetero_megatron.plans.memory.divided_steps import divided_bytes
 
         work: dict[int, tuple[RankWork, ...]] = {}
@@ -177,7 +178,8 @@ def estimate_memory(
             places[bucket.ranks] = np.array([index[r] for r in bucket.ranks], np.int64)
         rank_indices, (bucket_held, bucket_owned, moving) = places[bucket.ranks], counts_of_layout[key]
         if bucket.weights is not None:
-            owned_divided[rank_indices] += bucket_owned
+            if bucket.onward is None:
+                owned_divided[rank_indices] += bucket_owned
             continue
         held_elements[rank_indices] += bucket_held
         owned[rank_indices] += bucket_owned
