@@ -185,8 +185,8 @@ def _water_level(size: int, order: list[int], load: Mapping[int, float], weight:
 
 
 def _join(boxes: list[Box], inside: Sequence[Box] = ()) -> list[Box]:
-    """Merge row intervals of one rank that touch (equal columns); of several boxes ``inside`` which they are, only those
-    in one of them."""
+    """Merge row intervals of one rank that touch (equal columns); where they are ``inside`` several boxes, only those
+    in the same one."""
     if len(boxes) < 2:
         return boxes
     out: list[Box] = []

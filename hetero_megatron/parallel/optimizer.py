@@ -140,8 +140,8 @@ class ShardedOptimizer:
             holds in part, which the parameters do not have.
 
     Attributes:
-        kept: what this rank keeps of weights that its stage divides and other pipelines hold, too, in the parameters'
-            dtype, by bucket and piece.
+        kept: what this rank keeps of weights that its stage divides, by bucket and piece: masters, or where other
+            pipelines hold them, too, copies in the parameters' dtype.
         updates: how often the masters were changed; those of all ranks are equal between steps.
         after_update: called when they were, before their values are sent; whether it has changed them, too.
     """
@@ -167,6 +167,7 @@ class ShardedOptimizer:
                 assert divided is not None
                 values = divided(exchange.bucket.names, exchange.pieces)
                 self.masters.append([_widened(x) for x in values])
+                self.kept[exchange.bucket.index] = self.masters[-1]
             else:
                 self.masters.append([self._master(exchange, piece, divided) for piece in exchange.pieces])
         # By bucket and piece: its place in the model, and whether the update can write the new values there.
@@ -205,6 +206,12 @@ class ShardedOptimizer:
         """Whether the update itself can write the new values there: one piece of memory, beside the master's."""
         view = self._view(exchange, piece)
         return piece.held and not self.offload and view.is_contiguous() and not in_place(view)
+
+    def in_place(self, exchange: BucketExchange, piece: OwnedPiece) -> bool:
+        """Whether the piece's master is the memory that new values come into."""
+        if self.offload or exchange.bucket.weights is not None:
+            return False
+        return piece.held and in_place(self._view(exchange, piece))
 
     def _master(self, exchange: BucketExchange, piece: OwnedPiece, first: FirstValues | None) -> torch.Tensor:
         if not piece.held:

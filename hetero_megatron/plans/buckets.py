@@ -34,7 +34,7 @@ from hetero_megatron.plans.experts import (
     sequence_group,
     split_by_island,
 )
-from hetero_megatron.plans.shares import has_context
+from hetero_megatron.plans.shares import has_context, owner_weights
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ class Bucket:
     """Tensors synchronised together: ``names`` in backward order, ``ranks`` (holders) ascending; ``hops``: one from the
     holders to the owners, or two by way of a representative in each island. ``weights``: how its holders, all of one
     stage, divide them, and ``segment`` the layer (or ``embed``, ``head``) of all its tensors; None: they are whole.
-    ``onward``: of weights that other pipelines hold, too, the bucket in which what its owners keep is summed up with
-    what these have; there ``holders`` are who keeps what.
+    ``onward``: the bucket in which what its owners keep is summed up with what other pipelines hold of the same.
     ``trained``: False of weights that are gathered only; ``in_bytes``: these are in 8 or 4 bits, and boxes are those of
     their bytes (``spec.adapted_model.stored_box``). ``matrices``: Muon's, each whole with its owner, which may hold
     only a part of it (``plans/matrices.py``)."""
@@ -172,17 +171,6 @@ def _boxes(tensor: LogicalTensor, stages: Sequence[Mapping[int, Share]]) -> dict
     return boxes
 
 
-def owner_weights(plan: Plan) -> dict[int, float]:
-    """By rank, how much it owns relative to other holders of the same tensors."""
-    weights = {rank: float(s.optimizer.share) for s in plan.stages for rank in s.ranks}
-    for stage in plan.stages:
-        if stage.weights is not None:
-            mean = sum(stage.weights.shard) / len(stage.ranks)
-            for rank, share in zip(stage.ranks, stage.weights.shard, strict=True):
-                weights[rank] *= share / mean
-    return weights
-
-
 def backward_order(tensors: Iterable[LogicalTensor]) -> list[list[LogicalTensor]]:
     """Segments (head, last layer, …, first layer, embedding), and the tensors in them, in the order in which their
     gradients are complete: a bucket that ends inside a layer need not wait for the rest of it. Joint ones, whose
@@ -232,14 +220,10 @@ def make_buckets(
         make = BucketMaker(plan, itemsize)
         for (ranks, _, groups, segment, matrices), names in runs(rows, layouts, bucket_bytes // itemsize):
             if matrices:
-                sources, owners = ({name: sides[name] for name in names} for sides in (layouts, whole_owners))
-                hop = Hop((ranks,), sources, owners)
-                buckets.append(Bucket(len(buckets), ranks, tuple(names), sources, owners, (hop,), matrices=True))
-                continue
-            if division is not None and groups:
-                buckets += _divided_run(make, division, groups, len(buckets), names, layouts, segment)
+                sides = [{name: side[name] for name in names} for side in (layouts, whole_owners)]
+                buckets.append(Bucket(len(buckets), ranks, tuple(names), *sides, (Hop((ranks,), *sides),), matrices=True))
             else:
-                buckets.append(make(len(buckets), names, layouts))
+                buckets += _of_run(make, division, groups, len(buckets), names, layouts, segment)
     return by_islands(buckets, plan.islands, itemsize) if plan.islands else tuple(buckets)
 
 
@@ -256,23 +240,22 @@ def _apart(plan: Plan, holders: Mapping[str, Layout]) -> list[Mapping[str, Layou
     return by_island
 
 
-def _divided_run(
-    make: BucketMaker, division: Division, groups: Groups, first: int, names: Sequence[str],
+def _of_run(
+    make: BucketMaker, division: Division | None, groups: Groups, first: int, names: Sequence[str],
     layouts: Mapping[str, Layout], segment: int | str | None,
 ) -> list[Bucket]:  # fmt: skip
     """Buckets from index ``first`` of tensors that ``groups`` divide: one of each group, and where others hold the same
     tensors one of all holders, in which sums go on from what the groups keep."""
-    final = groups == (layouts[names[0]].ranks,)
-    buckets = [
-        make(
-            first + i, names, {name: division.only(layouts[name], group) for name in names}, division.weights(group),
-            segment, None if final else first + len(groups),
-        ) for i, group in enumerate(groups)
-    ]  # fmt: skip
-    if final:
-        return buckets
-    kept = {name: division.kept(layouts[name], [b.owners[name] for b in buckets]) for name in names}
-    return [*buckets, make(first + len(groups), names, kept)]
+    if division is None or not groups:
+        return [make(first, names, layouts)]
+    onward, buckets = first + len(groups) if groups != (layouts[names[0]].ranks,) else None, list[Bucket]()
+    for group in groups:
+        held = {name: division.only(layouts[name], group) for name in names}
+        buckets.append(make(first + len(buckets), names, held, division.weights(group), segment, onward))
+    if onward is not None:
+        kept = {name: division.kept(layouts[name], [b.owners[name] for b in buckets]) for name in names}
+        buckets.append(make(onward, names, kept))
+    return buckets
 
 
 Kind = TypeVar("Kind")

@@ -179,10 +179,9 @@ class Runtime:
         apply_divided_weights(built.module, divided)
         self.executor.weights = divided
         if self.optimizer is not None:
-            masters = zip(sync.exchanges, self.optimizer.masters, strict=True)
-            trained = self.optimizer.kept | {e.bucket.index: owned for e, owned in masters}
+            kept = self.optimizer.kept
             divided.attach({
-                bucket.index: trained[bucket.index] if bucket.trained
+                bucket.index: kept[bucket.index] if bucket.trained
                 else built.owned_values(bucket.names, divided.pieces[bucket.index]) for bucket in buckets
             })  # fmt: skip
         return divided

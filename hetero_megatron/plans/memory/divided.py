@@ -20,11 +20,13 @@ class DividedBytes(NamedTuple):
 
 
 def owned_bytes(buckets: Iterable[Bucket], item: int, moments: int) -> dict[int, int]:
-    """By rank, what it keeps of divided weights: frozen ones as they are stored, of others masters, moments and sums of
-    gradients."""
+    """By rank, what it keeps of divided weights: frozen ones as they are stored, of others sums of gradients, and
+    masters and moments, or, where other pipelines hold the same, values."""
     by_rank: dict[int, int] = defaultdict(int)
     for bucket, _, owned_elements in with_counts(buckets):
-        element_bytes = max(item, 4) * (moments + 2) if bucket.trained else 1 if bucket.in_bytes else item
+        element_bytes = 1 if bucket.in_bytes else item
+        if bucket.trained:
+            element_bytes = max(item, 4) * (moments + 2) if bucket.onward is None else max(item, 4) + item
         for rank, elements in zip(bucket.ranks, owned_elements.tolist(), strict=True):
             by_rank[rank] += elements * element_bytes
     return by_rank

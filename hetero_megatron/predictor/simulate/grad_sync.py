@@ -73,10 +73,12 @@ class SyncStructure:
             if key not in contents:
                 contents[key] = *bucket.counts(), self._hops(bucket, places)
             held_elements, owned_elements, rows = contents[key]
-            self.held[places] += held_elements
-            self.owned[places] += owned_elements
             self._contents.append(rows)
+            if bucket.onward is None:
+                self.held[places] += held_elements
+                self.owned[places] += owned_elements
         self.hops = max((len(b.hops) for b in self.buckets), default=1)
+        self.kept = {b.onward for b in self.buckets}  # buckets of what stages keep of weights that they divide
 
     def serves(self, model: CostModel) -> bool:
         return self.model == model.model and self.cluster is model.cluster
@@ -196,7 +198,10 @@ class GradSync:
             into = np.zeros(len(rows))
             for k in present[id(places)].tolist():
                 stage, part, chunk = rows[k]
-                into[k] = self._into_backward(stage, part, chunk, layers)
+                if stage.weights is not None and bucket.index in structure.kept:  # sums go on when backward is over
+                    into[k] = self._into_backward(stage, part, chunk, ["embed", stage.chunks[chunk][0]])
+                else:
+                    into[k] = self._into_backward(stage, part, chunk, layers)
             return np.asarray(start[places] + into[kind[places]])
 
         return ready
