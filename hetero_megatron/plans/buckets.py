@@ -220,8 +220,9 @@ def make_buckets(
         make = BucketMaker(plan, itemsize)
         for (ranks, _, groups, segment, matrices), names in runs(rows, layouts, bucket_bytes // itemsize):
             if matrices:
-                sides = [{name: side[name] for name in names} for side in (layouts, whole_owners)]
-                buckets.append(Bucket(len(buckets), ranks, tuple(names), *sides, (Hop((ranks,), *sides),), matrices=True))
+                sources, owners = ({name: sides[name] for name in names} for sides in (layouts, whole_owners))
+                hop = Hop((ranks,), sources, owners)
+                buckets.append(Bucket(len(buckets), ranks, tuple(names), sources, owners, (hop,), matrices=True))
             else:
                 buckets += _of_run(make, division, groups, len(buckets), names, layouts, segment)
     return by_islands(buckets, plan.islands, itemsize) if plan.islands else tuple(buckets)

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from hetero_megatron.plans.buckets import Bucket, with_counts
+import numpy as np
+
+from hetero_megatron.plans.buckets import Bucket, Ints, with_counts
 
 
 class DividedBytes(NamedTuple):
@@ -40,6 +42,27 @@ def frozen_bytes(buckets: Iterable[Bucket], item: int) -> dict[int, int]:
         for rank, bytes_of_rank in zip(bucket.ranks, away.tolist(), strict=True):
             by_rank[rank] += bytes_of_rank
     return by_rank
+
+
+def copied_masters(bucket: Bucket) -> Ints:
+    """[ranks] elements that each rank owns and that do not lie in one piece where it holds them: their masters are
+    copies in full precision, too."""
+    copied = np.zeros(len(bucket.ranks), np.int64)
+    if bucket.dense or bucket.weights is not None:
+        return copied
+    for name, owners in bucket.owners.items():
+        for i, rank in enumerate(bucket.ranks):
+            held_columns = {(box.lo[1:], box.hi[1:]) for box in bucket.holders[name].of(rank)}
+            apart = (x for x in owners.of(rank) if (x.lo[1:], x.hi[1:]) not in held_columns and x.hi[0] - x.lo[0] > 1)
+            copied[i] += sum(box.size for box in apart)
+    return copied
+
+
+def bucket_buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
+    """[2, ranks] bytes while the bucket is under way, and while it is summed."""
+    if len(bucket.ranks) == 1:
+        return np.zeros((2, 1), np.int64)
+    return np.array(buffer_bytes(held, owned, held.sum() / owned.sum(), item, bucket.dense)).astype(np.int64)
 
 
 def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:
