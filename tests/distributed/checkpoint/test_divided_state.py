@@ -50,9 +50,8 @@ SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 128, "n
 @pytest.mark.parametrize("lora", [[], LORA, QLORA])
 def test_stop_under_one_division_and_go_on_under_another(lora: list[str], tmp_path: Path) -> None:
     """Ramp-up, so that in some steps a replica has no rows; evaluation in the middle; packed documents; fp64. Copies of
-    weights are compared, and values that are not finite looked for. First and last there are two pipelines, which cut the
-    model unlike. Of adapters the frozen base is divided, which
-    checkpoints do not hold, and the export has both."""
+    weights are compared, and values that are not finite looked for. First and last there are two pipelines, which cut
+    the model unlike. Of adapters the frozen base is divided, which checkpoints do not hold, and the export has both."""
     if "nf4" in lora:  # rows of whole blocks
         (tmp_path / "config.json").write_text(json.dumps(LLAMA | SIZES))
         lora = [*lora, "--model", str(tmp_path / "config.json")]
