@@ -55,7 +55,6 @@ def weights_can_be_sharded(plan: Plan, stage: Stage, path: str, spec: ModelSpec,
         (spec.moe is not None, "a mixture of experts", "experts"),
         (spec.lora is not None and spec.lora.dora, "DoRA, which measures whole rows in every step", "--use-dora"),
         (stage.optimizer.offload, "an optimizer in host memory", "optimizer.offload"),
-        (plan.outer is not None, "outer steps", "outer"),
         (stage.dtype == "fp8", "products in fp8", "dtype"),
     )
     for present, feature, value in refused:
