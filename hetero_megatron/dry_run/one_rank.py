@@ -71,8 +71,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
             options=RuntimeOptions(logits_bytes=config.logits_bytes, balancing=config.balancing),
         )  # fmt: skip
         expect_routing(runtime)
-        exchanges = (runtime.sync.by_bucket | runtime.sync.divided).values()
-        for hop in (hop for exchange in exchanges for hop in exchange.hops):
+        for hop in (hop for exchange in runtime.sync.all_exchanges for hop in exchange.hops):
             hop.fills = False  # hundreds of replicas would be as many fake operators in every bucket
         assert runtime.optimizer is not None
         offload = runtime.optimizer.offload

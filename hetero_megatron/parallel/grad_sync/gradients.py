@@ -46,7 +46,7 @@ class GradientSync:
 
     Attributes:
         exchanges: of the buckets that this rank is in, in their order, but those of which sums go on in another one;
-            by_bucket: by the bucket's index.
+            by_bucket: by the bucket's index; all_exchanges: those, too.
         divided: of weights that the stage divides, also where sums go on, by bucket, divided_names; divided_sums: of
             their gradients, None without such weights.
         reduces, all_gathers: what this rank does in every step, in order.
@@ -65,21 +65,21 @@ class GradientSync:
     ) -> None:
         self.params = params
         routes: dict[tuple[object, ...], HopRoutes] = {}
-        all_exchanges = list[BucketExchange]()
+        self.all_exchanges = list[BucketExchange]()
         kept: dict[int, Sequence[OwnedPiece]] = {}  # by bucket in which sums go on
         for bucket in (b for b in buckets if comm.rank in b.ranks):
             exchange = BucketExchange(bucket, comm, boxes, routes, sent_as, kept.get(bucket.index))
-            all_exchanges.append(exchange)
+            self.all_exchanges.append(exchange)
             if bucket.onward is not None:
                 kept[bucket.onward] = exchange.pieces
-        self.exchanges = [e for e in all_exchanges if e.bucket.onward is None]
+        self.exchanges = [e for e in self.all_exchanges if e.bucket.onward is None]
         self.by_bucket = {e.bucket.index: e for e in self.exchanges}
-        self.divided = {e.bucket.index: e for e in all_exchanges if e.bucket.weights is not None}
+        self.divided = {e.bucket.index: e for e in self.all_exchanges if e.bucket.weights is not None}
         self.reduces, self.all_gathers = sync_actions(buckets, comm.rank)
         self.flat = flatten_parameters(params, [
             e.bucket for e in self.exchanges if e.bucket.dense and e.bucket.weights is None
         ])  # fmt: skip
-        self.sums = GradientSums(params, [e.bucket for e in all_exchanges if e.bucket.index not in kept])
+        self.sums = GradientSums(params, [e.bucket for e in self.all_exchanges if e.bucket.index not in kept])
         self._reduction: StepReduction | None = None
         self._aside = SideStream(comm.accelerator)
         self.divided_names = {name for e in self.divided.values() for name in e.bucket.names}
