@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.faults import PLANS, STEPS, ForkedJob, kill_run, losses
+from tests.support.selection import quick
 
 SEED = int(os.environ.get("SEED", "1"))
 COUNT = int(os.environ.get("N", "1"))
@@ -16,7 +17,7 @@ COUNT = int(os.environ.get("N", "1"))
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=PLANS)
+@pytest.fixture(scope="module", params=quick(PLANS, [], ["divided"]))
 def undisturbed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[int, float]]:

@@ -104,6 +104,7 @@ def test_hosts_of_two_vendors_train_from_two_environments(hosts: NamespaceHosts,
     assert hosts.no_orphans() == []
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_host_ends_all(hosts: NamespaceHosts, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)\n")
@@ -114,6 +115,7 @@ def test_a_failure_on_one_host_ends_all(hosts: NamespaceHosts, tmp_path: Path) -
     assert hosts.no_orphans() == []
 
 
+@pytest.mark.slow
 def test_signals_reach_all_ranks(hosts: NamespaceHosts, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(

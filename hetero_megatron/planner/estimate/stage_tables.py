@@ -22,7 +22,7 @@ from hetero_megatron.plans import supports
 from hetero_megatron.predictor.cost.cost_options import StageChoice
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import LinkPrice
-from hetero_megatron.utils.cached_method import cached_by, cached_method
+from hetero_megatron.utils.cached_method import cached_by, cached_method, share_results
 
 SOME = 3  # layers from which on bytes and waits of layers in host memory are affine
 MANY_REPLICAS = 1e6  # so many that a rank's share of the optimizer states is negligible
@@ -65,15 +65,24 @@ class StageTables:
     ) -> StageTables:
         """Tables for other chips, other costs or other offloaded chip types."""
         offloaded = self.offload if offload is None else offload
-        return StageTables(costs or self.costs, pool, self.layers, self.depth, offloaded, self.lent, self.away)
+        made = StageTables(costs or self.costs, pool, self.layers, self.depth, offloaded, self.lent, self.away)
+        return self._shared(made) if pool is self.pool and made.costs is self.costs else made
 
     def lending(self) -> StageTables:
         """Tables where other pipelines may own all optimizer states of a stage."""
-        return StageTables(self.costs, self.pool, self.layers, self.depth, self.offload, True, self.away)
+        return self._shared(
+            StageTables(self.costs, self.pool, self.layers, self.depth, self.offload, True, self.away)
+        )
 
     def on_chips(self) -> StageTables:
         """Tables where no activations go to host memory."""
-        return StageTables(self.costs, self.pool, self.layers, self.depth, self.offload, self.lent)
+        return self._shared(StageTables(self.costs, self.pool, self.layers, self.depth, self.offload, self.lent))
+
+    def _shared(self, made: StageTables) -> StageTables:
+        """``made``, of which only the bytes of states may differ, with all else that is known of kinds of stages."""
+        computing = ("_affine_seconds", "_activations", "_away_seconds", "_away_bytes")
+        share_results(self, made, *computing, "boundary", "message_seconds")
+        return made
 
     def owners(self, replicas: float) -> float:
         """Pipelines by which the optimizer states of a stage are divided."""

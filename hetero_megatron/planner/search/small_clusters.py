@@ -34,7 +34,7 @@ HALVINGS = 12  # of the interval in which their time lies
 SLOW = 1.5  # estimates above this multiple of the best are not scored
 UNLIKE = 60  # of unlike pipelines that are fitted with unequal shares
 STARTS, EFFORT, NEAR = 8, 240, 1.25  # climbed from, if so near to the best; neighbours tried from each
-FITTED = 20  # templates whose states are placed exactly
+FITTED = 6  # templates whose states are placed exactly
 
 
 class SmallClusters:

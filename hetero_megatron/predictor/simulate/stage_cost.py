@@ -211,7 +211,8 @@ class StageCosts:
         """(forward, backward) seconds of exchanging routed tokens in one layer: hop after hop, after its counts."""
         spec = self.model.model
         forward = backward = 0.0
-        for hop in loads.hops:
+        relayed = {rank for hop in loads.hops[1:] for group in hop.groups for rank in group}
+        for number, hop in enumerate(loads.hops):
             moves = hop.moves
             if not moves:
                 continue
@@ -221,7 +222,9 @@ class StageCosts:
                 )[0]
                 for way, width in zip((True, False, True, False), token_bytes(spec, self.model.item), strict=True)
             )
-            counts = self.network.groups_exchange(((a, b, float(INDEX)) for a, b in moves), hop.groups)[0]
+            # How many tokens come, and how many rows for each expert of the receiver; one that passes them on has none.
+            numbers = {b: 1 + (loads.of[b].experts if number or b not in relayed else 0) for _, b in moves}
+            counts = self.network.groups_exchange(((a, b, INDEX * numbers[b]) for a, b in moves), hop.groups)[0]
             forward, backward = forward + counts + out + back, backward + d_out + d_back
         return forward, backward
 

@@ -199,6 +199,7 @@ def _shape(spec: ModelSpec, name: str) -> tuple[int, ...]:
     return next(t.shape for t in logical_tensors(spec) if t.name == name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", quick(["bf16", "fp32"], ["fp32"]))
 def test_masters_of_low_precision_come_back_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     a = replace(random_case(SEED + 3, dtype), optimizer="adamw")

@@ -62,6 +62,7 @@ def test_convert_there_and_back(name: str, tmp_path: Path, capsys: pytest.Captur
     assert_same(written(tmp_path / "bf16"), {n: t.bfloat16() for n, t in want.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16", "--fp32"])
 def test_a_run_that_does_not_train(precision: str, tmp_path: Path) -> None:
     """Also where its own dtype is narrower than some tensors'."""
@@ -121,6 +122,7 @@ def test_a_checkpoint_that_says_other_dtypes_is_refused(
 # NaN and Inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_told_or_refused(
     value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -71,6 +71,7 @@ def export_twice(
     return comm.sent_bytes[0] - sent, sum(box.size for _, box, _ in owned()) * dtype.itemsize
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [("llama tied", torch.bfloat16), ("gpt2", torch.float64)])
 @pytest.mark.parametrize("which", ["uneven tp", "pipelines"])
 def test_the_files_are_those_of_a_shared_file_system(name: str, dtype: torch.dtype, which: str, tmp_path: Path) -> None:

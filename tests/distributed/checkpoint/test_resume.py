@@ -124,6 +124,7 @@ TINY = ["--model", "tiny", "--mock-data", "--seq-length", "32", "--micro-batch-s
 FOUR_STEPS = ["--train-iters", "4", "--lr", "1e-3"]
 
 
+@pytest.mark.slow
 def test_another_dtype_looks_for_its_own_loss_scale(tmp_path: Path) -> None:
     words = [*TINY, *FOUR_STEPS, "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
     inside([*words, "--bf16", "--exit-interval", "2"])
@@ -144,6 +145,7 @@ def test_other_rates_of_the_optimizer_are_said(tmp_path: Path) -> None:
         assert f"notice: {flag} is {now:g}; the checkpoint was made with {before:g}" in out
 
 
+@pytest.mark.slow
 def test_momentum_is_the_flags_where_no_step_was_taken(tmp_path: Path) -> None:
     words = [*TINY, *FOUR_STEPS, "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
     words += ["--fp16", "--optimizer", "sgd"]
@@ -171,6 +173,7 @@ def test_weights_are_exported_by_the_run_that_ends_training(tmp_path: Path) -> N
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_nothing_to_load(tmp_path: Path) -> None:
     _, err = run(tmp_path, SINGLE, 1, "--exit-on-missing-checkpoint", code=2)
     assert "holds no checkpoint" in err

@@ -56,6 +56,7 @@ def test_going_back_says_what_it_replaces(tmp_path: Path) -> None:
     assert f"notice: --save {tmp_path} holds newer checkpoints, up to step 3" in out
 
 
+@pytest.mark.slow
 def test_it_is_permitted_by_a_flag_or_by_saving_none(trained: Path, tmp_path: Path) -> None:
     before = content(trained)
     out, _ = inside([*RUN, "--train-iters", "1", "--save", str(trained), "--save-interval", "0"])

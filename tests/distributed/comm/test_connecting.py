@@ -48,6 +48,7 @@ def _rank(rank: int, port: int, vendor: str, moment: str, pipe: Connection) -> N
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vendor", "moment"),
     [("cpu", "joining"), ("cpu", "a group"), ("cpu", "a background group"), ("emulated", "a group")],

@@ -119,6 +119,7 @@ def test_late_harm_is_not_blamed_on_the_case_that_it_hits(plugins: None, capsys:
     assert "plugin fatal is left out: while it was loaded, it ended its process by SIGSEGV" in shown.err
 
 
+@pytest.mark.slow
 def test_a_plugin_that_cannot_be_imported_alive_fails(plugins: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", "check", "fatal"]) == 1
     shown = capsys.readouterr().out

@@ -84,7 +84,7 @@ def build_with(comm: Comm, case: Case, chosen: Plan, spec: ModelSpec, initial: A
         module.build_optimizer = before
 
 
-@pytest.mark.slow  # the extension is compiled the first time
+@pytest.mark.exhaustive  # DeepSpeed compiles its extension the first time, for minutes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_host_adam_equals_torch_adam_and_resumes_as_it(dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

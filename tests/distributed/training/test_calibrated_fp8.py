@@ -89,6 +89,7 @@ def test_it_is_measured_where_runs_would_have_it_unasked() -> None:
         assert list(fp8_kernels(registry, platform, torch.bfloat16)) == recipes
 
 
+@pytest.mark.slow
 def test_chips_with_fp8_get_its_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HETERO_TESTBED", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -425,6 +425,7 @@ def test_ranks_that_want_messages_of_unlike_sizes_agree(seconds: list[float]) ->
     assert set(shared_pool().run(_measure_links_at_a_limit, seconds * 4)) == {1}
 
 
+@pytest.mark.slow
 def test_one_call_measures_every_dtype_and_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

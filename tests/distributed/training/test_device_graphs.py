@@ -167,6 +167,7 @@ def compare(name: str, pool: Pool) -> None:
         assert sum(other["waits"].values()) <= 1, "and the host waits no more than without"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "fp8"), [("none", None), ("full", None), ("none", Fp8("e4m3", "tensorwise"))])
 def test_the_estimate_counts_what_graphs_take(how: str, fp8: Fp8 | None, pool: Pool) -> None:
     """Without their part it would be a fifth too small."""

@@ -148,9 +148,7 @@ CASES = {
     "no copies": ([Happening(1, "step", 5)], ("--save-interval", "2"), "from a checkpoint", 30.0),
     "copies of every third step": ([Happening(1, "step", 5)], ("--peer-replicas-every", "3"), "from memory", 30.0),
 }
-EVERY_TIME = [
-    "two at once", "while state moves", "with its copy", "frozen", "one leaves as another dies"
-]  # fmt: skip
+EVERY_TIME = ["two at once", "while state moves", "with its copy", "frozen"]
 
 
 # Experts, and a head that is the embedding, which several stages hold.

@@ -203,6 +203,7 @@ def answers(
     return [answer["tokens"] for answer in found["answers"]]
 
 
+@pytest.mark.slow
 def test_settings_and_ends_count_on_every_way_in(models: Callable[[str], Path], tmp_path: Path) -> None:
     """generation_config.json travels in a native checkpoint; without it config.json counts, in both."""
     from transformers import AutoTokenizer, GenerationConfig

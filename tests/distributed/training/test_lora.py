@@ -141,6 +141,7 @@ def test_random_plans_that_divide_a_base_in_4_bits(seed: int) -> None:
     check_in_4_bits(seed, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base_dtype", quick(["nf4", "int8"], ["nf4"], ["int8"]))
 def test_dividing_a_base_in_few_bits_changes_no_bit(base_dtype: str) -> None:
     """Whenever it is gathered. Unequal shares, 0 among them, give the adapters other owners, and with these the norm

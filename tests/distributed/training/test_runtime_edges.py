@@ -149,6 +149,7 @@ def test_fp16_overflow_is_skipped_everywhere_and_recovers() -> None:
         assert np.isfinite(taken).all() and np.isfinite(got["losses"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", quick(["bf16", "fp16"], ["bf16"], []))
 def test_16_bit_weights_follow_fp32_masters(dtype: str) -> None:
     """Updates too small for 16 bits add up in the masters, also where one rank owns a tensor alone."""

@@ -112,6 +112,7 @@ def test_evaluation_runs_the_forwards_of_every_schedule() -> None:
     assert len(found) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_fp16_with_a_loss_scale_equals_1f1b(tied: bool) -> None:
     spec = model(tie_word_embeddings=tied)

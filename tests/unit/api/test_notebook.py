@@ -14,6 +14,7 @@ import pytest
 NOTEBOOK = Path(__file__).parents[3] / "examples" / "plan.ipynb"
 
 
+@pytest.mark.slow
 def test_every_cell_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As Jupyter does it: in one namespace, and the value of a cell's last expression is shown."""
     drawn: list[str] = []

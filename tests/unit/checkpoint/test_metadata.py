@@ -257,6 +257,7 @@ def numbers(directory: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
+@pytest.mark.slow
 def test_random_changes_of_a_real_one_are_refused_or_harmless(tmp_path: Path) -> None:
     """No exception but a refusal, which can be printed."""
     from hetero_megatron.training.saved_state import check_state

@@ -125,6 +125,7 @@ def test_through_trainings(model: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert out[0].count(line) == 1
 
 
+@pytest.mark.slow
 def test_from_random_weights_the_tokenizer_and_its_ids_travel(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +162,7 @@ def test_from_random_weights_the_tokenizer_and_its_ids_travel(
     assert "with no tokenizer to hf_d: 2 files" in out[3]
 
 
+@pytest.mark.slow
 def test_the_tokenizer_that_is_exported_is_the_one_that_was_trained_with(model: Path, tmp_path: Path) -> None:
     """The model directory's own, unless another one is named, also where a checkpoint carries one; bytes have none."""
     tokenizer(tmp_path / "tok", "<end>", "<begin>")

@@ -107,6 +107,7 @@ def check(path: Path, allowed: set[tuple[int, int] | None]) -> tuple[int, int] |
     return step, seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(SAVES, ["next", "replacing the latest"]))
 def test_every_moment_of_a_save(name: str, tmp_path: Path) -> None:
     """After each, a run goes on from the newest complete save, and its own next save is as good as any."""

@@ -142,6 +142,7 @@ def test_nothing_is_printed_beside_json(tmp_path: Path) -> None:
     assert ended.returncode in (0, NOBODY_READS) and not ended.stderr, ended  # read or not: nothing of it is said
 
 
+@pytest.mark.slow
 @each("words", ["hetero_megatron.cli.main report --help", "hetero_megatron report --version", "hetero_megatron top no"])
 def test_where_nobody_reads_nothing_is_said(words: str) -> None:
     """However the command is started and ends: by its own return, an exit of argparse, or an error."""

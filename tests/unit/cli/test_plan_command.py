@@ -144,6 +144,7 @@ def test_a_time_limit_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
     assert plan.fingerprint() == report["fingerprint"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "space", "length"),
     [
@@ -233,6 +234,7 @@ def test_small_and_single_type_parts_are_tried(monkeypatch: pytest.MonkeyPatch) 
         assert alone is not None and best >= alone * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [None, 0.9, 0.45])
 def test_no_part_is_better_by_the_objective_than_what_is_found(share: float | None) -> None:
     """Against searching every part, of plans that use all of its chips; with deadlines that a share of the speed of the
@@ -361,6 +363,7 @@ def test_room_for_the_search_is_not_taken_from_plans(monkeypatch: pytest.MonkeyP
     assert set(result.best.prediction.limits.values()) == {limit}
 
 
+@pytest.mark.slow
 def test_an_export_leaves_out_what_its_format_cannot_say_and_is_refused_after_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

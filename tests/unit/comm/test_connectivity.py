@@ -202,6 +202,7 @@ def test_the_launcher_drops_what_is_cut_off(policy: str, tmp_path: Path) -> None
 # Joining
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named() -> None:
     code = "import os, sys; from datetime import timedelta; from hetero_megatron.comm import rendezvous; "
     code += "rendezvous.START_UP = timedelta(seconds=3); from hetero_megatron.cli.pretrain import main; "

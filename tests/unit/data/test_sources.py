@@ -108,6 +108,7 @@ def test_globs_are_sorted_and_hidden_files_left_out(tmp_path: Path) -> None:
     assert documents(opened(tmp_path / "*.txt")) == ["a.txt", "b.txt"]
 
 
+@pytest.mark.slow
 def test_stdlib_is_real_source_code_within_its_bound() -> None:
     store = opened("stdlib")
     files = [f for f in find_corpus("stdlib").files if f.stat().st_size]

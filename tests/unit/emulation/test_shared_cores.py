@@ -95,6 +95,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="testbed: no /proc")
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_dead_or_frozen_with_the_core_holds_nobody_up(fault: int, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def first_tokens(model: Any) -> list[int]:
     return [token for prompt in PROMPTS for token in theirs(model, prompt, {})]
 
 
+@pytest.mark.slow
 def test_each_setting_and_combinations_give_transformers_tokens(model: Any) -> None:
     tokens = first_tokens(model)
     common = [list(pair) for pair in itertools.pairwise(tokens)]

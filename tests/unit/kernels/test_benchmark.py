@@ -71,6 +71,7 @@ def test_exact_gradients_by_rows_are_those_at_once(monkeypatch: pytest.MonkeyPat
     assert relative(torch.where(once[0] > 0, torch.nan, once[0]), once[0]) == float("inf")
 
 
+@pytest.mark.slow
 def test_a_kernel_that_fails_and_a_time_that_ends_do_not_end_the_benchmark(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

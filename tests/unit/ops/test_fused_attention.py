@@ -80,6 +80,7 @@ def by_definition() -> Kernel:
     return replace(kernel, parts={"share": share, "delta": lambda dout, out: attn_delta(dout, out)[0]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", quick(["definition", "triton"], ["definition"], []))
 def test_a_fused_kernel_with_another_for_the_rest_conforms(rest: str) -> None:
     """The whole kit: squares and others, alone and as tiles of context groups, state of either to the other."""

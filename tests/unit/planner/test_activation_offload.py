@@ -161,6 +161,7 @@ def test_a_stage_with_modules_keeps_its_activations() -> None:
         problem(replace(case, model=replace(case.model, mtp_layers=1)), offload_activations="always").check()
 
 
+@pytest.mark.slow
 def test_a_plan_is_worth_the_host_memory() -> None:
     """By 1 % of a step: else the same with recompute is taken. Links from useless to fast."""
     without = found(long(), offload_activations="never")

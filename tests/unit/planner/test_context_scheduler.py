@@ -73,6 +73,7 @@ def exact_seconds(problem: ContextProblem, found_block: int) -> float:
 # ---- against the exact solver
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", quick(range(12), range(3), range(3, 6)))
 def test_close_to_the_exact_optimum_on_three_members(seed: int) -> None:
     rng = random.Random(seed)

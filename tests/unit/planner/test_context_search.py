@@ -49,6 +49,7 @@ def options(context: str) -> SearchOptions:
     return SearchOptions(space=SearchSpace(context=context, more_schedules="never"), top=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fast", "slow", "length", "batch"), [(2, 0, 65536, 1), (1, 1, 65536, 2), (2, 1, 16384, 3), (1, 1, 4096, 4)]
 )
@@ -158,6 +159,7 @@ def test_what_fits_nowhere_else_gets_context_groups_whatever_its_length() -> Non
     assert found.context.endswith("because nothing fits without") and "context" in found.best.text
 
 
+@pytest.mark.slow
 def test_planning_again_after_a_loss_knows_context_groups() -> None:
     """Whichever node goes, prepared or not: a valid plan, hardly slower than what a new search finds."""
     where, length, batch = cluster(2, 2), 1 << 17, 2

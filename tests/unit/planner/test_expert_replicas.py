@@ -82,6 +82,7 @@ class Case:
         return [w for w in ways if {e for a, b in w for e in range(a, b)} == everything]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_no_division_with_replicas_is_more_than_a_percent_better(seed: int) -> None:
     case = Case(seed)

@@ -246,6 +246,7 @@ def test_estimates_of_templates_and_predictions_of_their_plans_take_the_same_sec
             assert [a - m for a, m in zip(backward, messages, strict=True)] == pytest.approx(list(costs.backward))
 
 
+@pytest.mark.slow
 def test_where_what_fp8_needs_for_a_while_does_not_fit_there_is_a_plan_without() -> None:
     """The memory is just enough for the best plan without fp8, whose largest rank it leaves nothing."""
     roomy = search(problem(mixed(1, 0), None)).best.prediction

@@ -135,6 +135,7 @@ def search_as_good_as_exhaustive(case: Case) -> tuple[SearchResult, TemplateScor
 SEVERAL_NODES = [i for i in range(100, 140) if sum(g.count for g in random_case(i, "open").cluster.nodes) > 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", quick(SEVERAL_NODES[:12], SEVERAL_NODES[:2], SEVERAL_NODES[2:6]))
 def test_plans_over_staged_links(seed: int) -> None:
     """As good as exhaustive search; bounds hold; the plan is never predicted faster than over direct links."""

@@ -50,6 +50,7 @@ def test_states_that_are_too_large_are_named_with_what_every_chip_lacks() -> Non
     assert search(replace(problem, options=SearchOptions(space=space))).best.step_seconds > 0
 
 
+@pytest.mark.slow
 def test_activations_that_are_too_large_are_named_with_the_layers_that_fit() -> None:
     space = SearchSpace(context="never", recompute="none", max_tp=1)
     told = refusal("llama3.1-8b", 131072, space)

@@ -46,6 +46,7 @@ def _parts(cluster: Cluster) -> list[Cluster]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", quick(range(16), (1, 3), (4, 6, 9)))
 def test_no_part_of_a_cluster_is_faster(seed: int) -> None:
     """Of 1 to 6 chips in up to three groups of nodes."""

@@ -57,6 +57,7 @@ def _offloaded(result: SearchResult) -> list[bool]:
     return [s.optimizer.offload for p in result.best.plan.pipelines for s in p.stages]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", quick(range(12), [1, 3, 4, 10], [0, 7, 8]))
 def test_as_good_as_exhaustive_search(seed: int) -> None:
     """A sample; benchmarks/bench_planner_optimal.py --offload runs hundreds."""

@@ -129,6 +129,7 @@ def test_where_no_known_pipeline_fits_what_is_left_it_is_searched(cluster: Clust
     assert loss.step_seconds == best.step_seconds
 
 
+@pytest.mark.slow
 def test_the_command_writes_fallback_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(DATA))
     words = ["plan", "--model", "llama2-7b", "--cluster", str(tmp_path / "c.yaml"), "--seq-length", str(LENGTH)]
@@ -145,6 +146,7 @@ def test_the_command_writes_fallback_plans(tmp_path: Path, capsys: pytest.Captur
     assert found["ampere"]["plan"] is None and found["ampere"]["problem"]
 
 
+@pytest.mark.slow
 def test_the_report_by_default_searches_nothing_and_predicts_one_uniform_plan(
     cluster: Cluster, result: SearchResult, summary: Summary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +173,7 @@ def test_the_report_by_default_searches_nothing_and_predicts_one_uniform_plan(
     assert "--compare" not in format_summary(summary) and summary_json(summary)["alone_skipped"] == ""
 
 
+@pytest.mark.slow
 def test_types_that_the_search_had_alone_are_compared_without_being_asked_for() -> None:
     one = cluster_from_dict({**DATA, "nodes": [{"name": "n", "chip": "A100-80-SXM", "chips_per_node": 8}]})
     result = search(PlanningProblem(MODEL, one, LENGTH, BATCH, OPTIONS))

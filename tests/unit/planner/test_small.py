@@ -34,6 +34,7 @@ ON_CHIPS = SearchSpace(offload="never", more_schedules="never")
 PLAIN = SearchSpace(more_schedules="never")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "kind", "batch", "space"),
     [

@@ -41,6 +41,7 @@ def _unlike_pipelines(case: Case, counts: tuple[int, ...], rng: random.Random, b
     return PlanTemplate(tuple(parts), order=rng.choice(["stage", "pipeline"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapters"), [("fixed", False), ("open", False), ("open", True)])
 def test_unlike_pipelines_are_estimated_as_they_are_simulated(kind: str, adapters: bool) -> None:
     """Gradients of a layer are complete together, at the end of its backward; ports serve what is ready first; a rank

@@ -121,6 +121,7 @@ def of_vendors(case: Case, seed: int) -> Case:
 UNLIKE = [i for i in range(100, 160) if len({g.chip for g in random_case(i, "open").cluster.nodes}) > 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", quick(UNLIKE[:12], UNLIKE[:2], UNLIKE[2:6]))
 def test_plans_over_vendors(seed: int) -> None:
     """As good as exhaustive search, no better than over one vendor's links, and without groups that cross."""

@@ -132,6 +132,7 @@ def test_labels_are_readable_on_every_color() -> None:
             assert contrast(text, tint) >= 7, (color, background)
 
 
+@pytest.mark.slow
 def test_bars_have_their_labels_beside_them(written: tuple[str, str, Path]) -> None:
     tracks = re.findall(r"<div class='track'>(.*?)</div><b>(.*?)</b>", written[1])
     assert len(tracks) > 4 and not any("<b>" in inside for inside, _ in tracks)

@@ -200,5 +200,6 @@ def test_wrong_numbers_of_costs_are_refused() -> None:
         simulate(schedule, Costs([1, 1], [1]))
 
 
+@pytest.mark.slow
 def test_large_schedules_validate() -> None:
     validate(lower(generate("1f1b", 64, 1024)))

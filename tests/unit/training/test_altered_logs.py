@@ -64,6 +64,7 @@ def altered(text: str, dice: random.Random) -> bytes:
     return content[: dice.randrange(len(content))] if how == "cut" else content
 
 
+@pytest.mark.slow
 def test_altered_logs_are_shown_or_refused_with_their_place(run_dir: Path) -> None:  # noqa: F811
     good = {name: (run_dir / name).read_text() for name in FILES}
     shown = 0

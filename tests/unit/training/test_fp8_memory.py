@@ -15,6 +15,7 @@ from hetero_megatron.spec import load_model
 from tests.support.small_plans import pipe, plan, stage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_a_dry_run_allocates_what_the_estimate_says(recipe: str, tmp_path: Path) -> None:
     spec, path = load_model("tiny"), tmp_path / "plan.yaml"

@@ -41,6 +41,7 @@ def storages(products: Iterable[Product]) -> int:
     return sum(held.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16"])
 @pytest.mark.parametrize("tp", quick([1, 2], [2]))
 @pytest.mark.parametrize("recompute", quick(["none", "full"], ["full"], []))
