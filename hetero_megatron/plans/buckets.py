@@ -214,7 +214,7 @@ def make_buckets(
             segments = tuple(in_order(segments))
         rows = [
             [(t.name, (layouts[t.name].ranks, t.wide, groups, t.layer if groups else None, t.name in whole_owners))
-             for t in segment for groups in [division.groups(layouts[t.name]) if division is not None else ()]]
+             for t in segment for groups in [division.groups(t, layouts[t.name]) if division is not None else ()]]
             for segment in segments
         ]  # fmt: skip
         make = BucketMaker(plan, itemsize)

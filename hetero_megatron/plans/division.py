@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hetero_megatron.layout import Layout
 from hetero_megatron.plans.canonical import Plan, WeightSharding
+from hetero_megatron.spec import LogicalTensor
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -20,9 +21,11 @@ class Division:
         self._only: dict[tuple[int, tuple[int, ...]], tuple[Layout, Layout]] = {}
         self._kept: dict[tuple[int, ...], tuple[Sequence[Layout], Layout]] = {}
 
-    def groups(self, layout: Layout) -> Groups:
+    def groups(self, tensor: LogicalTensor, layout: Layout) -> Groups:
         """Holders of one stage each that divide what ``layout`` has: several, of a stage that says so, while no other
-        stage of their pipeline holds it, too."""
+        stage of their pipeline holds it, too. What a mixture has of every expert is as the plan divides these."""
+        if tensor.per_expert or tensor.by_load:
+            return ()
         if id(layout) not in self._groups:
             self._groups[id(layout)] = layout, self._find(layout)
         return self._groups[id(layout)][1]

@@ -20,7 +20,7 @@ def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout] | 
     holders = tensor_holders(plan, spec) if holders is None else holders
     frozen = [t for t in logical_tensors(spec) if not t.trained]
     division, buckets = Division(plan), list[Bucket]()
-    groups_of = {t.name: division.groups(holders[t.name]) for t in frozen}
+    groups_of = {t.name: division.groups(t, holders[t.name]) for t in frozen}
     for group in dict.fromkeys(group for groups in groups_of.values() for group in groups):
         divided = [t for t in frozen if group in groups_of[t.name]]
         layouts = stored_layouts(divided, {t.name: division.only(holders[t.name], group) for t in divided})

@@ -52,7 +52,6 @@ def weights_can_be_sharded(plan: Plan, stage: Stage, path: str, spec: ModelSpec,
         accepted = "a stage with inner replicas or context groups (dp_split, or more ranks than tp)"
         raise source.error("nobody else in the stage holds the same weights", field, len(stage.units), accepted)
     refused = (
-        (spec.moe is not None, "a mixture of experts", "experts"),
         (spec.lora is not None and spec.lora.dora, "DoRA, which measures whole rows in every step", "--use-dora"),
         (stage.optimizer.offload, "an optimizer in host memory", "optimizer.offload"),
         (stage.dtype == "fp8", "products in fp8", "dtype"),

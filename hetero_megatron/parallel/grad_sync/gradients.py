@@ -43,6 +43,8 @@ class GradientSync:
         buckets: of the plan.
         sent_as: dtype in which gradients travel between ranks; None: that of their sums.
         chunks: names of the parameters of each of the stage's chunks; a name may be in several. None: all in one.
+        late: buckets start when backward is over, as the same ranks gather weights in it: which of several transfers of
+            one group a rank starts first must not depend on when earlier ones end.
 
     Attributes:
         exchanges: of the buckets that this rank is in, in their order, but those of which sums go on in another one;
@@ -62,8 +64,9 @@ class GradientSync:
         buckets: Sequence[Bucket],
         chunks: Sequence[Collection[str]] | None = None,
         sent_as: torch.dtype | None = None,
+        late: bool = False,
     ) -> None:
-        self.params = params
+        self.params, self._late = params, late
         routes: dict[tuple[object, ...], HopRoutes] = {}
         self.all_exchanges = list[BucketExchange]()
         kept: dict[int, Sequence[OwnedPiece]] = {}  # by bucket in which sums go on
@@ -85,9 +88,7 @@ class GradientSync:
         self.divided_names = {name for e in self.divided.values() for name in e.bucket.names}
         self.divided_sums = DividedSums(self.divided, self.sums) if self.divided else None
         self._divided_owned: dict[int, list[torch.Tensor]] | None = None  # by bucket, once backward is over
-        self._chunks = [
-            [name for name in names if name not in self.divided_names] for names in chunks or (params.keys(),)
-        ]
+        self._chunks = [list(names) for names in chunks or (params.keys(),)]
         self._ahead: set[str] = set()  # whose gradients have come before the last backward begins
         self._captured: list[str] | None = None  # whose gradients a graph that is being captured computes
         # Garbage collection does not look into hooks: one that held this object would keep all parameters forever.
@@ -156,7 +157,7 @@ class GradientSync:
             self._captured.append(name)
             return
         self.sums.filled.add(name)
-        if self._reduction is not None and name not in self.divided_names:
+        if self._reduction is not None and not self._late:
             self._reduction.has_come(name)
 
     @contextmanager
@@ -205,6 +206,8 @@ class GradientSync:
                 are there; None: those of any of its parameters may come.
         """
         assert self._reduction is not None, "before begin"
+        if self._late:
+            return
         names, ahead_names = self._chunks[chunk], self._ahead
         if products is not None:
             ids = {id(weight) for weight in products}

@@ -13,12 +13,10 @@ from hetero_megatron.plans.buckets import Bucket, Ints, with_counts
 
 class DividedBytes(NamedTuple):
     """Bytes on a rank: most of the weights that are whole at once; at the worst moment of a step, gradients and
-    messages under way, less what there is less of weights and activations than at most; gradients under way beside
-    those of weights that are not divided."""
+    messages under way, less what there is less of weights and activations than at most."""
 
     weights: int = 0
     moving: int = 0
-    behind_others: int = 0
 
 
 def owned_bytes(buckets: Iterable[Bucket], item: int, moments: int) -> dict[int, int]:

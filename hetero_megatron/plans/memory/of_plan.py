@@ -147,7 +147,7 @@ def estimate_memory(
     item = ITEM_BYTES[dtype]
     out = plan_activations(plan, spec, item, logits_bytes, routing, fp8, graphs)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
-    held_elements, owned, copied, owned_divided, buffers, early = (np.zeros(len(index), np.int64) for _ in range(6))
+    held_elements, owned, copied, owned_divided, buffers = (np.zeros(len(index), np.int64) for _ in range(5))
     # Bytes of each rank's latest buckets, in the order of sending: [under way | being summed, IN_FLIGHT, ranks].
     recent = np.zeros((2, IN_FLIGHT, len(index)), np.int64)
     places: dict[tuple[int, ...], Ints] = {}
@@ -170,7 +170,6 @@ def estimate_memory(
         from hetero_megatron.plans.memory.matrices import MatrixBytes
 
         matrices = MatrixBytes(len(index), item)
-    onward = {bucket.onward for bucket in buckets}
     for bucket in buckets:
         key = bucket.layout_key
         if key not in counts_of_layout:
@@ -193,11 +192,9 @@ def estimate_memory(
         recent[:, :, rank_indices] = last
         most = np.maximum(last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0), moving.max(axis=0))
         buffers[rank_indices] = np.maximum(buffers[rank_indices], most)
-        if bucket.index not in onward:  # such a one starts when others are over
-            early[rank_indices] = np.maximum(early[rank_indices], most)
     frozen = _frozen(plan, spec, item) if spec.lora is not None else {}
-    columns = (column.tolist() for column in (held_elements, owned, copied, owned_divided, buffers, early))
-    for rank, holds, owns, copies, owns_divided, most_buffers, first in zip(plan.ranks, *columns, strict=True):
+    columns = (column.tolist() for column in (held_elements, owned, copied, owned_divided, buffers))
+    for rank, holds, owns, copies, owns_divided, most_buffers in zip(plan.ranks, *columns, strict=True):
         frozen_elements, saved = frozen.get(rank, (0, 0))
         weights, gradients, optimizer = state_bytes(holds + frozen_elements, owns, item, moments, holds, saved)
         rank_divided = divided.get(rank, DividedBytes())
@@ -212,7 +209,6 @@ def estimate_memory(
         if rank in plan.offloading:
             optimizer, host = 0, host + host_bytes(owns + owns_divided, moments)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
-        most_buffers = max(most_buffers, first + rank_divided.behind_others if first else 0)
         out[rank] = replace(out[rank], buffers=most_buffers, moving=rank_divided.moving, **states)
     return out if plan.outer is None else _with_outer_steps(out, plan, spec, buckets, max(item, 4))
 

@@ -78,7 +78,6 @@ class SyncStructure:
                 self.held[places] += held_elements
                 self.owned[places] += owned_elements
         self.hops = max((len(b.hops) for b in self.buckets), default=1)
-        self.kept = {b.onward for b in self.buckets}  # buckets of what stages keep of weights that they divide
 
     def serves(self, model: CostModel) -> bool:
         return self.model == model.model and self.cluster is model.cluster
@@ -198,7 +197,7 @@ class GradSync:
             into = np.zeros(len(rows))
             for k in present[id(places)].tolist():
                 stage, part, chunk = rows[k]
-                if stage.weights is not None and bucket.index in structure.kept:  # sums go on when backward is over
+                if stage.weights is not None:  # sums start when backward is over
                     into[k] = self._into_backward(stage, part, chunk, ["embed", stage.chunks[chunk][0]])
                 else:
                     into[k] = self._into_backward(stage, part, chunk, layers)

@@ -23,7 +23,6 @@ from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.presets import load_model
 from hetero_megatron.training.runtime_options import RuntimeOptions, require_plain
 from hetero_megatron.utils.yaml_document import parse_document
-from tests.support.moe_models import MOE_FAMILIES
 from tests.support.refusals import refused
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
@@ -78,9 +77,6 @@ def test_refusals() -> None:
         _plan(stage([0, 1], ENDS, optimizer={"shard_weights": True}))
     with refused(f"{first}.weights", "DoRA", "no weights key"):
         _plan(stage([0, 1], ENDS, weights={}), spec=adapted(SPEC, Lora(2, 4.0, dora=True)))
-    with refused(f"{first}.weights", "mixture of experts"):
-        moe = from_hf_config(MOE_FAMILIES["mixtral"])
-        _plan(stage([0, 1], [0, moe.num_layers], weights={}), spec=moe)
 
 
 @pytest.mark.parametrize("shard", [[1, 1], [3, 1], [1, 0]])
