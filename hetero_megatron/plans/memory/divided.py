@@ -57,9 +57,7 @@ def copied_masters(bucket: Bucket) -> Ints:
 
 
 def bucket_buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
-    """[2, ranks] bytes while the bucket is under way, and while it is summed."""
-    if len(bucket.ranks) == 1:
-        return np.zeros((2, 1), np.int64)
+    """[2, ranks] bytes while a bucket of several ranks is under way, and while it is summed."""
     return np.array(buffer_bytes(held, owned, held.sum() / owned.sum(), item, bucket.dense)).astype(np.int64)
 
 

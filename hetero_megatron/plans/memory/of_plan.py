@@ -173,9 +173,10 @@ def estimate_memory(
     for bucket in buckets:
         key = bucket.layout_key
         if key not in counts_of_layout:
-            counts = bucket.counts()
-            apart = copied_masters(bucket) if item > 2 else np.zeros_like(counts[0])
-            counts_of_layout[key] = *counts, bucket_buffers(bucket, *counts, item), apart
+            counts, several = bucket.counts(), len(bucket.ranks) > 1
+            moving = bucket_buffers(bucket, *counts, item) if several else np.zeros((2, 1), np.int64)
+            apart = copied_masters(bucket) if several and item > 2 else np.zeros_like(counts[0])
+            counts_of_layout[key] = *counts, moving, apart
         if bucket.ranks not in places:
             places[bucket.ranks] = np.array([index[r] for r in bucket.ranks], np.int64)
         rank_indices, (bucket_held, bucket_owned, moving, apart) = places[bucket.ranks], counts_of_layout[key]
