@@ -151,7 +151,6 @@ def estimate_memory(
     # Bytes of each rank's latest buckets, in the order of sending: [under way | being summed, IN_FLIGHT, ranks].
     recent = np.zeros((2, IN_FLIGHT, len(index)), np.int64)
     places: dict[tuple[int, ...], Ints] = {}
-    # Held, owned, [2, ranks] as in recent, owned in copies, of a bucket.
     counts_of_layout: dict[object, tuple[Ints, Ints, Ints, Ints]] = {}
     buckets = buckets if buckets is not None else make_buckets(plan, spec, muon=muon)
     divided, elsewhere, matrices = dict[int, DividedBytes](), dict[int, int](), None
@@ -173,16 +172,12 @@ def estimate_memory(
     for bucket in buckets:
         key = bucket.layout_key
         if key not in counts_of_layout:
-            counts, several = bucket.counts(), len(bucket.ranks) > 1
-            moving = bucket_buffers(bucket, *counts, item) if several else np.zeros((2, 1), np.int64)
-            apart = copied_masters(bucket) if several and item > 2 else np.zeros_like(counts[0])
-            counts_of_layout[key] = *counts, moving, apart
+            counts_of_layout[key] = _counts(bucket, item)
         if bucket.ranks not in places:
             places[bucket.ranks] = np.array([index[r] for r in bucket.ranks], np.int64)
         rank_indices, (bucket_held, bucket_owned, moving, apart) = places[bucket.ranks], counts_of_layout[key]
         if bucket.weights is not None:
-            if bucket.onward is None:
-                owned_divided[rank_indices] += bucket_owned
+            owned_divided[rank_indices] += bucket_owned * (bucket.onward is None)
             continue
         held_elements[rank_indices] += bucket_held
         owned[rank_indices] += bucket_owned
@@ -212,6 +207,14 @@ def estimate_memory(
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
         out[rank] = replace(out[rank], buffers=most_buffers, moving=rank_divided.moving, **states)
     return out if plan.outer is None else _with_outer_steps(out, plan, spec, buckets, max(item, 4))
+
+
+def _counts(bucket: Bucket, item: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """By rank of a bucket, elements held and owned, [2, ranks] bytes under way and while they are summed, and elements
+    owned whose masters are copies in any case."""
+    (held, owned), several = bucket.counts(), len(bucket.ranks) > 1
+    moving = bucket_buffers(bucket, held, owned, item) if several else np.zeros((2, 1), np.int64)
+    return held, owned, moving, copied_masters(bucket) if several and item > 2 else np.zeros_like(held)
 
 
 def _with_outer_steps(
