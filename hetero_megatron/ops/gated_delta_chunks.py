@@ -127,10 +127,9 @@ def _prepare(
     lower = (keys * decay).mul_(write)
     sides = torch.cat([values, unit_k.x * reach], -1).mul_(write)
     solved = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
-    written, read = solved.split([v.shape[-1], k.shape[-1]], -1)
-    return _Chunks(
-        unit_q, unit_k, values, write, reach, rest, carried, decay, keys, lower, written, read.contiguous(), inside
-    )
+    del sides
+    written, read = (x.contiguous() for x in solved.split([v.shape[-1], k.shape[-1]], -1))
+    return _Chunks(unit_q, unit_k, values, write, reach, rest, carried, decay, keys, lower, written, read, inside)
 
 
 def _first_state(state: Tensor | None, c: _Chunks) -> Tensor:
@@ -142,13 +141,13 @@ def _first_state(state: Tensor | None, c: _Chunks) -> Tensor:
 def _states(c: _Chunks, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(state before each chunk [n, ..], what each writes V, the last state)."""
     n = len(c.v)
-    keys_left = (c.k.x * c.rest).transpose(-1, -2)
     states, written = first.new_empty(n, *first.shape), torch.empty_like(c.v)
     state = first
     for i in range(n):
         states[i] = state
         torch.sub(c.written[i], c.read[i] @ state, out=written[i])
-        state = (keys_left[i] @ written[i]).addcmul_(state, c.carried[i])
+        keys_left = (c.k.x[i] * c.rest[i]).transpose(-1, -2)
+        state = (keys_left @ written[i]).addcmul_(state, c.carried[i])
     return states, written, state
 
 
@@ -181,10 +180,7 @@ def backward(
         return (*zeros, None if state is None else grad_state.clone())
     with torch.no_grad():
         c = _prepare(q, k, v, g, beta, documents, eps)
-        states, written, _ = _states(c, _first_state(state, c))
-        last = grad_state.to(c.v.dtype).reshape(states.shape[1:])
-        chunk_gradients = _gradients(c, states, written, _split(grad, k.shape[2]), last)
-    *tokens, d_first = chunk_gradients
+        *tokens, d_first = _gradients(c, _first_state(state, c), grad, grad_state)
     gradients = [_join(x, v.shape[1]).to(like.dtype) for x, like in zip(tokens, (q, k, v, g, beta), strict=True)]
     return (*gradients, None if state is None else d_first.flatten(1, 2).to(state.dtype))
 
@@ -194,48 +190,60 @@ def _state_gradients(c: _Chunks, grad: Tensor, last: Tensor) -> tuple[Tensor, Te
     scale = c.k.x.shape[-1] ** -0.5
     grads_after = last.new_empty(len(grad), *last.shape)
     change = c.inside.transpose(-1, -2) @ grad
-    direct = (c.q.x * (c.reach * scale)).transpose(-1, -2) @ grad
-    keys_left, read = c.k.x * c.rest, c.read.transpose(-1, -2)
     grad_state = last
     for i in reversed(range(len(grad))):
         grads_after[i] = grad_state
-        change[i] += keys_left[i] @ grad_state
-        grad_state = (direct[i] - read[i] @ change[i]).addcmul_(grad_state, c.carried[i])
+        change[i] += (c.k.x[i] * c.rest[i]) @ grad_state
+        direct = (c.q.x[i] * (c.reach[i] * scale)).transpose(-1, -2) @ grad[i]
+        grad_state = direct.sub_(c.read[i].transpose(-1, -2) @ change[i]).addcmul_(grad_state, c.carried[i])
     return grads_after, change, grad_state
 
 
-def _gradients(c: _Chunks, before: Tensor, written: Tensor, grad: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """Of q, k, v, g, beta as chunks have them, and of the first state."""
+def _gradients(c: _Chunks, first: Tensor, grad: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
+    """Of q, k, v, g, beta as chunks have them, and of the first state. Tensors are let go as soon as nothing needs them:
+    ``spec/delta_bytes.py`` says how many there are at once."""
     scale, group_axis = c.k.x.shape[-1] ** -0.5, (3,)  # the axis of the value heads of a key head
-    grads_after, change, d_first = _state_gradients(c, grad, last)
+    before, written = _states(c, first)[:2]
+    grad = _split(grad, c.k.x.shape[2])
+    grads_after, change, d_first = _state_gradients(c, grad, grad_state.to(c.v.dtype).reshape(before.shape[1:]))
     # out = (lambda q) S + A V, and the next state.
+    d_left = written @ grads_after.transpose(-1, -2)
+    d_carried = grads_after.mul_(before).sum((-1, -2), keepdim=True) * c.carried
+    del grads_after
     d_reach_q = grad @ before.transpose(-1, -2)
     d_inside = grad @ written.transpose(-1, -2)
-    d_left = written @ grads_after.transpose(-1, -2)
-    d_carried = (grads_after * before).sum((-1, -2), keepdim=True) * c.carried
+    del grad, written
     # (1 + M) [U, W] = beta [v, lambda k]
-    sides = torch.cat([change, -(change @ before.transpose(-1, -2))], -1)
+    sides = torch.cat([change, (change @ before.transpose(-1, -2)).neg_()], -1)
+    del change, before
     solved = torch.linalg.solve_triangular(c.lower.transpose(-1, -2), sides, upper=True, unitriangular=True)
+    del sides
     d_sides, d_reach_k = solved.split([c.v.shape[-1], c.k.x.shape[-1]], -1)
-    d_lower = (solved @ torch.cat([c.written, c.read], -1).transpose(-1, -2)).neg_().tril_(-1)
+    d_lower = d_sides @ c.written.transpose(-1, -2)
+    d_lower += d_reach_k @ c.read.transpose(-1, -2)
+    d_lower.neg_().tril_(-1)
     # A = q k' D and M = beta k k' D
     running = _rows_less_columns(d_inside * c.inside) + _rows_less_columns(d_lower * c.lower)
-    d_inside.mul_(c.decay)
-    by_decay = d_lower.mul_(c.decay)
-    d_beta = (by_decay * c.keys).sum(-1, keepdim=True)
-    pairs = (by_decay * c.beta).sum(group_axis, keepdim=True)
-    summed = d_inside.sum(group_axis, keepdim=True)
-    d_q = (summed @ c.k.x).add_((d_reach_q * c.reach).sum(group_axis, keepdim=True))
-    d_k = (summed.transpose(-1, -2) @ c.q.x).mul_(scale).add_((pairs + pairs.transpose(-1, -2)) @ c.k.x)
-    # beta [v, lambda k]
+    summed = d_inside.mul_(c.decay).sum(group_axis, keepdim=True)
+    del d_inside
+    d_beta = (d_lower.mul_(c.decay) * c.keys).sum(-1, keepdim=True)
+    pairs = d_lower.mul_(c.beta).sum(group_axis, keepdim=True)
+    del d_lower
+    # lambda q, and then q
+    running += (d_reach_q * c.q.x).sum(-1, keepdim=True) * (c.reach * scale)
+    d_q = (summed @ c.k.x).add_(d_reach_q.mul_(c.reach).sum(group_axis, keepdim=True))
+    del d_reach_q
+    # beta [v, lambda k], lambda, kappa and lambda_C, and then k
     reached = (d_reach_k * c.k.x).sum(-1, keepdim=True) * c.reach
-    d_beta += reached + (d_sides * c.v).sum(-1, keepdim=True)
-    d_k += (d_reach_k * (c.beta * c.reach) + d_left * c.rest).sum(group_axis, keepdim=True)
-    # lambda, kappa and lambda_C
     d_rest = (d_left * c.k.x).sum(-1, keepdim=True) * c.rest
-    running += reached * c.beta + (d_reach_q * c.q.x).sum(-1, keepdim=True) * (c.reach * scale) - d_rest
+    d_beta += reached + (d_sides * c.v).sum(-1, keepdim=True)
+    running += reached * c.beta - d_rest
     running[..., -1:, :] += d_rest.sum(-2, keepdim=True) + d_carried
     d_g = running.flip(-2).cumsum(-2).flip(-2)[..., 0]
+    d_left.mul_(c.rest).addcmul_(d_reach_k, c.beta * c.reach)
+    d_k = (summed.transpose(-1, -2) @ c.q.x).mul_(scale).add_((pairs + pairs.transpose(-1, -2)) @ c.k.x)
+    d_k += d_left.sum(group_axis, keepdim=True)
+    del d_left
     return (
         c.q.gradient(d_q, scale), c.k.gradient(d_k, 1.0), d_sides * c.beta, d_g, d_beta[..., 0], d_first
     )  # fmt: skip

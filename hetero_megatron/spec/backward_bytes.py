@@ -22,14 +22,15 @@ Linear = Callable[[float, float], float]  # (outputs, inputs) -> bytes of backwa
 
 
 class Cores(NamedTuple):
-    """Bytes that backward of the attention core works with, and that of linear attention."""
+    """Bytes that backward of the attention core works with (None: of a rank with all tokens), and that of linear
+    attention."""
 
-    attention: float
+    attention: float | None
     linear: float = 0.0
 
     def times(self, rows: int) -> Cores:
         """Of so many sequences."""
-        return Cores(rows * self.attention, rows * self.linear)
+        return Cores(None if self.attention is None else rows * self.attention, rows * self.linear)
 
 
 class BackwardMoment(NamedTuple):
@@ -57,7 +58,7 @@ def layer_backward_bytes(
 
     Args:
         linear: where linear modules are in fp8, the backward of one; None: in the dtype of the weights.
-        cores: of a rank of a context group; None: of a rank with all tokens.
+        cores: of a rank of a context group; None: of a rank with all tokens, of long sequences.
         split: weight gradients wait for their W.
     """
     if spec.moe is not None:

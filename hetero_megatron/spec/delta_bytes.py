@@ -66,13 +66,34 @@ def carried_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> CarriedByte
 
 
 def delta_backward_bytes(spec: ModelSpec, itemsize: int) -> float:
-    """Of backward of the gated delta rule, which runs its forward again, in at least fp32; per value head states and
-    their gradients of each chunk, 2 dk dv / CHUNK, of products inside a chunk 6 CHUNK, and of keys and values
-    7 dk + 7 dv."""
+    """Of backward of the gated delta rule, which runs its forward again, in at least fp32, at the worst of its moments
+    (``_gradients`` of ``ops/gated_delta_chunks.py``). In elements per value head, r key heads of each:
+
+    - all the time what chunks have before their states are known: normalised queries and keys and products of keys,
+      r (2 dk + CHUNK + 2); values, what is written and read, 2 dv + dk; three products of pairs, 3 CHUNK; and 3;
+    - first the states and their gradients, 2 dk dv / CHUNK, gradients of the output and of what is written, and that,
+      3 dv, and a gradient of keys; then, with the states alone, further gradients and the right sides that are solved
+      for; solved ones and products of pairs; and gradients of queries and keys.
+    """
     delta = spec.delta
     assert delta is not None
-    dk, dv = delta.key_dim, delta.value_dim
-    return max(itemsize, 4) * delta.value_heads * (2 * dk * dv / CHUNK + 6 * CHUNK + 7 * (dk + dv))
+    dk, dv, r, states = delta.key_dim, delta.value_dim, 1 / delta.values_per_key, delta.key_dim * delta.value_dim / CHUNK
+    chunks = r * (2 * dk + CHUNK + 2) + 2 * dv + dk + 3 * CHUNK + 3
+    moments = (
+        2 * states + 3 * dv + dk, states + 3 * dv + 2 * dk + CHUNK, states + 2 * dv + 4 * dk + CHUNK,
+        4 * dk + 2 * dv + CHUNK, 3 * dk + dv + 3 * CHUNK, 2 * dk + dv + r * (3 * dk + 3 * CHUNK) + 4,
+    )  # fmt: skip
+    return max(itemsize, 4) * delta.value_heads * (chunks + max(moments))
+
+
+def delta_core_bytes(spec: ModelSpec, recompute: str, itemsize: int, rows: int, tokens: float) -> float:
+    """That of ``tokens`` of ``rows`` sequences, all heads, with the state before each and its gradient; ``selective``
+    makes its output again and holds its gradient besides."""
+    delta = spec.delta
+    assert delta is not None
+    ends = 2 * rows * max(itemsize, 4) * delta.value_heads * delta.key_dim * delta.value_dim
+    again = 2 * tokens * itemsize * delta.value_width if recompute == "selective" else 0.0
+    return tokens * delta_backward_bytes(spec, itemsize) + ends + again
 
 
 def delta_operands(spec: ModelSpec) -> int:

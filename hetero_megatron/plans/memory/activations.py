@@ -31,9 +31,9 @@ from hetero_megatron.spec.backward_bytes import (
     scatter_bytes,
 )
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.spec.flops import LOGITS_BYTES, common_columns
+from hetero_megatron.spec.flops import LOGITS_BYTES, common_columns, linear_layers
 from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
-from hetero_megatron.spec.model_spec import module_layer
+from hetero_megatron.spec.model_spec import layers_alone, module_layer
 
 NUMBERS = 16  # bytes of each token that norms and the like keep of a layer beside its activations
 DATA = 128  # bytes of each token for its number, label, place and the like
@@ -225,7 +225,11 @@ def backward_moments(
         return ChunkMoments(0, 0, forward, (0, (0,) * held.layers), LOOKAHEAD * boundary, boundary)
     passed, head, in_head, logits = 0 if held.head else boundary, 0, 0, 0
     layers = layer_bytes(spec, held) if layers is None else layers
+    alone = cores is None
+    cores = linear_cores(spec, held) if cores is None else cores
     backward = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held), cores)
+    if alone and held.full and 0 < linear_layers(spec) < 1:
+        backward += _unlike_again(spec, held)
     in_layers = [round(x) for x in layer_moments(layers, held.ahead, backward, passed)]
     coming_back = round(coming(layers, held.ahead))
     if held.layers and held.tp > 1:  # or in forward, where the last layer's sums meet
@@ -243,6 +247,25 @@ def backward_moments(
     kept = head, tuple(round(layer.kept - layer.host) for layer in layers)
     passing = moving * boundary + numbers_bytes(held)
     return ChunkMoments(logits, in_head, tuple(in_layers), kept, passing, boundary)
+
+
+def linear_cores(spec: ModelSpec, held: RankWork) -> Cores | None:
+    """Of a rank with all tokens, what backward of its linear attention works with; None where it has none."""
+    if not linear_layers(spec):
+        return None
+    from hetero_megatron.spec.delta_bytes import delta_core_bytes
+
+    recompute = held.recompute if held.full < held.layers else "full"
+    return Cores(None, delta_core_bytes(spec, recompute, held.item, held.rows, held.tokens) / held.tp)
+
+
+def _unlike_again(spec: ModelSpec, held: RankWork) -> int:
+    """Bytes that a whole layer which is run again has at most beyond an average one of the stage, whose layers have
+    unlike mixers."""
+    sizes = ("none", held.item, held.tp, held.shards, held.load)
+    of_mixer = [layers_alone(spec, (i,)) for i in {kind.mixer: i for i, kind in enumerate(spec.layers)}.values()]
+    most = max(layer_activation_bytes(one, held.tokens, *sizes) for one in of_mixer)
+    return most - layer_activation_bytes(spec, held.tokens, *sizes)
 
 
 def _runs_forward_alone(held: RankWork) -> bool:

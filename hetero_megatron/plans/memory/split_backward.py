@@ -20,6 +20,7 @@ from hetero_megatron.plans.memory.activations import (
     ends_operand_bytes,
     kept_bytes,
     linear_bytes,
+    linear_cores,
     numbers_bytes,
     operand_bytes,
     working_bytes,
@@ -46,6 +47,7 @@ def splitting_bytes(
     spec = held.own or spec
     head, of_head = (sum(ends_bytes(spec, held)), ends_operand_bytes(spec, held)) if held.head else (0, 0)
     sizes = (held.item, held.tp, held.shards, held.load, linear_bytes(spec, held))
+    cores = linear_cores(spec, held) if cores is None else cores
     in_layer = layer_backward_bytes(spec, held.tokens, *sizes, cores, split=True)
     kept = kept_bytes(spec, held) if kept is None else kept
     peak = kept + working_bytes(spec, replace(held, offloaded=0)) if held.head else 0  # operands of the head are made

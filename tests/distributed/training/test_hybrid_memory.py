@@ -43,7 +43,7 @@ def test_each_stage_holds_what_its_own_layers_keep(recompute: str, tmp_path: Pat
     for rank in (0, 2, 3):
         dry = run_rank(run, rank)
         assert dry.parameters == estimates[rank].weights
-        assert 0.88 * dry.peak <= estimates[rank].total <= 1.15 * dry.peak, estimates[rank].total / dry.peak
+        assert 0.995 * dry.peak <= estimates[rank].total <= 1.11 * dry.peak, estimates[rank].total / dry.peak
 
 
 @pytest.mark.slow
@@ -54,4 +54,4 @@ def test_members_of_context_groups_hold_what_their_own_tokens_keep(tmp_path: Pat
             {"ranks": [[0, 1]], "tokens": [128], "heads": [4]}, {"ranks": [2], "tokens": [64], "heads": [4]}],
     )])  # fmt: skip
     estimate, dry = estimate_memory(run.plan, run.spec, run.dtype)[1], run_rank(run, 1)
-    assert 0.88 * dry.peak <= estimate.total <= 1.15 * dry.peak, estimate.total / dry.peak
+    assert 0.995 * dry.peak <= estimate.total <= 1.11 * dry.peak, estimate.total / dry.peak

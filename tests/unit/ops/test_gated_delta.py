@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.ops import SPECS, torch_registry
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.gated_delta import random_case
+from hetero_megatron.ops.gated_delta_chunks import backward
+from hetero_megatron.spec.delta_bytes import delta_core_bytes
+from hetero_megatron.spec.gated_delta import GatedDelta
 from tests.support.qwen_next_reference import chunked, recurrent
 
 RULE = bind(SPECS["gated_delta_rule"], torch_registry().kernel("gated_delta_rule", "aten"))
@@ -50,3 +57,20 @@ def test_documents_in_a_row_are_what_they_are_in_rows_of_their_own() -> None:
         alone, end = RULE(*(x[:, a:b] for x in tensors), None, None, EPS)
         assert differ(out[:, a:b], alone) < 1e-12
     assert differ(last, end) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_works_with_as_many_bytes_as_memory_formulas_say(dtype: torch.dtype) -> None:
+    """Against live tensors of backward, with which of its moments is the worst left to the sizes."""
+    sizes = [(1, 512, 16, 32, 128, 128), (2, 256, 4, 8, 64, 64), (1, 320, 8, 8, 128, 64), (1, 256, 2, 8, 32, 128),
+             (3, 192, 3, 3, 16, 16), (1, 448, 2, 6, 256, 32)]  # fmt: skip
+    for rows, length, key_heads, heads, dk, dv in sizes:
+        spec: Any = SimpleNamespace(delta=GatedDelta(key_heads, heads, dk, dv))
+        with FakeTensorMode(), MemoryTracker() as memory:
+            q, k = (torch.empty(rows, length, key_heads, dk, dtype=dtype) for _ in "qk")
+            v, beta = (torch.empty(rows, length, heads, *more, dtype=dtype) for more in ((dv,), ()))
+            decay, grad, last = torch.empty(rows, length, heads), torch.empty_like(v), torch.empty(rows, heads, dk, dv)
+            before = memory.live
+            backward(grad, last, q, k, v, decay, beta, None, None, EPS)
+        expected = delta_core_bytes(spec, "none", dtype.itemsize, rows, rows * length)
+        assert expected == pytest.approx(memory.peak - before, rel=0.02), (dk, dv, key_heads, heads)
