@@ -77,7 +77,8 @@ def delta_backward_bytes(spec: ModelSpec, itemsize: int) -> float:
     """
     delta = spec.delta
     assert delta is not None
-    dk, dv, r, states = delta.key_dim, delta.value_dim, 1 / delta.values_per_key, delta.key_dim * delta.value_dim / CHUNK
+    dk, dv, r = delta.key_dim, delta.value_dim, 1 / delta.values_per_key
+    states = dk * dv / CHUNK
     chunks = r * (2 * dk + CHUNK + 2) + 2 * dv + dk + 3 * CHUNK + 3
     moments = (
         2 * states + 3 * dv + dk, states + 3 * dv + 2 * dk + CHUNK, states + 2 * dv + 4 * dk + CHUNK,
