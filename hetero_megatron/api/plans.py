@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_megatron.api.inputs import Cluster, Model
@@ -12,12 +12,16 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan as CanonicalPlan
 from hetero_megatron.plans import dump_yaml, format_plan, load_plan
 from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.dump import format_roles
+from hetero_megatron.plans.forward_only import ForwardRole, role_of
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.islands import add_islands, format_added, format_islands
 from hetero_megatron.plans.made_for import MadeFor, read_made_for
+from hetero_megatron.plans.memory.forward_only import with_role
 from hetero_megatron.plans.memory.of_plan import MemoryBytes as Memory
 from hetero_megatron.plans.memory.of_plan import estimate_memory, moments_of, with_communicators
 from hetero_megatron.plans.program import format_step
+from hetero_megatron.plans.roles import role_plan
 from hetero_megatron.plans.routing import EVEN, routing_of
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
@@ -25,13 +29,16 @@ from hetero_megatron.predictor.report.prediction import Question, as_json, forma
 from hetero_megatron.predictor.report.prediction_page import html_page
 from hetero_megatron.predictor.report.timeline import format_timeline, perfetto_trace
 from hetero_megatron.predictor.simulate import step
+from hetero_megatron.predictor.simulate.beside import predict_beside
 from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
 from hetero_megatron.spec import adapted, load_model
+from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.utils.outputs import write_text
 from hetero_megatron.utils.text import format_seconds
 from hetero_megatron.utils.yaml_document import Entry, read_document
 
 DTYPE, OPTIMIZER = "bf16", "adam"  # of plans that do not say what they were made for
+TOP_K = 64  # likeliest tokens of a position that a teacher on its own ranks sends, where nothing is said
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,8 @@ class Plan:
         dtype, optimizer, fp8: what it was made for.
         ranks: all that it uses.
         notices: what reading it added, in words.
+        beside: by role, a model that only runs forward: on the plan's ranks for it, else on those of the model that is
+            trained; top_k: likeliest tokens of a position that a teacher on its own ranks sends.
     """
 
     canonical: CanonicalPlan
@@ -78,17 +87,21 @@ class Plan:
     fp8: Fp8 | None = None
     source: str = ""
     notices: tuple[str, ...] = ()
+    beside: Mapping[str, Model] = field(default_factory=dict)
+    top_k: int = TOP_K
 
     @staticmethod
     def read(
         path: str | os.PathLike[str] | Entry, cluster: Cluster | None = None, model: Model | str | None = None,
         *, dtype: str | None = None, optimizer: str | None = None, fp8: Fp8 | None = None,
+        beside: Mapping[str, Model | str] | None = None, top_k: int = TOP_K,
     ) -> Plan:  # fmt: skip
         """A plan file.
 
         Args:
             cluster: it is also checked against this one.
             model, dtype, optimizer, fp8: None: what the plan was made for.
+            beside, top_k: as the attributes; a plan with a role needs its model.
 
         Raises:
             UserError: names the key, the value, what would be accepted, file and line; or the plan was made for
@@ -109,13 +122,34 @@ class Plan:
         stretched = shapes.stretched(length)
         dtype = dtype or (made_for.dtype if made_for is not None else DTYPE)
         described = None if cluster is None else cluster.described
-        plan, notices = load_plan(document, stretched.spec, described, dtype), positions_notice(shapes, length)
+        models = {name: Model(m) if isinstance(m, str) else m for name, m in (beside or {}).items()}
+        specs = {name: made.spec for name, made in models.items()}
+        plan, notices = load_plan(document, stretched.spec, described, dtype, specs), positions_notice(shapes, length)
         if described is not None:
             written, plan = plan, add_islands(plan, stretched.spec, described)
             notices += [format_added(plan, described)] if plan is not written else []
         optimizer = optimizer or (made_for.optimizer if made_for is not None else OPTIMIZER)
         fp8 = fp8 if fp8 is not None or made_for is None else made_for.fp8
-        return Plan(plan, stretched, dtype, optimizer, fp8, source, tuple(notices))
+        return Plan(plan, stretched, dtype, optimizer, fp8, source, tuple(notices), models, top_k)
+
+    def role(self, cluster: Cluster | None = None, forwards: int = 1) -> ForwardRole | None:
+        """The model in ``beside`` with its plan, which runs ``forwards`` times over each batch; None: there is none, or
+        a reference without ranks of its own, which speaks before the first step.
+
+        Raises:
+            UserError: it has another vocabulary, or cannot be cut as the model that is trained.
+        """
+        for name, model in self.beside.items():
+            if model.spec.vocab_size != self.model.spec.vocab_size:
+                problem = f"another vocabulary: {model.spec.vocab_size} tokens, {self.model.name} has "
+                raise UserError(f"{problem}{self.model.spec.vocab_size}", field=f"--{name}-hf", value=model.name,
+                                accepted="a model with the same tokenizer")  # fmt: skip
+            top_k = min(self.top_k, model.spec.vocab_size - 1)
+            described = None if cluster is None else cluster.described
+            if name == "reference" and role_plan(self.canonical, name) is None:
+                return None
+            return role_of(self.canonical, self.model.spec, name, model.spec, top_k, described, forwards)
+        return None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -147,7 +181,9 @@ class Plan:
     def explain(self, cluster: Cluster | None = None) -> str:
         """Boxes: which ranks, and chips where a cluster is given, hold which layers and shares."""
         chips = None if cluster is None else [rank.chip for rank in cluster.described.ranks]
-        return format_plan(self.canonical, self.model.spec, chips)
+        specs = {name: model.spec for name, model in self.beside.items()}
+        return "\n".join([format_plan(self.canonical, self.model.spec, chips),
+                          *format_roles(self.canonical, specs, chips)])  # fmt: skip
 
     def compare(self, other: Plan, cluster: Cluster) -> Comparison:
         """Predicted step time and memory of this plan beside another one's."""
@@ -240,7 +276,7 @@ class Prediction:
 
 def predict(
     plan: Plan, cluster: Cluster, *, memory_margin: float = CostOptions.margin, routing_stats: str | None = None,
-    reference: int = 0, grad_reduce_in_bf16: bool = False,
+    reference: int = 0, grad_reduce_in_bf16: bool = False, role_forwards: int = 1,
 ) -> Prediction:  # fmt: skip
     """Simulate one step.
 
@@ -249,6 +285,7 @@ def predict(
         routing_stats: file that a run wrote, of how often experts were chosen; None: all alike.
         reference: how many forwards come before each step: once the base without adapters, as the reference of
             preference pairs (``Preference.forwards``).
+        role_forwards: how many forwards a second model on its own ranks runs over each batch (the reference of KTO: 2).
         grad_reduce_in_bf16: gradients travel between ranks in bf16, as the run's flag of this name says.
 
     Raises:
@@ -263,7 +300,11 @@ def predict(
     )  # fmt: skip
     costs = CostModel(spec, described, plan.seq_length, plan.dtype, options)
     compiled = compiled_plan(plan)
-    simulated = step.predict(plan.canonical, spec, described, plan.dtype, costs, prepared=PreparedPlan(compiled))
+    prepared, role = PreparedPlan(compiled), plan.role(cluster, role_forwards)
+    if role is None:
+        simulated = step.predict(plan.canonical, spec, described, plan.dtype, costs, prepared=prepared)
+    else:
+        simulated = predict_beside(plan.canonical, spec, described, plan.dtype, options, role, prepared)
     return Prediction(plan, cluster, simulated, question(costs, plan.global_batch_size), compiled)
 
 
@@ -274,9 +315,10 @@ def memory(plan: Plan, cluster: Cluster | None = None) -> Mapping[int, Memory]:
     """
     spec, buckets = plan.model.spec, compiled_plan(plan).buckets
     needs = estimate_memory(plan.canonical, spec, plan.dtype, moments_of(plan.optimizer), buckets, fp8=plan.fp8)
-    if cluster is None:
-        return needs
-    return with_communicators(needs, plan.canonical, spec, buckets, cluster.described)
+    described, role = None if cluster is None else cluster.described, plan.role(cluster)
+    if described is not None:
+        needs = with_communicators(needs, plan.canonical, spec, buckets, described)
+    return needs if role is None else with_role(needs, plan.canonical, role, plan.dtype, LOGITS_BYTES, described)
 
 
 def compiled_plan(plan: Plan) -> CompiledPlan:

@@ -141,7 +141,7 @@ def configure_arguments(
     failure = collect(lambda launcher: build_failure(args, launcher.supervised), launcher)
     elastic = collect(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
     preference = collect(_preference, args, spec, balancing)
-    teacher_fields = collect(_beside, args, spec, plan, cluster, data)
+    teacher_fields = collect(_beside, args, spec, plan, cluster, data, preference)
     collect(_outer_fits, plan, elastic, preference)
     collect(_predictions_fit, args, spec, preference, fp8)
     alignment, compiled = collect(training.build_alignment, args), collect(_compile, args, plan)
@@ -283,16 +283,23 @@ def _preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Prefe
 
 
 def _beside(
-    args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None, data: DataConfig | None
-) -> dict[str, Any]:
-    """Of a run with a teacher, or that scores data, those fields of its configuration."""
+    args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None, data: DataConfig | None,
+    preference: Preference | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Of a run with a teacher, with a reference on ranks of its own, or that scores data, those fields of its
+    configuration."""
+    found: dict[str, Any] = {}
+    if preference is not None and plan.roles:
+        from hetero_megatron.cli.flags.preference import build_reference
+
+        found["role"] = build_reference(args, spec, plan, preference, data)
     if not args.has("teacher_hf", "teacher_scores", "save_scores"):
-        return {}
+        return found
     from hetero_megatron.cli.flags.distillation import build_scores, build_teacher
 
-    distillation, teacher = build_teacher(args, spec, plan, cluster, data)
-    return {
-        "distillation": distillation, "teacher": teacher, "teacher_hf": args["teacher_hf"],
+    distillation, role = build_teacher(args, spec, plan, cluster, data)
+    return found | {
+        "distillation": distillation, **({"role": role} if role is not None else {}), "teacher_hf": args["teacher_hf"],
         "teacher_scores": args["teacher_scores"], "scores": build_scores(args, spec),
     }  # fmt: skip
 

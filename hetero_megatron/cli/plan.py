@@ -17,7 +17,7 @@ from hetero_megatron.api.search import Found
 from hetero_megatron.api.search import plan as search
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, seconds
 from hetero_megatron.cli.cluster_beside_plan import ClusterBesidePlan
-from hetero_megatron.cli.flags.planned_model import add_fp8, add_lora, fp8_of, with_lora
+from hetero_megatron.cli.flags.planned_model import add_beside, add_fp8, add_lora, fp8_of, with_lora
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.template.search_space import SearchSpace
@@ -59,6 +59,15 @@ def main(argv: Sequence[str]) -> int:
         from hetero_megatron.cli.plan_shop import main as shop
 
         return shop(args, model, cluster)
+    if args.teacher_hf or args.reference_hf:
+        from hetero_megatron.cli.plan_role import main as with_role
+
+        return with_role(args, model, cluster)
+    for key in ("score_top_k", "epochs", "preference"):
+        if getattr(args, key) != _parser().get_default(key):
+            accepted = "--teacher-hf DIR, or --reference-hf DIR"
+            raise UserError("has no effect without a second model", field="--" + key.replace("_", "-"),
+                            value=getattr(args, key), accepted=accepted)  # fmt: skip
     with WorkLine("search", args.time_limit or 0.0, show=format_seconds) as line:
         say = None if args.json or args.quiet else partial(_say, line=line)
         elapsed = None if args.quiet else lambda seconds: line.add(seconds - line.done)
@@ -136,7 +145,7 @@ def _parser() -> ArgumentParser:
     add("--seq-length", required=True, type=count(), metavar="S", help="tokens per sequence")
     add("--global-batch-size", required=True, type=count(), metavar="B", help="sequences per optimizer step")
     add("--context-only", action="store_true",
-        help="only divide the tokens and heads of one stage on all chips: plan --context-only --help")  # fmt: skip
+        help="only one stage on all chips: --context-only --help")  # fmt: skip
     add("--out", metavar="FILE", help="write the plan file (and FILE.cluster.yaml where it is for another cluster)")
     add("--html", metavar="FILE", help="write the report and the predicted timeline as a page")
     add("--json", action="store_true", help="print one JSON object instead")
@@ -146,6 +155,9 @@ def _parser() -> ArgumentParser:
     add_fp8(parser)
     add("--grad-reduce-in-bf16", action="store_true", help="gradients travel in bf16, as the run's flag says")
     add_lora(parser)
+    add_beside(parser)
+    add("--epochs", type=Number(float, 1e-3, 1e6), default=1.0, metavar="N",
+        help="passes over the data, for scores in a file (%(default)g)")  # fmt: skip
     add("--micro-batch-size", type=count(), metavar="N", help="only this one (default: all that make sense)")
     add("--recompute", choices=("none", "selective", "elementwise", "full"),
         help="the same everywhere (default: chosen per stage)")  # fmt: skip
@@ -164,7 +176,7 @@ def _parser() -> ArgumentParser:
     add("--memory-margin", type=SHARE, default=CostOptions.margin, metavar="X",
         help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
     add("--time-limit", type=seconds(1e9), metavar="SECONDS",
-        help="end the search after this with the best plan so far (as Ctrl-C does)")  # fmt: skip
+        help="end the search after this, with the best plan so far")  # fmt: skip
     add("--seed", type=count(0, 2**31 - 1), default=0, metavar="N", help="of graph partitioning")
     add("--objective", default="tokens", choices=("tokens", "cost", "deadline"),
         help="tokens per second, tokens per currency unit, or the cheapest plan that meets a deadline")  # fmt: skip
@@ -173,7 +185,7 @@ def _parser() -> ArgumentParser:
         help="tokens to train in all, for --objective deadline")  # fmt: skip
     add("--without", action="append", metavar="NODE", help="what if these nodes were gone (NODE or NODE,NODE)")
     add("--fallbacks", metavar="DIR",
-        help="also write a plan for the loss of any one node, as run --fallback-plan takes them")  # fmt: skip
+        help="also a plan for the loss of any one node")  # fmt: skip
     add("--add", action="append", metavar="NxNODE", help="what if there were more: 2xH100-node")
     add("--compare", action="store_true",
         help="also search each chip type alone and predict all good uniform plans: longer than the search")  # fmt: skip

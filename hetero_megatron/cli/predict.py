@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.plans import Plan, model_name, predict
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, count
-from hetero_megatron.cli.flags.planned_model import add_fp8, add_lora, fp8_of, with_lora
+from hetero_megatron.cli.flags.planned_model import (
+    add_beside,
+    add_fp8,
+    add_lora,
+    fp8_of,
+    models_beside,
+    preference_of,
+    with_lora,
+)
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.cli.predict_from import SIZES, read_plan
 from hetero_megatron.errors import UserError
@@ -17,7 +26,6 @@ from hetero_megatron.plans.made_for import OPTIMIZERS, read_made_for
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
-from hetero_megatron.spec.preference import LOSSES, Preference
 from hetero_megatron.utils.text import dtype_name, notice_line
 from hetero_megatron.utils.yaml_document import read_document
 
@@ -56,8 +64,7 @@ def main(argv: Sequence[str]) -> int:
         help="columns of the printed timeline (100)")  # fmt: skip
     parser.add_argument("--routing-stats", metavar="FILE",
                         help="how often experts were chosen, as a run wrote it (default: all alike)")  # fmt: skip
-    parser.add_argument("--preference", choices=tuple(LOSSES), metavar="LOSS",
-                        help="of a run on preference pairs: with adapters a step runs the reference, too")  # fmt: skip
+    add_beside(parser)
     parser.add_argument("--grad-reduce-in-bf16", action="store_true",
                         help="gradients travel in bf16, as the run's flag says")  # fmt: skip
     args = parser.parse_args(list(argv))
@@ -65,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     check_writable(args.trace, "--trace")
     cluster, made_for = Cluster.read(args.cluster), None
     if args.source:
-        plan = read_plan(args, cluster)
+        plan = replace(read_plan(args, cluster), beside=models_beside(args))
     else:
         for name in (*SIZES, "nodes"):
             if getattr(args, name) is not None:
@@ -75,16 +82,20 @@ def main(argv: Sequence[str]) -> int:
         made_for = read_made_for(section) if section is not None else None
         name = model_name(made_for, args.model)
         model = Model.of(with_lora(args, load_model(name), made_for), name)
-        plan = Plan.read(document, cluster, model, dtype=args.dtype, optimizer=args.optimizer, fp8=fp8_of(args))
+        plan = Plan.read(
+            document, cluster, model, dtype=args.dtype, optimizer=args.optimizer, fp8=fp8_of(args),
+            beside=models_beside(args), top_k=args.score_top_k,
+        )  # fmt: skip
     for notice in plan.notices:
         print(notice_line(notice), file=sys.stderr)
+    preference = preference_of(args, plan.model.spec.lora is not None)
     memory_error = made_for.less_memory(cluster.described, plan.ranks, args.plan) if made_for is not None else None
     if memory_error is not None:  # no refusal: what it means for this cluster is what is asked here
         print(notice_line(memory_error.problem), file=sys.stderr)
     prediction = predict(
         plan, cluster, memory_margin=args.memory_margin, routing_stats=args.routing_stats,
-        reference=_forwards(args.preference, plan.model.spec.lora is not None),
-        grad_reduce_in_bf16=args.grad_reduce_in_bf16,
+        reference=0 if preference is None else preference.forwards, grad_reduce_in_bf16=args.grad_reduce_in_bf16,
+        role_forwards=2 if preference is not None and preference.estimates_kl else 1,
     )  # fmt: skip
     if args.html:
         write_text(args.html, "--html", prediction.page())
@@ -100,10 +111,3 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: the plan does not fit: {prediction.over[0]}", file=sys.stderr)
         return 1
     return 0
-
-
-def _forwards(loss: str | None, adapters: bool) -> int:
-    """That come before each step of a run with this ``--preference``."""
-    if loss is None:
-        return 0
-    return Preference(loss, smoothing=1e-3 if loss == "exo_pair" else 0.0, in_step=adapters).forwards

@@ -137,10 +137,10 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     with _without_collector():
         chips = None if cluster is None else [r.chip for r in cluster.ranks]
         print(format_plan(config.plan, config.spec, chips))
-        if config.teacher is not None:
+        if config.role is not None:
             from hetero_megatron.plans.dump import format_roles
 
-            print("\n".join(format_roles(config.plan, {"teacher": config.teacher.spec}, chips)))
+            print("\n".join(format_roles(config.plan, {config.role.name: config.role.spec}, chips)))
         if config.plan.islands:
             print(format_islands(config.compiled))
         if config.plan.outer is not None:
@@ -187,23 +187,13 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
         config.plan, config.spec, config.dtype, moments, buckets, config.logits_bytes, fp8=config.fp8,
         graphs=config.graphs_after is not None,
     )  # fmt: skip
-    teacher, cluster = config.teacher, config.cluster
-    if teacher is not None and not teacher.top_k:
-        from hetero_megatron.plans.memory.forward_only import with_teacher
-
-        memory = with_teacher(memory, config.compiled_teacher, config.dtype)
-    if cluster is not None:
-        memory = with_communicators(memory, config.plan, config.spec, buckets, cluster)
-    if teacher is None or not teacher.top_k:
+    if config.cluster is not None:
+        memory = with_communicators(memory, config.plan, config.spec, buckets, config.cluster)
+    if config.forward_role is None:
         return memory
-    from hetero_megatron.plans.memory.forward_only import with_teacher_on_own_ranks
+    from hetero_megatron.plans.memory.forward_only import with_role
 
-    compiled = config.compiled_teacher
-    memory = with_teacher_on_own_ranks(memory, config.plan, compiled, teacher.top_k, config.dtype, config.logits_bytes)
-    if cluster is None:
-        return memory
-    apart = {rank: memory[rank] for rank in compiled.plan.ranks}
-    return {**memory, **with_communicators(apart, compiled.plan, compiled.spec, (), cluster)}
+    return with_role(memory, config.plan, config.forward_role, config.dtype, config.logits_bytes, config.cluster)
 
 
 def over_memory(config: RunConfig, notify: bool) -> None:

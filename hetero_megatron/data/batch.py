@@ -33,12 +33,14 @@ class Pairs:
         numbers: of each pair in the data.
         lengths: tokens that count of each answer, [2 x pairs], in all of the sequence.
         desired: of single answers, which are numbered as pairs are and have one side each: their labels; empty: pairs.
+        by_sample: how many pairs or single answers each sample has, in the order of ``numbers``.
     """
 
     sides: torch.Tensor
     numbers: tuple[int, ...]
     lengths: tuple[int, ...]
     desired: tuple[bool, ...] = ()
+    by_sample: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,8 @@ def _pairs(samples: Sequence[Sample], length: int) -> Pairs:
             row[answer_slice] = len(lengths)
             lengths.append(int(sample.loss_mask[answer_slice].sum()))
         numbers += sample.pairs
-    return Pairs(torch.from_numpy(sides), tuple(numbers), tuple(lengths), tuple(desired))
+    counts = tuple(len(sample.pairs or ()) for sample in samples)
+    return Pairs(torch.from_numpy(sides), tuple(numbers), tuple(lengths), tuple(desired), counts)
 
 
 def _positions(documents: np.ndarray, length: int) -> np.ndarray:

@@ -13,7 +13,7 @@ COLORS = ("#4c8bf5", "#d9654f", "#34a06f", "#b05fd0", "#e0a020", "#2aa7a7", "#8a
 PART_COLORS = {
     "weights": "#4c8bf5", "gradients": "#e0a020", "optimizer": "#b05fd0", "activations": "#34a06f",
     "buffers": "#2aa7a7", "overhead": "#8c8c8c", "communicators": "#5d6d7e", "graphs": "#d9654f",
-    "teacher": "#8a6d3b",
+    "second_model": "#8a6d3b",
 }  # fmt: skip
 MOST_POINTS, MOST_PIPELINES, MOST_NODES, MOST_ROWS = 1200, 24, 48, 64
 GIB = 2**30

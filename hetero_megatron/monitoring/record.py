@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +21,7 @@ from hetero_megatron.utils.files import open_append
 
 if TYPE_CHECKING:
     from hetero_megatron.predictor.cost.cost_options import CostOptions
-    from hetero_megatron.predictor.simulate.step import Prediction, StepSimulator
+    from hetero_megatron.predictor.simulate.step import Prediction
 
 FILE = "events.jsonl"
 # All that there are: ``run_files`` says what each holds.
@@ -41,7 +41,7 @@ def add_event(directory: str | Path, kind: EventKind, text: str, **more: Any) ->
 def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
     """(what the rates of the cluster file say about a step, or None; why it is None or how far it can be believed).
 
-    The sentence is empty where everything was calibrated and no teacher has ranks of its own.
+    The sentence is empty where everything was calibrated and no role has ranks of its own.
     """
     assert config.cluster is not None
     from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
@@ -49,32 +49,21 @@ def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
 
     sentences = []
     try:
-        options, prepared = _options(config), PreparedPlan(config.compiled)
+        options, prepared, role = _options(config), PreparedPlan(config.compiled), config.forward_role
         made_for = config.plan, config.spec, config.cluster, config.dtype
-        teacher = 0.0 if config.teacher is None else _teacher(config).reference_seconds
-        own_ranks = config.teacher is not None and config.teacher.top_k > 0
-        prediction = predict(*made_for, options=replace(options, teacher_seconds=0.0 if own_ranks else teacher),
-                             prepared=prepared)  # fmt: skip
-        if own_ranks:
-            waits = teacher - prediction.step_seconds
-            sentences.append(_beside(teacher, prediction.step_seconds))
-            if waits > 0:
-                prediction = predict(*made_for, options=replace(options, teacher_seconds=waits), prepared=prepared)
+        if role is None:
+            prediction = predict(*made_for, options=options, prepared=prepared)
+        else:
+            from hetero_megatron.predictor.simulate.beside import predict_beside
+
+            prediction = predict_beside(*made_for, options, role, prepared)
+            sentences += [f"predicted: {prediction.role}"] if role.apart else []
     except UserError as error:
         return None, f"no prediction of the step time: {error}"
     if prediction.assumed:
         source = f"the prediction takes {prediction.describe_assumed()} from data sheets: hetero-megatron calibrate"
         sentences.append(source)
     return prediction, "; ".join(sentences)
-
-
-def _beside(teacher: float, student: float) -> str:
-    """Who waits, of a teacher on its own ranks and its student, which work at the same time."""
-    ahead, waits = ("teacher", "student") if teacher > student else ("student", "teacher")
-    return (
-        f"predicted: the teacher takes {teacher:.3g} s for a batch and the student {student:.3g} s for a step, at the "
-        f"same time, so the {waits} waits for the {ahead} {abs(teacher - student):.3g} s of each step"
-    )
 
 
 def expected_busy(config: RunConfig) -> dict[int, float]:
@@ -87,23 +76,12 @@ def expected_busy(config: RunConfig) -> dict[int, float]:
     assert config.cluster is not None
     costs = CostModel(config.spec, config.cluster, config.plan.seq_length, config.dtype, _options(config))
     own = StepSimulator(config.plan, costs, PreparedPlan(config.compiled)).computing
-    if config.teacher is None or config.teacher.top_k:
+    if config.forward_role is None or config.forward_role.apart:
         return own
-    before = _teacher(config).computing_forward
+    from hetero_megatron.predictor.simulate.beside import role_costs
+
+    before = role_costs(config.forward_role, config.cluster, config.dtype, _options(config)).busy
     return {rank: seconds + before[rank] for rank, seconds in own.items()}
-
-
-def _teacher(config: RunConfig) -> StepSimulator:
-    """Of the teacher: on the student's ranks its forward comes once before each step."""
-    from hetero_megatron.predictor.cost.cost_options import CostOptions
-    from hetero_megatron.predictor.cost.layer_cost import CostModel
-    from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
-    from hetero_megatron.predictor.simulate.step import StepSimulator
-
-    assert config.cluster is not None and config.teacher is not None
-    compiled, options = config.compiled_teacher, CostOptions(reference=1, logits_bytes=config.logits_bytes)
-    costs = CostModel(compiled.spec, config.cluster, config.plan.seq_length, config.dtype, options)
-    return StepSimulator(compiled.plan, costs, PreparedPlan(compiled))
 
 
 def _options(config: RunConfig) -> CostOptions:

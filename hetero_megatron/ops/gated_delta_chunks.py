@@ -200,8 +200,8 @@ def _state_gradients(c: _Chunks, grad: Tensor, last: Tensor) -> tuple[Tensor, Te
 
 
 def _gradients(c: _Chunks, first: Tensor, grad: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
-    """Of q, k, v, g, beta as chunks have them, and of the first state. Tensors are let go when nothing needs them:
-    ``spec/delta_bytes.py`` says how many there are at once."""
+    """Of q, k, v, g, beta as chunks have them, and of the first state. Tensors are let go as soon as nothing needs
+    them: ``spec/delta_bytes.py`` says how many there are at once."""
     scale, group_axis = c.k.x.shape[-1] ** -0.5, (3,)  # the axis of the value heads of a key head
     before, written = _states(c, first)[:2]
     grad = _split(grad, c.k.x.shape[2])

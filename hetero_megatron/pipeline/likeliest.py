@@ -35,6 +35,7 @@ class Likeliest:
         temperature: float,
     ) -> None:  # fmt: skip
         self._head, self._product, self._group = model.lm_head, kernels.choices["gemm"].kernel, group
+        self._head.in_loss = True
         self._start, self._chunk, self._k, self._temperature = here.share.vocab[0], chunk, k, temperature
         self.found: dict[tuple[int, ...], torch.Tensor] = {}
 

@@ -91,7 +91,7 @@ class CompiledPlan:
     @cached_property
     def forward_groups(self) -> tuple[tuple[int, ...], ...]:
         """Those that a model needs which only runs forward."""
-        return tuple(plan_groups(self.plan, (), self.spec))
+        return tuple(plan_groups(self.plan, (), self.spec, self.pairs))
 
     def schedules(self, batch_size: int | None = None) -> tuple[Schedule, ...]:
         """Per pipeline, all that its stages do in a step of ``batch_size`` sequences (None: the plan's).

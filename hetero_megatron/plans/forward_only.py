@@ -1,18 +1,66 @@
-"""The plan of a second model that only runs forward, beside another one: the same ranks, cut alike. No torch."""
+"""A second model that only runs forward beside the one that is trained: on ranks of its own, or on the same ones, cut
+alike. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.canonical import Interval, Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plans.canonical import Optimizer as OptimizerPlace
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.roles import role_plan
 from hetero_megatron.plans.validate import validate
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
     from hetero_megatron.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class ForwardRole:
+    """A model that only runs forward.
+
+    Attributes:
+        name: of its role; compiled: its plan.
+        words: of 4 bytes that travel of each position, from its ranks to those of the loss; 0: it is on the same ranks,
+            and its forward comes before each step.
+        forwards: over each batch.
+    """
+
+    name: str
+    compiled: CompiledPlan
+    words: int = 0
+    forwards: int = 1
+
+    @property
+    def apart(self) -> bool:
+        """It has ranks of its own."""
+        return self.words > 0
+
+
+def role_of(
+    plan: Plan, spec: ModelSpec, name: str, model: ModelSpec, top_k: int, cluster: Cluster | None = None,
+    forwards: int = 1,
+) -> ForwardRole:  # fmt: skip
+    """``model`` in a role beside ``spec``, which ``plan`` trains: on the ranks that it has for the role, else as
+    :func:`plan_beside` has it.
+
+    Args:
+        top_k: likeliest tokens of a position that a teacher on its own ranks sends.
+    """
+    own = role_plan(plan, name)
+    made = plan_beside(plan, spec, model, cluster) if own is None else own
+    compiled = CompiledPlan(made, model, pairs=name == "reference")
+    return ForwardRole(name, compiled, 0 if own is None else words_of(name, top_k), forwards)
+
+
+def words_of(role: str, top_k: int) -> int:
+    """Of 4 bytes, that a role on its own ranks sends of each position: of a teacher the ids of its likeliest tokens,
+    their log-probabilities, and that of all others; of a reference the number of a pair or example, and two
+    log-probabilities (``pipeline/role_scores.py``)."""
+    return 2 * top_k + 1 if role == "teacher" else 6
 
 
 def plan_beside(plan: Plan, spec: ModelSpec, other: ModelSpec, cluster: Cluster | None = None) -> Plan:

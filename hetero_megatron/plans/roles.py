@@ -6,7 +6,7 @@ from __future__ import annotations
 from hetero_megatron.plans.canonical import Plan
 from hetero_megatron.plans.fields import Source, stages
 
-ROLES = ("teacher",)
+ROLES = ("reference", "teacher")
 
 
 def role_plan(plan: Plan, role: str) -> Plan | None:

@@ -48,8 +48,8 @@ def run_facts(config: RunConfig) -> Mapping[str, object]:
         facts[name] = value is not None if name.split(".")[-1] in PLACES else value
     for name in ("load_hf", "save_hf", "reference_logps", "reference_hf", "teacher_scores", "teacher_hf"):
         facts[name] = getattr(config, name) is not None
-    teacher = config.teacher
-    facts["teacher"] = None if teacher is None else [replace(teacher.spec, name="", notices=()), teacher.top_k]
+    role = config.role
+    facts["role"] = None if role is None else [role.name, replace(role.spec, name="", notices=()), role.top_k]
     adapter = config.adapter
     facts["adapter"] = [adapter.load is not None, adapter.save is not None, adapter.merge]
     return facts

@@ -23,6 +23,7 @@ from hetero_megatron.spec.preference import Preference
 from hetero_megatron.training.lr_schedule import BatchSize, LearningRate, LossScale, WeightDecay
 
 if TYPE_CHECKING:
+    from hetero_megatron.plans.forward_only import ForwardRole
     from hetero_megatron.spec.distillation import Distillation
     from hetero_megatron.spec.muon import MuonRates
 
@@ -215,13 +216,19 @@ class DistributedConfig:
 
 
 @dataclass(frozen=True)
-class TeacherConfig:
-    """A model that runs forward beside the one that is trained: its directory, what it is, and of a position how many
-    of its likeliest tokens travel; 0: it is on the student's ranks, and none do."""
+class RoleConfig:
+    """A model that only runs forward beside the one that is trained: the name of its role (``plans.roles.ROLES``), its
+    directory, what it is, and of a teacher on ranks of its own how many likeliest tokens of a position travel."""
 
+    name: str
     hf: str
     spec: ModelSpec
     top_k: int = 0
+
+    @property
+    def flag(self) -> str:
+        """That names the directory."""
+        return f"--{self.name}-hf"
 
 
 @dataclass(frozen=True)
@@ -291,8 +298,9 @@ class RunConfig:
         reference_hf: directory whose safetensors are the reference's weights; None: those that the run begins with.
         reference_logps: file of the reference's log-probabilities, written unless it is there; None: they are in memory
             only, where the reference is not computed in each step.
-        distillation: the loss beside a teacher, which runs on the same ranks (``teacher``) or whose scores are in a
-            file (``teacher_scores``, of the model in ``teacher_hf``, None: of any); None: there is no teacher.
+        distillation: the loss beside a teacher, which runs (``role``) or whose scores are in a file
+            (``teacher_scores``, of the model in ``teacher_hf``, None: of any); None: there is no teacher.
+        role: a second model that only runs forward, on ranks of its own or on the same ones.
         scores: what a run writes that trains nothing.
     """
 
@@ -337,7 +345,7 @@ class RunConfig:
     reference_logps: str | None = None
     reference_hf: str | None = None
     distillation: Distillation | None = None
-    teacher: TeacherConfig | None = None
+    role: RoleConfig | None = None
     teacher_scores: str | None = None
     teacher_hf: str | None = None
     scores: ScoreConfig | None = None
@@ -350,24 +358,29 @@ class RunConfig:
         )
 
     @cached_property
-    def compiled_teacher(self) -> CompiledPlan:
-        """The same for the teacher, on its own ranks or on the same ones."""
-        from hetero_megatron.plans.forward_only import plan_beside
-        from hetero_megatron.plans.roles import role_plan
+    def forward_role(self) -> ForwardRole | None:
+        """``role`` with its plan, on its own ranks or on the same ones."""
+        if self.role is None:
+            return None
+        from hetero_megatron.plans.forward_only import role_of
 
-        assert self.teacher is not None
-        plan = role_plan(self.plan, "teacher")
-        if plan is None:
-            plan = plan_beside(self.plan, self.spec, self.teacher.spec, self.cluster)
-        return CompiledPlan(plan, self.teacher.spec)
+        forwards = 2 if self.preference is not None and self.preference.estimates_kl else 1
+        role = self.role.name, self.role.spec, self.role.top_k
+        return role_of(self.plan, self.spec, *role, self.cluster, forwards)
+
+    @property
+    def compiled_role(self) -> CompiledPlan:
+        """Its plan, where there is one."""
+        assert self.forward_role is not None
+        return self.forward_role.compiled
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """All groups of the run, for ``Comm.create_groups``."""
         own_groups = self.compiled.groups
-        if self.teacher is None:
+        if self.role is None:
             return own_groups
-        return (*own_groups, *sorted(set(self.compiled_teacher.forward_groups) - set(own_groups)))
+        return (*own_groups, *sorted(set(self.compiled_role.forward_groups) - set(own_groups)))
 
     @property
     def steps(self) -> int:

@@ -38,7 +38,6 @@ class ForwardModel:
         built.module.requires_grad_(False)
         self._take: LossFunction = NoLoss()
         if self.here.stage.head:
-            built.module.lm_head.in_loss = True
             self._take = ending(self.here, built)
         gradients = kernels.weight_gradients
         self._executor = build_executor(compiled, self.here, comm, built.module, self._take, dtype, gradients)
@@ -102,6 +101,7 @@ class Teacher:
 
     def _keep(self, here: RankStage, built: StageModel) -> LossFunction:
         assert self._loss is not None, "student and teacher have their heads on the same ranks"
+        built.module.lm_head.in_loss = True
         self._loss.teacher = TeacherHead(built.module.lm_head)
         return _Keep(self._loss.teacher)
 

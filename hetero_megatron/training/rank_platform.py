@@ -224,10 +224,10 @@ def _choices(
     cluster, plan = config.cluster, config.plan
     chips = [cluster.chip_of(r).name for r in range(cluster.world_size)] if cluster is not None else None
     yield format_plan(plan, config.spec, chips)
-    if config.teacher is not None:
+    if config.role is not None:
         from hetero_megatron.plans.dump import format_roles
 
-        yield from format_roles(plan, {"teacher": config.teacher.spec}, chips)
+        yield from format_roles(plan, {config.role.name: config.role.spec}, chips)
     if plan.islands:
         yield format_islands(config.compiled)
     if plan.outer is not None:

@@ -81,19 +81,28 @@ def use_reference(config: RunConfig, runtime: Runtime, data: NodeData, logps: Kn
         of how many training samples that is known; None: of all.
     """
     assert config.preference is not None
-    covered = None
-    if config.preference.stored:
+    covered, apart = None, config.role is not None
+    if config.preference.stored and not apart:
         covered = covered_samples(config, data)
         logps = reference_logps(config, runtime, data) if logps is None else logps
     if config.preference.unpaired:
         from hetero_megatron.training.labelled import LabelledSteps
 
-        steps = LabelledSteps(runtime)
-        steps.use(logps or {})
-        runtime.hooks.before_forward = steps.before_forward
-    elif runtime.pairs is not None:
-        runtime.pairs.reference.known = dict(logps or {})
+        runtime.hooks.before_forward = LabelledSteps(runtime).before_forward
+    if not apart:
+        know_reference(runtime, logps or {})
     return covered
+
+
+def know_reference(runtime: Runtime, logps: Mapping[int, tuple[float, float]]) -> None:
+    """Have the loss of preferences know what the reference says of some pairs or examples, and nothing else."""
+    assert runtime.options.preference is not None
+    if runtime.options.preference.unpaired:
+        from hetero_megatron.training.labelled import LabelledSteps
+
+        LabelledSteps(runtime).use(logps)
+    elif runtime.pairs is not None:
+        runtime.pairs.reference.known = dict(logps)
 
 
 def _needed(config: RunConfig, data: NodeData) -> Iterable[tuple[Dataset, int]]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from hetero_megatron.pipeline.step_work import Fetch
     from hetero_megatron.spec.distillation import Distillation
 
+    BeforeForward = Callable[[Fetch, int, int], StepResult | None]
+
 
 @dataclass(frozen=True)
 class RuntimeOptions:
@@ -98,6 +100,6 @@ class StepHooks:
     """
 
     before_update: Callable[[], None] = lambda: None
-    before_forward: Callable[[Fetch, int, int], StepResult | None] = lambda fetch, first_sample, batch_size: None
+    before_forward: BeforeForward = lambda fetch, first_sample, batch_size: None
     before_commit: Callable[[], None] = lambda: None
     unwatched: Callable[[], AbstractContextManager[object]] = nullcontext

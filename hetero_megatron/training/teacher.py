@@ -34,10 +34,10 @@ def add_teacher(
     Raises:
         UserError: it has another vocabulary than ``tokenizer``, or other tensors than its configuration says.
     """
-    if config.teacher is None:
+    if config.role is None:
         runtime.hooks.before_forward = partial(_check_scores, runtime)
         return
-    teacher_config, compiled, world = config.teacher, config.compiled_teacher, runtime.world
+    teacher_config, compiled, world = config.role, config.compiled_role, runtime.world
     together(world, lambda: check_tokenizer(teacher_config.hf, tokenizer, "--teacher-hf") if world.index == 0 else None)
     teacher_run = replace(config, load_hf=teacher_config.hf, spec=teacher_config.spec, adapter=AdapterConfig())
     weights, dtype = InitialWeights(teacher_run, world), DTYPES[config.dtype]

@@ -59,7 +59,7 @@ from hetero_megatron.utils.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
     from hetero_megatron.training.profile import Profiler
-    from hetero_megatron.training.teacher_client import TeacherClient
+    from hetero_megatron.training.role_client import RoleClient
 
 
 def optimizer_factory(
@@ -106,14 +106,14 @@ class Resume(Protocol):
 
 def set_up(
     config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation,
-    resume: Resume | None = None, client: TeacherClient | None = None,
+    resume: Resume | None = None, client: RoleClient | None = None,
 ) -> Training:  # fmt: skip
     """The run of this rank, up to its first step: model built, checkpoint loaded. Called on all ranks of the plan.
 
     Args:
         comm: in which the groups of ``config.compiled`` are created.
         resume: None: the weights are those of the seed, of --load-hf or of a checkpoint.
-        client: of a teacher on ranks of its own.
+        client: of a role on ranks of its own.
 
     Raises:
         UserError: something in the configuration cannot be honoured; all ranks raise it.
@@ -142,7 +142,7 @@ def set_up(
     alignment = Alignment(config.alignment) if config.alignment.asked else None
     initialize = weights.values if resume is None else weights.blank
     reference = None
-    if config.reference_hf is not None:
+    if config.reference_hf is not None and client is None:
         from hetero_megatron.training.reference import logps_of_another_model
 
         build = partial(build_runtime, comm=comm, platform=platform, plugins=plugins)
@@ -289,26 +289,26 @@ def train(
 
             return score(config, comm, platform, plugins, build_runtime)
 
-        def run(client: TeacherClient | None = None) -> int:
+        def run(client: RoleClient | None = None) -> int:
             training = set_up(config, comm, platform, plugins, emulation, client=client)
             training.on_step = on_step
             return run_training(training)
 
         if not config.plan.roles:
             return run()
-        from hetero_megatron.training.teacher_client import beside_teacher
+        from hetero_megatron.training.role_client import beside_role
 
-        return beside_teacher(config, comm, run)
+        return beside_role(config, comm, run)
 
 
 def _other_role(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation) -> int:
     """The run of a rank that trains nothing; returns its exit code."""
     if comm.rank not in all_ranks(config.plan):
         return 0
-    from hetero_megatron.training.teacher_ranks import run_teacher
+    from hetero_megatron.training.role_ranks import run_role
 
     exit = _exit_conditions(config, comm, config.checkpoint.save is not None)
-    return run_teacher(config, comm, platform, plugins, emulation, exit)
+    return run_role(config, comm, platform, plugins, emulation, exit)
 
 
 def _memory_history(path: str | None, platform: Platform, rank: int) -> AbstractContextManager[None]:
@@ -349,7 +349,7 @@ def agree(
     comm.create_groups(config.groups)
     comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
     if config.plan.roles:
-        from hetero_megatron.training.teacher_client import meeting_group
+        from hetero_megatron.training.role_client import meeting_group
 
         meeting_group(config, comm)
     return config

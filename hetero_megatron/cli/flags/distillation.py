@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
+from hetero_megatron.cli.flags.roles import build_role, own_ranks_fit
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.data import DataConfig
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.roles import role_plan
-from hetero_megatron.spec import ModelSpec, load_model
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.distillation import Distillation
 from hetero_megatron.spec.preference import WITHOUT_REFERENCE
-from hetero_megatron.training.config import ScoreConfig, TeacherConfig
+from hetero_megatron.training.config import RoleConfig, ScoreConfig
 
 _FLAGS = {
     "loss": "distill_loss", "weight": "distill_weight", "temperature": "distill_temperature",
@@ -28,7 +29,7 @@ _BESIDE = (
 
 def build_teacher(
     args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None, data: DataConfig | None
-) -> tuple[Distillation | None, TeacherConfig | None]:
+) -> tuple[Distillation | None, RoleConfig | None]:
     """The loss beside a teacher, and the teacher on ranks of this run (None: its scores are in a file).
 
     Raises:
@@ -55,7 +56,7 @@ def build_teacher(
         raise flag_error("score_top_k", args["score_top_k"], problem, "roles: {teacher: ..} in the plan")
     if args["teacher_hf"] is None:
         return distillation, None
-    teacher = _teacher(args, spec)
+    teacher = build_role(args, "teacher", spec)
     if args["teacher_scores"] is not None:
         return distillation, None
     if own_ranks:
@@ -63,14 +64,9 @@ def build_teacher(
     return distillation, _beside(args, teacher, spec, plan, cluster)
 
 
-def _on_own_ranks(args: Arguments, teacher: TeacherConfig, data: DataConfig | None) -> TeacherConfig:
+def _on_own_ranks(args: Arguments, teacher: RoleConfig, data: DataConfig | None) -> RoleConfig:
     """The teacher, on ranks that the plan has for it, which read the student's samples for themselves."""
-    if data is not None and data.reads_stream:
-        problem = "a teacher on its own ranks reads samples by their number, and a stream is read once, in order"
-        raise flag_error("teacher_hf", teacher.hf, problem, "stored data, or a plan without roles")
-    if (drift := args["replan_on_drift"]) is not None:
-        problem = "the planner finds no ranks for a teacher"
-        raise flag_error("replan_on_drift", drift, problem, "without it, or a plan without roles")
+    own_ranks_fit(args, teacher, data)
     return replace(teacher, top_k=_top_k(args, teacher.spec))
 
 
@@ -82,25 +78,9 @@ def _top_k(args: Arguments, spec: ModelSpec) -> int:
     return min(k, most)
 
 
-def teacher_spec(args: Arguments) -> ModelSpec:
-    """What the model in --teacher-hf is."""
-    from hetero_megatron.cli.hub import model_directory
-
-    args.values["teacher_hf"] = directory = model_directory(args["teacher_hf"], "--teacher-hf")
-    return load_model(directory, "--teacher-hf")
-
-
-def _teacher(args: Arguments, spec: ModelSpec) -> TeacherConfig:
-    teacher, directory = teacher_spec(args), args["teacher_hf"]
-    if teacher.vocab_size != spec.vocab_size:
-        problem = f"another vocabulary: {teacher.vocab_size} tokens, the student's has {spec.vocab_size}"
-        raise flag_error("teacher_hf", directory, problem, "a teacher with the student's tokenizer")
-    return TeacherConfig(directory, teacher)
-
-
 def _beside(
-    args: Arguments, teacher: TeacherConfig, spec: ModelSpec, plan: Plan, cluster: Cluster | None
-) -> TeacherConfig:
+    args: Arguments, teacher: RoleConfig, spec: ModelSpec, plan: Plan, cluster: Cluster | None
+) -> RoleConfig:
     """The teacher, which the plan's cuts fit."""
     from hetero_megatron.plans.forward_only import plan_beside
 

@@ -117,11 +117,11 @@ def _from_file(
 
 def _role_models(args: Arguments, document: Entry) -> dict[str, ModelSpec]:
     """The models that flags name for the roles of a plan file."""
-    if document.section("roles") is None or args["teacher_hf"] is None:
+    if document.section("roles") is None:
         return {}
-    from hetero_megatron.cli.flags.distillation import teacher_spec
+    from hetero_megatron.cli.flags.roles import role_models
 
-    return {"teacher": teacher_spec(args)}
+    return role_models(args)
 
 
 def take_defaults(args: Arguments) -> None:

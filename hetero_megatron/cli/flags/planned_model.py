@@ -1,17 +1,22 @@
-"""Flags about the model of commands that plan and predict: adapters, modules that predict further tokens, and fp8."""
+"""Flags about the model of commands that plan and predict: adapters, modules that predict further tokens, fp8, and a
+second model that only runs forward."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
+from hetero_megatron.api.inputs import Model
+from hetero_megatron.api.plans import TOP_K
 from hetero_megatron.cli.arguments import SHARE, count
 from hetero_megatron.cli.flags.adapter import FLAG_KEYS, PLACES
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.fp8 import FORMATS, RECIPES, Fp8
 from hetero_megatron.plans.made_for import MadeFor, as_flags
-from hetero_megatron.spec import Lora, ModelSpec, adapted
+from hetero_megatron.plans.roles import ROLES
+from hetero_megatron.spec import Lora, ModelSpec, adapted, load_model, preset_names
 from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD, all_linear
+from hetero_megatron.spec.preference import LOSSES, WITHOUT_REFERENCE, Preference
 
 
 def add_lora(parser: ArgumentParser) -> None:
@@ -24,7 +29,7 @@ def add_lora(parser: ArgumentParser) -> None:
     add("--lora-sites", nargs="+", metavar="SITE", help=f"all adapters, where they differ: {SITE_WORD}")
     add("--lora-dropout", type=SHARE, metavar="RATE", help="with which they drop elements of their inputs (0)")
     add("--use-dora", action="store_true", help="their rows are scaled to trained lengths (DoRA)")
-    help = "in which the frozen projections are stored (the run's dtype)"
+    help = "of the frozen projections (the run's dtype)"
     add("--lora-base-dtype", choices=BASE_DTYPES, help=help)
     add("--mtp-num-layers", type=count(0, 64), metavar="N", help="modules that predict further tokens (0)")
 
@@ -79,10 +84,50 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted) from None
 
 
+def add_beside(parser: ArgumentParser) -> None:
+    """Flags about a second model, as runs have them."""
+    add = parser.add_argument
+    add("--preference", choices=tuple(LOSSES), metavar="LOSS", help="of a run on preference pairs")
+    add("--teacher-hf", metavar="DIR", help="a teacher (or preset), on its own or the same ranks")
+    add("--reference-hf", metavar="DIR", help="a reference of pairs, on its own ranks")
+    help = "likeliest tokens that a teacher sends (%(default)s)"
+    add("--score-top-k", type=count(1, 2**20), default=TOP_K, metavar="N", help=help)
+
+
+def models_beside(args: Namespace) -> dict[str, Model]:
+    """By role, the models that the arguments name."""
+    given = {name: getattr(args, f"{name}_hf") for name in ROLES}
+    found = {}
+    for name, directory in given.items():
+        if directory is not None:
+            flag = "--model" if directory in preset_names() else f"--{name}-hf"  # what is only planned has no weights
+            found[name] = Model.of(load_model(directory, flag), directory)
+    if len(found) > 1:
+        problem = "not known beside a teacher: it is that of pairs, which have none"
+        raise UserError(problem, field="--reference-hf", value=args.reference_hf, accepted="one of the two")
+    return found
+
+
+def preference_of(args: Namespace, adapters: bool) -> Preference | None:
+    """The loss of pairs or labelled answers. UserError: there is none for the second model that is named, or one beside
+    a teacher."""
+    loss = args.preference
+    if loss is not None and args.teacher_hf is not None:
+        problem = "not known beside a teacher: it compares whole answers"
+        raise UserError(problem, field="--preference", value=loss, accepted="one of the two")
+    if args.reference_hf is not None and (loss is None or loss in WITHOUT_REFERENCE):
+        problem = "has no effect without --preference" if loss is None else f"the loss {loss} has no reference"
+        raise UserError(problem, field="--reference-hf", value=args.reference_hf, accepted="--preference dpo, or kto")
+    if loss is None:
+        return None
+    smoothing = 1e-3 if loss == "exo_pair" else 0.0
+    return Preference(loss, smoothing=smoothing, in_step=adapters and args.reference_hf is None)
+
+
 def add_fp8(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--fp8-format", choices=FORMATS, help="linear modules of layers compute in fp8 where chips have it")
-    add("--fp8-recipe", choices=RECIPES, help="scales in fp8: one per weight and sequence, or one per 128 elements")
+    add("--fp8-format", choices=FORMATS, help="linear modules compute in fp8 where chips have it")
+    add("--fp8-recipe", choices=RECIPES, help="scales: one per weight and sequence, or 128 elements")
 
 
 def fp8_of(args: Namespace) -> Fp8 | None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
+from hetero_megatron.cli.flags.roles import build_role, own_ranks_fit
+from hetero_megatron.data import DataConfig
 from hetero_megatron.errors import UserError
+from hetero_megatron.plans import Plan
+from hetero_megatron.plans.roles import role_plan
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.moe import Balancing
 from hetero_megatron.spec.preference import Preference
+from hetero_megatron.training.config import RoleConfig
 
 _FLAGS = {
     "loss": "preference", "beta": "dpo_beta", "smoothing": "dpo_label_smoothing", "sft_weight": "dpo_sft_weight",
@@ -39,6 +44,24 @@ def build_preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> 
         if args[key] is not None and not preference.refers:
             raise flag_error(key, args[key], f"the loss {preference.loss} has no reference", "leave the flag out")
     return preference
+
+
+def build_reference(
+    args: Arguments, spec: ModelSpec, plan: Plan, preference: Preference, data: DataConfig | None
+) -> RoleConfig | None:
+    """The reference on ranks that the plan has for it; None: it has none.
+
+    Raises:
+        UserError: names the flag.
+    """
+    if role_plan(plan, "reference") is None:
+        return None
+    if (path := args["reference_logps"]) is not None:
+        problem = "the plan has ranks for the reference, whose log-probabilities are in a file"
+        raise flag_error("reference_logps", path, problem, "one of the two")
+    role = build_role(args, "reference", spec)
+    own_ranks_fit(args, role, data)
+    return role
 
 
 def _check_reference(args: Arguments, spec: ModelSpec, found: Preference) -> None:

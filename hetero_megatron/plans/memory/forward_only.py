@@ -5,47 +5,70 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hetero_megatron.cluster import Cluster
 from hetero_megatron.plans.canonical import Plan, Recompute
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.plans.memory.of_plan import ITEM_BYTES, MemoryBytes, estimate_memory
+from hetero_megatron.plans.forward_only import ForwardRole
+from hetero_megatron.plans.memory.of_plan import ITEM_BYTES, MemoryBytes, estimate_memory, with_communicators
 
 
-def with_teacher(memory: Mapping[int, MemoryBytes], teacher: CompiledPlan, dtype: str) -> dict[int, MemoryBytes]:
-    """``memory`` of the student's ranks with the teacher's weights, whole; and on ranks with a head the inputs that it
-    gets, of all micro-batches of a step."""
-    plan, spec, item = teacher.plan, teacher.spec, ITEM_BYTES[dtype]
-    weights = {r: m.weights for r, m in estimate_memory(plan, spec, dtype, 0, teacher.buckets).items()}
-    head_inputs = {
-        rank: unit.micro_batch_tokens * spec.hidden_size * item * pipeline.num_micro_batches
-        for pipeline in plan.pipelines for stage in pipeline.stages if stage.head
-        for unit in stage.units for rank in unit.ranks
-    }  # fmt: skip
-    return {rank: replace(m, teacher=weights[rank] + head_inputs.get(rank, 0)) for rank, m in memory.items()}
+def with_role(
+    memory: Mapping[int, MemoryBytes], plan: Plan, role: ForwardRole, dtype: str, logits_bytes: int,
+    cluster: Cluster | None,
+) -> dict[int, MemoryBytes]:  # fmt: skip
+    """``memory`` of the ranks of ``plan`` with what the role needs there and on its own ranks; with a cluster also its
+    communicators there."""
+    if not role.apart:
+        return _on_the_same_ranks(memory, role.compiled, dtype)
+    found = _on_own_ranks(memory, plan, role, dtype, logits_bytes)
+    if cluster is None:
+        return found
+    compiled = role.compiled
+    apart = {rank: found[rank] for rank in compiled.plan.ranks}
+    return {**found, **with_communicators(apart, compiled.plan, compiled.spec, (), cluster)}
 
 
-def with_teacher_on_own_ranks(
-    memory: Mapping[int, MemoryBytes], student: Plan, teacher: CompiledPlan, top_k: int, dtype: str, logits_bytes: int
+def _on_the_same_ranks(
+    memory: Mapping[int, MemoryBytes], other: CompiledPlan, dtype: str
 ) -> dict[int, MemoryBytes]:
-    """``memory`` of the student's ranks with the teacher's scores of their samples, and that of the teacher's own
-    ranks: its weights, its scores, and at most what one layer's forward of one micro-batch works with beside the
-    inputs of the others."""
-    plan, spec = teacher.plan, teacher.spec
-    single = replace(
-        plan, global_batch_size=sum(pipeline.micro_batch_size for pipeline in plan.pipelines),
-        pipelines=tuple(replace(pipeline, num_micro_batches=1) for pipeline in plan.pipelines),
-    ).with_stages(lambda stage: replace(stage, recompute=Recompute("full") if stage.num_layers else Recompute()))
-    forward = estimate_memory(single, spec, dtype, 0, teacher.buckets, logits_bytes)
-    scores = {**_score_bytes(student, top_k), **_score_bytes(plan, top_k)}
-    own = {rank: replace(m, teacher=m.teacher + scores.get(rank, 0)) for rank, m in memory.items()}
-    apart = {rank: MemoryBytes(activations=m.activations, teacher=m.weights + scores.get(rank, 0))
+    """With the other model's weights, whole; and on ranks with a head the inputs that it gets, of all micro-batches of
+    a step."""
+    plan, spec, item = other.plan, other.spec, ITEM_BYTES[dtype]
+    weights = {r: m.weights for r, m in estimate_memory(plan, spec, dtype, 0, other.buckets).items()}
+    head_inputs = {rank: positions * spec.hidden_size * item for rank, positions in _head_positions(plan).items()}
+    return {rank: replace(m, second_model=weights[rank] + head_inputs.get(rank, 0)) for rank, m in memory.items()}
+
+
+def _on_own_ranks(
+    memory: Mapping[int, MemoryBytes], plan: Plan, role: ForwardRole, dtype: str, logits_bytes: int
+) -> dict[int, MemoryBytes]:
+    """With what the role says of a rank's samples; and its own ranks: its weights, what it says, and at most what one
+    layer's forward of one micro-batch works with beside the inputs of the others."""
+    forward = forward_memory(role.compiled, dtype, logits_bytes)
+    said = {**_head_positions(plan), **_head_positions(role.compiled.plan)}
+    own = {rank: replace(m, second_model=m.second_model + 4 * role.words * said.get(rank, 0))
+           for rank, m in memory.items()}  # fmt: skip
+    apart = {rank: replace(m, second_model=m.second_model + 4 * role.words * said.get(rank, 0))
              for rank, m in forward.items()}  # fmt: skip
     return dict(sorted((own | apart).items()))
 
 
-def _score_bytes(plan: Plan, top_k: int) -> dict[int, int]:
-    """By rank with a head, bytes of the scores of its positions of a step."""
+def forward_memory(compiled: CompiledPlan, dtype: str, logits_bytes: int) -> dict[int, MemoryBytes]:
+    """Of a model that only runs forward: weights, and at most what one layer's forward of one micro-batch works with
+    beside the inputs of the others."""
+    plan = compiled.plan
+    single = replace(
+        plan, global_batch_size=sum(pipeline.micro_batch_size for pipeline in plan.pipelines),
+        pipelines=tuple(replace(pipeline, num_micro_batches=1) for pipeline in plan.pipelines),
+    ).with_stages(lambda stage: replace(stage, recompute=Recompute("full") if stage.num_layers else Recompute()))
+    memory = estimate_memory(single, compiled.spec, dtype, 0, compiled.buckets, logits_bytes)
+    return {rank: MemoryBytes(activations=m.activations, second_model=m.weights) for rank, m in memory.items()}
+
+
+def _head_positions(plan: Plan) -> dict[int, int]:
+    """By rank with a head, its positions of a step."""
     return {
-        rank: unit.micro_batch_tokens * pipeline.num_micro_batches * (2 * top_k + 1) * 4
+        rank: unit.micro_batch_tokens * pipeline.num_micro_batches
         for pipeline in plan.pipelines for stage in pipeline.stages if stage.head
         for unit in stage.units for rank in unit.ranks
     }  # fmt: skip

@@ -82,7 +82,7 @@ def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where
         "activations": "recompute: elementwise or full or activations: {offload: all} on its stage, a smaller "
         "micro_batch_size, or fewer layers there",
         "graphs": "the run without --cuda-graph-impl local, or fewer micro-batches in flight",
-        "teacher": "a smaller teacher, or its scores in a file (hetero-megatron score)",
+        "second_model": "a smaller teacher or reference, or what it says in a file (hetero-megatron score)",
         "overhead": "a chip with more memory",
         "communicators": "fewer ranks in groups and fewer groups, or communicators: of the chip in the cluster file",
     }
@@ -103,8 +103,8 @@ def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
     for rank, needs in sorted(memory.items()):
         rows.setdefault(needs, []).append(rank)
     heads = ["weights", "gradients", "optimizer", "activations", "moving", "buffers"]
-    heads += ["teacher", "graphs", "overhead", "communicators", "total", "host"]
-    for head in ("moving", "teacher", "graphs", "overhead", "communicators", "host"):
+    heads += ["second_model", "graphs", "overhead", "communicators", "total", "host"]
+    for head in ("moving", "second_model", "graphs", "overhead", "communicators", "host"):
         if not any(getattr(needs, head) for needs in rows):
             heads.remove(head)
     lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>15}" for h in heads)]

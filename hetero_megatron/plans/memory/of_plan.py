@@ -65,7 +65,7 @@ class MemoryBytes:
         buffers: gradients packed, received and summed when they travel.
         overhead: of the framework, before the first tensor; communicators: buffers of the communication library.
         graphs: memory of device graphs beside the activations, which then are there all step long, too.
-        teacher: weights of a second model that runs forward, and what of it waits for the loss.
+        second_model: weights of one that only runs forward, and what of it waits for the loss.
         host: fp32 masters and moments of an offloaded optimizer, and offloaded activations: in the host's memory, so
             not part of ``total``.
     """
@@ -79,13 +79,13 @@ class MemoryBytes:
     host: int = 0
     communicators: int = 0
     graphs: int = 0
-    teacher: int = 0
+    second_model: int = 0
     moving: int = 0
 
     @property
     def lasting(self) -> int:
         """What is there all step long."""
-        states = self.weights + self.gradients + self.optimizer + self.teacher
+        states = self.weights + self.gradients + self.optimizer + self.second_model
         return self.overhead + self.communicators + states + self.graphs
 
     @property

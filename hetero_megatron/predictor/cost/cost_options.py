@@ -64,7 +64,7 @@ class CostOptions:
         logits_bytes: of a micro-batch's logits on a rank, above which head and loss go through chunks of tokens.
         reference: how many times all pipelines run forward before every step: once for the reference of preference
             pairs, which is the base without adapters; see ``Preference.forwards``.
-        teacher_seconds: of a teacher's forward before every step, on the same ranks.
+        role_seconds: before every step, for a second model that only runs forward.
         host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s), and for
             activations where the chip's own is not known.
         host_memory_bandwidth: bytes/s of a node's own memory, shared by the updates of all its chips.
@@ -86,7 +86,7 @@ class CostOptions:
     fp8: Fp8 | None = None
     logits_bytes: int = LOGITS_BYTES
     reference: int = 0
-    teacher_seconds: float = 0.0
+    role_seconds: float = 0.0
     host_bandwidth: float = 25e9
     host_memory_bandwidth: float = 200e9
     overlap: bool = True

@@ -72,6 +72,10 @@ def format_prediction(prediction: Prediction) -> str:
         seconds = prediction.parts[part]
         if seconds or part not in ("jitter", "reference", "outer"):
             lines.append(f"  {words:<40}{format_seconds(seconds):>12}{seconds / prediction.step_seconds:>8.1%}")
+    if prediction.role is not None:
+        ranks = prediction.role.ranks
+        on = f"{word(len(ranks), 'rank')} {rank_ranges(ranks)}"
+        lines.append(f"{prediction.role.name} on {on}: {prediction.role}")
     lines += format_dtypes(prediction)
     lines += ["", "busy with compute", *_busy(prediction), "", format_memory(prediction.memory)]
     lines += prediction.communicators
@@ -136,6 +140,7 @@ def as_json(prediction: Prediction) -> Mapping[str, Any]:
             for o in prediction.over
         ],
         "assumed": list(prediction.assumed),
+        **({} if prediction.role is None else {"role": dict(prediction.role.as_json())}),
         "ranks": [
             {
                 "rank": rank,

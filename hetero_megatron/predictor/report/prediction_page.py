@@ -55,7 +55,7 @@ def prediction_pictures(prediction: Prediction, cluster: Cluster | None = None, 
             nodes.setdefault(rank.node, []).append((rank.rank, rank.chip))
         kinds = {**colors, **{k: c for k, c in chip_colors([*colors, *cluster.chips]).items() if k not in colors}}
         parts += [section("Cluster", "a square per chip; pale ones are idle"), legend(kinds)]
-        parts.append(cluster_blocks(nodes, set(prediction.plan.ranks), kinds))
+        parts.append(cluster_blocks(nodes, set(prediction.memory), kinds))
     parts += [section("Pipelines", "blocks as wide as their layers, colored by chip"), legend(colors)]
     parts.append(plan_blocks(_pipeline_blocks(prediction, model), colors))
     parts.append(section("Memory of each rank", "against its limit, the dashed line"))

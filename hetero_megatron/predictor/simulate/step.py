@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,9 @@ from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.utils.text import plural
 
+if TYPE_CHECKING:
+    from hetero_megatron.predictor.simulate.role_prediction import RolePrediction
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -64,6 +68,7 @@ class Prediction:
             counted by FLOPs, and splitting costs nothing.
         dtypes: by rank, what its linear modules compute in, as words; empty where the run has no fp8.
         communicators: what of ``memory`` the communication libraries take, in words, and where that is from.
+        role: of a second model that only runs forward (:mod:`~hetero_megatron.predictor.simulate.beside`).
         sync: buckets and their prices, which plans with the same stages share.
     """
 
@@ -86,6 +91,7 @@ class Prediction:
     unsplit: tuple[str, ...] = ()
     dtypes: Mapping[int, str] = field(default_factory=dict)
     communicators: tuple[str, ...] = ()
+    role: RolePrediction | None = None
     sync: GradSync | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -109,15 +115,9 @@ class Prediction:
 
 
 def predict(
-    plan: Plan,
-    model: ModelSpec,
-    cluster: Cluster,
-    dtype: str = "bf16",
-    costs: CostModel | None = None,
-    options: CostOptions | None = None,
-    prepared: PreparedPlan | None = None,
-    sync: GradSync | None = None,
-) -> Prediction:
+    plan: Plan, model: ModelSpec, cluster: Cluster, dtype: str = "bf16", costs: CostModel | None = None,
+    options: CostOptions | None = None, prepared: PreparedPlan | None = None, sync: GradSync | None = None,
+) -> Prediction:  # fmt: skip
     """Simulate one step of a valid plan on the chips of the cluster.
 
     Args:
@@ -202,8 +202,8 @@ class StepSimulator:
         """Of the forwards over the batch that come before all else."""
         options = self.costs.options
         if not options.reference:
-            return options.teacher_seconds
-        return options.teacher_seconds + options.reference * max(
+            return options.role_seconds
+        return options.role_seconds + options.reference * max(
             simulate(self.prepared.schedule(pipeline).forward_only(), costs.costs).step_seconds
             for costs, pipeline in zip(self.pipelines, self.plan.pipelines, strict=True)
         )

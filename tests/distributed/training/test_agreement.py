@@ -16,7 +16,7 @@ from tests.distributed.training.test_failures import TWO_REPLICAS, start
 FLAGS = "--model tiny --mock-data --seq-length 32 --micro-batch-size 1 --train-iters 4 --lr 1e-3"
 PARTLY = {
     "adapter", "checkpoint", "failure", "data", "load_hf", "save_hf", "reference_hf", "reference_logps", "teacher_hf",
-    "teacher_scores", "teacher",
+    "teacher_scores", "role",
 }  # fmt: skip
 # The plan has a fingerprint; the others concern one rank alone, or (exit) are told to all when they come true.
 FREE = {

@@ -59,6 +59,7 @@ APART = "{pipelines: [{micro_batch_size: 1, num_micro_batches: 1, stages: [{rank
 FILES |= {
     f"{name}.yaml": f"{STUDENT}roles: {roles}\n" for name, roles in {
         "apart": f"{{teacher: {APART}}}", "judge": f"{{judge: {APART}}}", "idle": "{teacher: {}}",
+        "referred": f"{{reference: {APART}}}", "shared": f"{{reference: {APART.replace('ranks: 1', 'ranks: 0')}}}",
         "twice": f"{{teacher: {APART.replace('ranks: 1', 'ranks: 0')}}}",
         "trained": f"{{teacher: {APART.replace('ranks: 1', 'ranks: 1, recompute: full')}}}",
         "outer": f"{{teacher: {APART}}}\nouter: {{islands: [0], every: 4}}",

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hetero_megatron as hm
 from hetero_megatron.cli.configure import configure
+from hetero_megatron.cli.main import main
 from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring import record
 from hetero_megatron.plans import all_ranks, dump_yaml, idle_ranks, plan_from_dict, validate
 from hetero_megatron.plans.export import FORMATS, export
 from hetero_megatron.plans.schema import load_plan
-from hetero_megatron.training.config import TeacherConfig
-from hetero_megatron.utils.yaml_document import parse_document
+from hetero_megatron.training.config import RoleConfig
+from hetero_megatron.utils.yaml_document import from_data, parse_document
 
+CLUSTER = "examples/clusters/testbed.yaml"
 RUN = "--plan examples/plans/demo.yaml --cluster examples/clusters/testbed.yaml --model tiny --mock-data --lr 1e-3 "
 RUN += "--train-iters 4"
 
@@ -74,10 +79,40 @@ def test_a_step_takes_as_long_as_the_longer_of_both() -> None:
         if teacher is None:
             del made["roles"]
         plan = plan_from_dict(made, run.spec, run.cluster, roles={"teacher": spec})
-        asked = None if teacher is None else TeacherConfig("", spec, top_k=8)
-        prediction, says = record.expectation(replace(run, plan=plan, teacher=asked))
+        asked = None if teacher is None else RoleConfig("teacher", "", spec, top_k=8)
+        prediction, says = record.expectation(replace(run, plan=plan, role=asked))
         assert prediction is not None
         found[name] = prediction.step_seconds, says
-        assert record.expected_busy(replace(run, plan=plan, teacher=asked)).keys() == {0}
+        assert record.expected_busy(replace(run, plan=plan, role=asked)).keys() == {0}
+        if teacher is not None:  # one price for runs and predictions
+            models, cluster = {"teacher": hm.Model.of(spec)}, hm.Cluster.read(CLUSTER)
+            read = hm.Plan.read(from_data(made), cluster, hm.Model.of(run.spec), dtype="fp32", beside=models, top_k=8)
+            told = hm.predict(read, cluster)
+            assert told.step_seconds == prediction.step_seconds and hm.memory(read).keys() == {0, teacher}
+            assert told.simulated.role is not None and str(told.simulated.role) in says
+            assert "at the same time" in told.page()
+            assert [row["rank"] for row in told.as_json()["ranks"]] == [0, teacher]
     assert found["quick"][0] == found["alone"][0] and "the teacher waits for the student" in found["quick"][1]
     assert found["slow"][0] > found["alone"][0] and "the student waits for the teacher" in found["slow"][1]
+
+
+def test_predict_knows_a_teacher_on_the_same_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its forward comes before each step, as in a run."""
+    run = configure(RUN.split(), {"WORLD_SIZE": "4"})
+    prediction, _ = record.expectation(replace(run, role=RoleConfig("teacher", "", run.spec)))
+    words = f"predict --plan examples/plans/demo.yaml --cluster {CLUSTER} --model tiny --dtype fp32".split()
+    assert main([*words, "--teacher-hf", "tiny", "--json"]) == 0 and prediction is not None
+    told = json.loads(capsys.readouterr().out)
+    assert told["step_seconds"] == prediction.step_seconds and not told["role"]["own_ranks"]
+    assert told["role"]["step_seconds_alone"] + told["role"]["forward_seconds"] == pytest.approx(told["step_seconds"])
+    for flags, refused in (
+        (["--teacher-hf", "gpt2"], "--teacher-hf = gpt2: another vocabulary"),
+        (["--teacher-hf", "tiny", "--preference", "dpo"], "--preference = dpo: not known beside a teacher"),
+        (["--teacher-hf", str(tmp_path)], "--teacher-hf"),
+        (["--reference-hf", "tiny"], "has no effect without --preference"),
+        (["--reference-hf", "tiny", "--preference", "orpo"], "the loss orpo has no reference"),
+        (["--reference-hf", "tiny", "--teacher-hf", "tiny"], "--reference-hf = tiny: not known beside a teacher"),
+    ):
+        assert main([*words, *flags]) == 2
+        printed = capsys.readouterr().err.splitlines()
+        assert refused in printed[-1] and "Traceback" not in printed[-1], printed

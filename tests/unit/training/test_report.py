@@ -22,7 +22,7 @@ from hetero_megatron.monitoring import metrics, record, run_files
 from hetero_megatron.monitoring.run_page import measured_chart, read_run, run_page, summary
 from hetero_megatron.monitoring.run_pictures import plan_picture
 from hetero_megatron.spec.preference import Preference
-from hetero_megatron.training.config import RunConfig, TeacherConfig
+from hetero_megatron.training.config import RoleConfig, RunConfig
 from hetero_megatron.training.elastic_state import ElasticState, Phases
 
 WORDS = "--plan examples/plans/demo.yaml --cluster examples/clusters/testbed.yaml --model tiny --mock-data --lr 1e-3"
@@ -215,7 +215,7 @@ def test_forwards_before_a_step_are_in_its_prediction(tmp_path: Path) -> None:
     run = config(tmp_path)
     found: dict[str, tuple[float, dict[int, float]]] = {}
     for name, more in (
-        ("alone", {}), ("teacher", {"teacher": TeacherConfig("", run.spec)}),
+        ("alone", {}), ("teacher", {"role": RoleConfig("teacher", "", run.spec)}),
         ("dpo", {"preference": Preference(in_step=True)}), ("kto", {"preference": Preference("kto", in_step=True)}),
     ):  # fmt: skip
         made = replace(run, **more)  # type: ignore[arg-type]

@@ -68,8 +68,9 @@ FLAGS = (
         needs=_LABELS,
     ),
     value(
-        "--reference-hf", str, None, "Hugging Face directory of the reference, a model of the same shape; if left out, "
-        "the model that training begins with, or with adapters their base", needs=_PAIRS,
+        "--reference-hf", str, None, "Hugging Face directory of the reference: a model of the same shape, or any with "
+        "the same tokenizer on the ranks that the plan has for it (roles: reference); if left out, the model that "
+        "training begins with, or with adapters their base", needs=_PAIRS,
     ),
     value(
         "--reference-logps", str, None, "file to read the reference's log-probabilities from if it is there, else to "

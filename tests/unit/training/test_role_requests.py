@@ -1,4 +1,4 @@
-"""What a student asks of a teacher on ranks of its own, and what the teacher's ranks answer together."""
+"""What ranks that train ask of a teacher or reference on ranks of its own, and what its ranks answer together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from hetero_megatron.comm.group import Refusal
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.teacher_client import Answer, BatchRequest, Lookahead, joint_answer, requests
+from hetero_megatron.training.role_client import Answer, BatchRequest, Lookahead, joint_answer, requests
 
 
 def run_of(steps: int, interval: int, iterations: int, stop: int | None = None) -> list[BatchRequest]:
@@ -57,5 +57,5 @@ def test_unlike_data_and_problems_of_any_rank_are_everyone_s() -> None:
     with pytest.raises(UserError, match="rank 4 reads b, rank 3 reads a"):
         raise found.error()
     assert joint_answer((3, 4), (alike, Answer(problem, stop="asked"))) == Answer(
-        problem, "asked (rank 4, of the teacher)", data
+        problem, "asked (rank 4, with another role)", data
     )

@@ -1,11 +1,12 @@
-"""A teacher on ranks of its own: its scores reach the student's ranks whole, under any two plans; and a run beside it
-is the run that learns from its scores in a file, also after a rank of it was killed."""
+"""A teacher or a reference on ranks of its own: what it says reaches the ranks that train whole, under any two plans;
+and a run beside it is the run that reads the same from a file, also after a rank of it was killed."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hetero_megatron.cli.main import main
 from hetero_megatron.comm import Comm
-from hetero_megatron.pipeline.teacher_scores import ScoreTransfer, head_parts
+from hetero_megatron.pipeline.role_scores import ScoreTransfer, head_parts, packed_answers, unpacked_answers
 from hetero_megatron.plans import Plan, plan_from_dict
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns
 from tests.support.hf_reference import make_hf
@@ -35,21 +36,22 @@ def scores_of(samples: range, tokens: list[int]) -> torch.Tensor:
     return (place[..., None] * 10 + torch.arange(2 * K + 1)).int()
 
 
-def expected(plan: Plan, rank: int, first: int, size: int) -> dict[tuple[int, ...], torch.Tensor]:
+def expected(plan: Plan, rank: int, first: int, size: int, whole: bool) -> dict[tuple[int, ...], torch.Tensor]:
     found = {}
-    for begin, end, tokens in head_parts(plan, size).get(rank, []):
+    for begin, end, tokens in head_parts(plan, size, whole).get(rank, []):
         samples = range(first + begin, first + end)
         found[tuple(samples)] = scores_of(samples, [t for a, b in tokens for t in range(a, b)])
     return found
 
 
 def pass_rank(comm: Comm, pairs: list[tuple[Plan, Plan, int, int]]) -> None:
-    for teacher, student, first, size in pairs:
-        moved = ScoreTransfer(comm, teacher, student, K)
+    for i, (teacher, student, first, size) in enumerate(pairs):
+        whole = bool(i % 2)
+        moved = ScoreTransfer(comm, teacher, student, 2 * K + 1, whole)
         if comm.rank in teacher.ranks:
-            moved.send(expected(teacher, comm.rank, first, size), first, size)
+            moved.send(expected(teacher, comm.rank, first, size, whole), first, size)
         elif comm.rank in student.ranks:
-            wanted, rows = expected(student, comm.rank, first, size), moved.receive(first, size)
+            wanted, rows = expected(student, comm.rank, first, size, whole), moved.receive(first, size)
             assert wanted.keys() == rows.keys()
             assert all(torch.equal(rows[samples], wanted[samples]) for samples in wanted)
 
@@ -65,6 +67,18 @@ def test_scores_arrive_whole_under_any_two_plans() -> None:
         teacher = teacher.with_stages(lambda stage, count=count: stage.on_ranks(lambda rank: rank + count))  # type: ignore[misc]
         pairs.append((teacher, student, rng.randrange(50), rng.choice([student.global_batch_size, 5])))
     shared_pool().run(pass_rank, pairs)
+
+
+def test_log_probabilities_of_answers_are_unpacked_as_they_were_packed() -> None:
+    rng, answers = random.Random(2), dict[int, tuple[float, float]]()
+    rows = dict[tuple[int, ...], torch.Tensor]()
+    for first in range(0, 12, 3):
+        counts = tuple(rng.randrange(4) for _ in range(3))
+        numbers = tuple(rng.randrange(2**40) for _ in range(sum(counts)))
+        said = {number: (rng.uniform(-1e3, 0), -rng.random()) for number in numbers}
+        rows[first, first + 1, first + 2] = packed_answers(numbers, counts, said, 5)
+        answers |= said
+    assert unpacked_answers(rows) == answers and all(part.shape == (3, 5, 6) for part in rows.values())
 
 
 STUDENT = """
@@ -86,16 +100,16 @@ def _kill_a_teacher() -> None:
     """In the midst of a run, as it is asked for its fifth batch."""
     if os.environ["RANK"] != str(KILLED):
         return
-    from hetero_megatron.training import teacher_ranks
+    from hetero_megatron.training import role_ranks
 
-    score = teacher_ranks.BatchScorer.score
+    score = role_ranks.RoleBatches.work_on
 
     def until_then(self: Any, request: Any) -> Any:
         if request.first == 16:
             os.kill(os.getpid(), signal.SIGKILL)
         return score(self, request)
 
-    teacher_ranks.BatchScorer.score = until_then  # type: ignore[method-assign]
+    role_ranks.RoleBatches.work_on = until_then  # type: ignore[method-assign]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -103,11 +117,11 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def make_models(folder: Path, spoiled: bool = False) -> None:
-    """A student of two layers and a teacher of three, and chats; ``spoiled``: the teacher's weights have a NaN."""
-    for name, layers in (("base", 2), ("larger", 3)):
+    """Models of two layers, and one of three, and chats; ``spoiled``: the larger one's weights have a NaN."""
+    for name, layers, seed in (("base", 2, 2), ("larger", 3, 3), ("other", 2, 4)):
         config = LlamaConfig(vocab_size=330, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
                              num_attention_heads=4, max_position_embeddings=64)  # fmt: skip
-        torch.manual_seed(layers)
+        torch.manual_seed(seed)
         made = LlamaForCausalLM(config)
         if spoiled and name == "larger":
             torch.nn.init.constant_(made.model.layers[0].mlp.down_proj.weight[3:4, 5:6], torch.nan)
@@ -202,6 +216,47 @@ def test_a_teacher_that_is_killed_beside_its_student_changes_nothing(tmp_path: P
     wanted, found = ([{key: row[key] for key in row if "loss" in key or "distill" in key or "norm" in key}
                       for row in metrics(tmp_path / name)] for name in ("file", "run"))  # fmt: skip
     assert wanted == found and len(wanted) == 8
+
+
+REFERENCE = """
+  - micro_batch_size: 2
+    num_micro_batches: 1
+    stages: [{{ranks: [{0}, {1}], layers: [0, 2], tp: 2, tp_split: [1, 3]}}]
+  - micro_batch_size: 1
+    num_micro_batches: 2
+    stages: [{{ranks: {2}, layers: [0, 1]}}, {{ranks: {3}, layers: [1, 2]}}]
+"""
+RECORDS = {
+    "dpo": [{"prompt": f"fox {i}", "chosen": "quick " * (i % 3 + 1), "rejected": "lazy dog"} for i in range(40)],
+    "kto": [{"prompt": f"fox {i}", "completion": "brown " * (i % 4 + 1), "label": i % 3 > 0} for i in range(120)],
+}
+
+
+@pytest.mark.slow
+def test_a_reference_on_its_own_ranks_says_what_it_wrote_in_a_file(tmp_path: Path) -> None:
+    """The same losses, bit for bit, also of evaluations."""
+    make_models(tmp_path)
+    alone = "  - {{micro_batch_size: 2, num_micro_batches: 2, stages: [{{ranks: {0}, layers: [0, 2]}}]}}\n"
+    cases = {"dpo": (STUDENT, 3, REFERENCE, 4), "kto": ("pipelines:\n" + alone.format(0), 1, "\n" + alone, 1)}
+    for loss, records in RECORDS.items():
+        policy, trained, reference, others = cases[loss]
+        (tmp_path / "policy.yaml").write_text(TOP + policy)
+        (tmp_path / "reference.yaml").write_text(TOP + "pipelines:" + reference.format(*range(others)))
+        apart = reference.format(*range(trained, trained + others)).replace("\n", "\n  ")
+        (tmp_path / "both.yaml").write_text(f"{TOP}roles:\n reference:\n  pipelines:{apart}\n{policy}")
+        (tmp_path / f"{loss}.jsonl").write_text("\n".join(map(json.dumps, records)))
+        data = f"--sft --preference {loss} --data-path {tmp_path}/{loss}.jsonl --split 80,20,0 --fp64 "
+        data += "--no-kernel-check --train-iters 4 --eval-interval 2 --eval-iters 1"
+        scores, other = f"{tmp_path}/{loss}.scores", f"{tmp_path}/other"
+        run_ranks(others, f"--load-hf {other} --save-scores {scores} --plan {tmp_path}/reference.yaml {data}".split())
+        learn = f"--load-hf {tmp_path}/base --reference-hf {other} --lr 1e-3 --log-interval 1 {data} "
+        learn += f"--save {tmp_path}/{loss}"
+        run_ranks(trained, f"{learn}-file --plan {tmp_path}/policy.yaml --reference-logps {scores}".split())
+        run_ranks(trained + others, f"{learn}-ranks --plan {tmp_path}/both.yaml".split())
+        rows = [metrics(tmp_path / f"{loss}-{name}") for name in ("file", "ranks")]
+        wanted, found = ([{key: row[key] for key in row if re.search("loss|rewards|norm|kl", key)} for row in of_run]
+                         for of_run in rows)  # fmt: skip
+        assert wanted == found and len(wanted) == 6 and any("rewards/margins" in row for row in wanted), wanted
 
 
 def test_no_search_and_no_other_plan_changes_the_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,10 @@
-"""The messages between a student and a teacher on ranks of its own, and the student's side of them.
+"""The messages between the model that is trained and one with a role on ranks of its own (a teacher, a reference), and
+the side of the ranks that train.
 
-The student's first rank and all ranks of the teacher exchange messages once for each batch: the teacher's report how
-the last one went, the student's which one comes next, and whether to send the scores of the last one. So the teacher
-works on the batch after the one that the student trains on, and the faster one waits. Only the student knows which
-batch comes: the teacher is given those of a run that goes on to its end, and scores of a batch that does not come are
-dropped.
+Their first rank and all ranks of the role exchange messages once for each batch: the role's report how the last one
+went, the other's which one comes next, and whether to send what was said of the last one. So the role works on the
+batch after the one that is trained on, and the faster one waits. Only the ranks that train know which batch comes: the
+role is given those of a run that goes on to its end, and what it says of a batch that does not come is dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hetero_megatron.comm import Comm, CommError, Group
@@ -20,13 +21,15 @@ from hetero_megatron.data import Datasets
 from hetero_megatron.data.batch import BatchLoader
 from hetero_megatron.errors import UserError
 from hetero_megatron.pipeline.distillation import DistillationLoss
-from hetero_megatron.pipeline.teacher_scores import ScoreTransfer, TeacherScores
+from hetero_megatron.pipeline.role_scores import Rows, ScoreTransfer, TeacherScores, unpacked_answers
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT
 from hetero_megatron.training.config import RunConfig
 
 if TYPE_CHECKING:
+    from hetero_megatron.pipeline.stage_work import StepResult
     from hetero_megatron.pipeline.step_work import Fetch
     from hetero_megatron.training.loop import Training
+    from hetero_megatron.training.runtime_options import BeforeForward
 
 SPLITS = ("train", "valid", "test")
 
@@ -42,11 +45,11 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class Instruction:
-    """Of the student: the batch that comes next (None: that is not known yet), and whether to send the scores of the
-    last one; or that the run ends, with an exit code, or because of a ``problem``."""
+    """Of the ranks that train: the batch that comes next (None: that is not known yet), and whether to send what was
+    said of the last one; or that the run ends, with an exit code, or because of a ``problem``."""
 
     next: BatchRequest | None = None
-    send_scores: bool = False
+    send: bool = False
     ends: bool = False
     code: int = 0
     problem: Refusal | None = None
@@ -54,7 +57,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a rank of the teacher, or of all of them together: what went wrong with the last batch, and why it wants to
+    """Of a rank of the role, or of all of them together: what went wrong with the last batch, and why it wants to
     stop, if it does; at the start, ``data``: what it reads."""
 
     problem: Refusal | None = None
@@ -63,19 +66,19 @@ class Answer:
 
 
 def meeting_group(config: RunConfig, comm: Comm) -> Group | None:
-    """The student's first rank and those of the teacher; None on other ranks. Every rank of the job calls it first with
-    its other groups. It waits in host memory, and for as long as the student may save or export."""
-    return comm.background_group((config.plan.ranks[0], *config.compiled_teacher.plan.ranks), WRITE_TIMEOUT)
+    """The first rank that trains and those of the role; None on other ranks. Every rank of the job calls it first with
+    its other groups. It waits in host memory, and for as long as the ranks that train may save or export."""
+    return comm.background_group((config.plan.ranks[0], *config.compiled_role.plan.ranks), WRITE_TIMEOUT)
 
 
-def meet(group: Group, student: int, message: Instruction | Answer) -> tuple[Instruction, Answer]:
-    """Exchange the instruction of rank ``student`` and the answers of the others. Called on all ranks of the group.
+def meet(group: Group, first: int, message: Instruction | Answer) -> tuple[Instruction, Answer]:
+    """Exchange the instruction of rank ``first`` and the answers of the others. Called on all ranks of the group.
 
     Returns:
         the instruction, and what the others answer together; equal on all.
     """
     messages = dict(zip(group.ranks, group.gather_objects(message, Instruction | Answer), strict=True))
-    instruction = messages.pop(student)
+    instruction = messages.pop(first)
     answers = {rank: answer for rank, answer in messages.items() if isinstance(answer, Answer)}
     assert isinstance(instruction, Instruction) and len(answers) == len(messages), f"{instruction}, {messages}"
     return instruction, joint_answer(tuple(answers), tuple(answers.values()))
@@ -89,14 +92,15 @@ def joint_answer(ranks: Sequence[int], answers: Sequence[Answer]) -> Answer:
             if answer.data.get(name) != mark:
                 problem = f"rank {rank} reads {answer.data.get(name)}, rank {ranks[0]} reads {mark}"
                 problems.append(Refusal(problem, name, None, "the same data on every rank", ""))
-    stops = (f"{answer.stop} (rank {rank}, of the teacher)" for rank, answer in zip(ranks, answers) if answer.stop)
+    stops = (f"{answer.stop} (rank {rank}, with another role)" for rank, answer in zip(ranks, answers) if answer.stop)
     stop = next(stops, "")
     return replace(first, problem=problems[0] if problems else None, stop=stop)
 
 
-def score_transfer(config: RunConfig, comm: Comm) -> ScoreTransfer:
-    assert config.teacher is not None
-    return ScoreTransfer(comm, config.compiled_teacher.plan, config.plan, config.teacher.top_k)
+def role_transfer(config: RunConfig, comm: Comm) -> ScoreTransfer:
+    assert config.forward_role is not None
+    role = config.forward_role
+    return ScoreTransfer(comm, role.compiled.plan, config.plan, role.words, whole=role.name == "reference")
 
 
 def corpora(data: Datasets) -> dict[str, str]:
@@ -123,6 +127,19 @@ def requests(config: RunConfig, step: int, consumed: int, tests: bool) -> Iterat
         yield from evaluated("test")
 
 
+def taker(training: Training, top_k: int) -> Callable[[Rows], None]:
+    """What becomes of that which is said of a batch, on this rank of a run beside a role."""
+    runtime = training.runtime
+    if training.config.preference is None:
+        scores = TeacherScores(top_k)
+        if isinstance(runtime.loss, DistillationLoss):
+            runtime.loss.scores = scores
+        return partial(setattr, scores, "rows")
+    from hetero_megatron.training.reference import know_reference
+
+    return lambda rows: know_reference(runtime, unpacked_answers(rows))
+
+
 class Lookahead:
     """Which batch comes next, of a run whose batches are to be ``upcoming``.
 
@@ -140,24 +157,26 @@ class Lookahead:
         self.next = next(self._upcoming, None)
 
 
-class TeacherClient:
-    """The student's side; made on all of its ranks, as soon as there are groups."""
+class RoleClient:
+    """The side of the ranks that train; made on all of them, as soon as there are groups."""
 
     def __init__(self, config: RunConfig, comm: Comm) -> None:
-        assert config.teacher is not None
+        assert config.role is not None
         self._comm, self._meeting, self._first = comm, meeting_group(config, comm), config.plan.ranks[0]
         self._world: Group = comm.group(config.plan.ranks)
-        self._scores, self._transfer = TeacherScores(config.teacher.top_k), score_transfer(config, comm)
+        self._role, self._transfer = config.role, role_transfer(config, comm)
+        self._take: Callable[[Rows], None] = lambda rows: None
         self._lookahead = Lookahead(iter(()))
         self._asked: BatchRequest | None = None  # of the teacher
         self._taken: BatchRequest | None = None
         self._stop: Callable[[str], None] = lambda reason: None
+        self._then: BeforeForward = lambda fetch, first, size: None
 
     def begin(self, training: Training) -> None:
-        """The run is set up: the teacher starts with its first batch. Called on all ranks of the student.
+        """The run is set up: the role starts with its first batch. Called on all ranks that train.
 
         Raises:
-            UserError: the teacher's ranks cannot do their part, or read other data; on all ranks.
+            UserError: the role's ranks cannot do their part, or read other data; on all ranks.
         """
         data, runtime = training.node_data.datasets, training.runtime
         self._data = data
@@ -171,40 +190,43 @@ class TeacherClient:
             raise answer.problem.error()
         for name, mark in corpora(data).items():
             if answer.data.get(name) != mark:
-                problem = f"the teacher's ranks read {answer.data.get(name)}, the student's {mark}"
+                problem = f"the {self._role.name}'s ranks read {answer.data.get(name)}, the others {mark}"
                 raise UserError(problem, field=name, accepted="the same data on every rank")
-        if isinstance(runtime.loss, DistillationLoss):
-            runtime.loss.scores = self._scores
+        self._take, self._then = taker(training, self._role.top_k), runtime.hooks.before_forward
         runtime.hooks.before_forward = self.before_forward
 
-    def before_forward(self, fetch: Fetch, first_sample: int, batch_size: int) -> None:
+    def before_forward(self, fetch: Fetch, first_sample: int, batch_size: int) -> StepResult | None:
         """See :class:`~hetero_megatron.training.runtime_options.StepHooks`."""
         assert isinstance(fetch, BatchLoader)
         split = next(name for name in SPLITS if getattr(self._data, name) is fetch.dataset)
         request = BatchRequest(split, first_sample, batch_size)
-        if request == self._taken:  # a step that is done again
-            return
+        if request != self._taken:  # else a step is done again
+            self._hear(request)
+        return self._then(fetch, first_sample, batch_size)
+
+    def _hear(self, request: BatchRequest) -> None:
+        """What is said of a batch arrives."""
         while self._asked != request:
             self._asked = request
             self._meet(Instruction(request))
         self._lookahead.pass_by(request)
         self._asked = self._lookahead.next
-        answer = self._meet(Instruction(self._asked, send_scores=True))
+        answer = self._meet(Instruction(self._asked, send=True))
         if answer.problem is not None:
             raise answer.problem.error()
-        self._scores.rows = {}  # before there is memory for the next ones
-        self._scores.rows = self._transfer.receive(first_sample, batch_size)
+        self._take({})  # before there is memory for the next ones
+        self._take(self._transfer.receive(request.first, request.size))
         self._taken = request
 
     def end(self, instruction: Instruction) -> None:
-        """The run is over for the teacher's ranks, too. Only the first rank tells them: after an error others may be
+        """The run is over for the role's ranks, too. Only the first rank tells them: after an error others may be
         gone."""
         if self._meeting is not None:
-            self._comm.activity = "the end of the teacher's run"
+            self._comm.activity = f"the end of the {self._role.name}'s run"
             meet(self._meeting, self._first, instruction)
 
     def _meet(self, instruction: Instruction) -> Answer:
-        self._comm.activity = "waiting for the teacher"
+        self._comm.activity = f"waiting for the {self._role.name}"
         began = self._comm.clock.wait_begins()
         try:
             answer = meet(self._meeting, self._first, instruction)[1] if self._meeting is not None else None
@@ -216,13 +238,13 @@ class TeacherClient:
         return found
 
 
-def beside_teacher(config: RunConfig, comm: Comm, run: Callable[[TeacherClient], int]) -> int:
-    """``run`` on a rank of the student; however it ends, the teacher's ranks are told. Returns the exit code."""
-    client = TeacherClient(config, comm)
+def beside_role(config: RunConfig, comm: Comm, run: Callable[[RoleClient], int]) -> int:
+    """``run`` on a rank that trains; however it ends, the role's ranks are told. Returns the exit code."""
+    client = RoleClient(config, comm)
     try:
         code = run(client)
     except UserError as error:
-        with suppress(CommError):  # what was wrong is not that a teacher is gone, too
+        with suppress(CommError):  # what was wrong is not that a peer is gone, too
             client.end(Instruction(ends=True, problem=Refusal.of(error)))
         raise
     client.end(Instruction(ends=True, code=code))

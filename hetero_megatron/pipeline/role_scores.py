@@ -1,5 +1,6 @@
-"""Scores of a teacher on ranks of its own, the log-probabilities of its likeliest next tokens: sent from the ranks with
-the teacher's head to those with the student's for the same samples, by layout transfer.
+"""What a model with a role of its own says of the samples of a batch: sent from the ranks with its head to those with
+the trained model's for the same samples, by layout transfer. A teacher says the log-probabilities of its likeliest next
+tokens, a reference those of whole answers.
 
 Both plans cut a batch as they please. The index space is (sample of the batch, position); each rank with a head has the
 boxes of its micro-batches, and what the boxes of two ranks have in common is one message."""
@@ -17,7 +18,7 @@ from hetero_megatron.pipeline.likeliest import unpacked
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.shares import head_micro_batches
 
-# By the global indices of the samples of a micro-batch: [b, s, 2 k + 1] int32, as ``Likeliest.found`` has it.
+# By the global indices of the samples of a micro-batch: [b, s, words] int32, of a teacher as in ``Likeliest.found``.
 Rows = Mapping[tuple[int, ...], torch.Tensor]
 
 
@@ -44,6 +45,37 @@ class TeacherScores:
         return zeros[:, :-1].long(), zeros[:, :-1], zeros[:, -1]
 
 
+def packed_answers(
+    numbers: tuple[int, ...], by_sample: tuple[int, ...], logps: Mapping[int, tuple[float, float]], slots: int
+) -> torch.Tensor:
+    """Log-probabilities of the answers of a micro-batch as rows, [b, slots, 6] int32: the i-th pair or example of a
+    sample is at position i, the bits of its number and of two log-probabilities in fp64; elsewhere the number is -1.
+
+    Args:
+        numbers: of pairs or examples, in the order of the samples; by_sample: how many each sample has.
+        logps: by number, at least those; slots: tokens of a sample, of which an answer has at least one.
+    """
+    rows = torch.full((len(by_sample), slots, 3), -1, dtype=torch.int64)
+    of_sample = iter(numbers)
+    for row, count in zip(rows, by_sample, strict=True):
+        for place in range(count):
+            number = next(of_sample)
+            row[place, 0] = number
+            row[place, 1:] = torch.tensor(logps[number], dtype=torch.float64).view(torch.int64)
+    return rows.view(torch.int32)
+
+
+def unpacked_answers(rows: Rows) -> dict[int, tuple[float, float]]:
+    """By number, what :func:`packed_answers` packed."""
+    known: dict[int, tuple[float, float]] = {}
+    for part in rows.values():
+        values = part.cpu().contiguous().view(torch.int64).flatten(0, 1)
+        values = values[values[:, 0] >= 0]
+        logps = values[:, 1:].contiguous().view(torch.float64).tolist()
+        known |= {number: (a, b) for number, (a, b) in zip(values[:, 0].tolist(), logps, strict=True)}
+    return known
+
+
 class _Part(NamedTuple):
     """Samples [begin, end) of a batch, and the intervals of tokens of each that a rank has, strung together."""
 
@@ -62,20 +94,21 @@ class _Part(NamedTuple):
         return None
 
 
-def head_parts(plan: Plan, batch_size: int) -> dict[int, list[_Part]]:
-    """By rank with a head, its micro-batches of a batch."""
+def head_parts(plan: Plan, batch_size: int, whole: bool = False) -> dict[int, list[_Part]]:
+    """By rank with a head, its micro-batches of a batch; ``whole``: all positions of their samples, also where ranks
+    divide them."""
     parts: dict[int, list[_Part]] = {}
     for _, unit, (begin, end) in head_micro_batches(plan, batch_size):
         for rank in unit.ranks if begin < end else ():
-            parts.setdefault(rank, []).append(_Part(begin, end, unit.tokens))
+            parts.setdefault(rank, []).append(_Part(begin, end, ((0, plan.seq_length),) if whole else unit.tokens))
     return parts
 
 
-def head_layout(plan: Plan, batch_size: int) -> Layout:
-    """Over (sample of the batch, position): who has the head for what."""
+def head_layout(plan: Plan, batch_size: int, whole: bool = False) -> Layout:
+    """Over (sample of the batch, position): who has the head for what; ``whole``: as of :func:`head_parts`."""
     boxes = {
         rank: tuple(Box((part.begin, a), (part.end, b)) for part in parts for a, b in part.tokens)
-        for rank, parts in head_parts(plan, batch_size).items()
+        for rank, parts in head_parts(plan, batch_size, whole).items()
     }
     return Layout((batch_size, plan.seq_length), boxes)
 
@@ -84,17 +117,18 @@ class ScoreTransfer:
     """Of one rank, of either model; all ranks with a head call :meth:`send` or :meth:`receive` for every batch.
 
     Args:
-        source, target: plans of the teacher and the student; top_k: of what is found.
+        source, target: plans of the role and of the model that is trained; words: of 4 bytes, of each position.
+        whole: what is said is of whole samples, and all ranks with tokens of one know and need it.
     """
 
-    def __init__(self, comm: Comm, source: Plan, target: Plan, top_k: int) -> None:
-        self._comm, self._plans, self._width = comm, (source, target), 2 * top_k + 1
+    def __init__(self, comm: Comm, source: Plan, target: Plan, words: int, whole: bool = False) -> None:
+        self._comm, self._plans, self._width, self._whole = comm, (source, target), words, whole
         self._known: dict[int, Transfer] = {}
         self._connected: set[int] = set()
 
     def send(self, found: Rows, first_sample: int, batch_size: int) -> None:
         """``found``: of this rank's micro-batches of the batch; it is sent when this returns."""
-        parts = head_parts(self._plans[0], batch_size).get(self._comm.rank, [])
+        parts = head_parts(self._plans[0], batch_size, self._whole).get(self._comm.rank, [])
         works = []
         for peer, boxes in self._boxes(batch_size, sends=True).items():
             pieces = []
@@ -106,12 +140,12 @@ class ScoreTransfer:
             work.wait()
 
     def receive(self, first_sample: int, batch_size: int) -> Rows:
-        """The scores of this rank's micro-batches."""
+        """What was said of this rank's micro-batches."""
         incoming = [
             (boxes, self._comm.irecv(self._empty(sum(box.size for box in boxes), self._width).view(-1), peer, 0))
             for peer, boxes in self._boxes(batch_size, sends=False).items()
         ]
-        parts = head_parts(self._plans[1], batch_size).get(self._comm.rank, [])
+        parts = head_parts(self._plans[1], batch_size, self._whole).get(self._comm.rank, [])
         rows = {part: self._empty(part.end - part.begin, sum(b - a for a, b in part.tokens), self._width)
                 for part in parts}  # fmt: skip
         for boxes, work in incoming:
@@ -125,7 +159,7 @@ class ScoreTransfer:
     def _boxes(self, batch_size: int, sends: bool) -> dict[int, list[Box]]:
         """By peer, what goes to it, or comes from it."""
         if batch_size not in self._known:
-            source, target = (head_layout(plan, batch_size) for plan in self._plans)
+            source, target = (head_layout(plan, batch_size, self._whole) for plan in self._plans)
             self._known[batch_size] = transfer(source, target)
         moves, rank = self._known[batch_size], self._comm.rank
         by_peer: dict[int, list[Box]] = {}

@@ -1,0 +1,55 @@
+"""``hetero-megatron plan --teacher-hf DIR`` (``--reference-hf DIR``): where a model that only runs forward goes."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+
+from hetero_megatron.api.inputs import Cluster, Model
+from hetero_megatron.api.roles import place_role
+from hetero_megatron.cli.flags.planned_model import models_beside, preference_of
+from hetero_megatron.cli.output import check_writable, print_json, write_text
+from hetero_megatron.errors import UserError
+
+_ASKED = (
+    "seq_length", "global_batch_size", "dtype", "optimizer", "grad_reduce_in_bf16", "micro_batch_size", "recompute",
+    "context", "offload", "offload_activations", "more_schedules", "schedule_effort", "memory_margin", "time_limit",
+    "seed", "preference",
+)  # fmt: skip
+# What the search for a role knows nothing of, where it differs from its default.
+_OTHERS = {
+    "objective": "tokens", "runtime": None, "export": None, "fallbacks": None, "compare": False, "shop": None,
+    "routing_stats": None, "fp8_format": None, "fp8_recipe": None, "without": None,
+    "add": None,
+}  # fmt: skip
+
+
+def main(args: Namespace, model: Model, cluster: Cluster) -> int:
+    """Print the placement and its plan, or with --json one object."""
+    preference_of(args, model.spec.lora is not None)
+    (role, other), = models_beside(args).items()
+    for key, default in _OTHERS.items():
+        if getattr(args, key) != default:
+            flag = "--for" if key == "runtime" else "--" + key.replace("_", "-")
+            raise UserError(f"not known beside --{role}-hf", field=flag, accepted="one of the two")
+    file = None if args.out is None else f"{args.out.removesuffix('.yaml')}.{role}.yaml"
+    check_writable(file, "--out")
+    quiet = args.json or args.quiet
+
+    def say(text: str) -> None:
+        print(f"search: {text}", file=sys.stderr, flush=True)
+
+    question = {name: getattr(args, name) for name in _ASKED}
+    placed = place_role(model, cluster, role, other, top_k=args.score_top_k, epochs=args.epochs,
+                        progress=None if quiet else say, **question)  # fmt: skip
+    if args.out:
+        write_text(args.out, "--out", placed.file)
+        if file is not None and placed.role_plan is not None:
+            write_text(file, "--out", placed.role_plan.text())
+    if args.html:
+        write_text(args.html, "--html", placed.page())
+    if args.json:
+        print_json(placed.as_json())
+    else:
+        print(placed.explain())
+    return 0
