@@ -141,7 +141,7 @@ def test_divided_weights_are_in_the_estimate_to_the_byte(way: int, tmp_path: Pat
         if kind.get("reshard_after_forward", True):
             assert dry.parameters == estimate.weights
         assert dry.parameters <= estimate.weights and dry.optimizer == estimate.optimizer
-        assert 0.97 * dry.peak <= estimate.total <= 1.2 * dry.peak, (rank, dry.peak, estimate)
+        assert 0.97 * dry.peak <= estimate.total <= 1.25 * dry.peak, (rank, dry.peak, estimate)
 
 
 @pytest.mark.slow
