@@ -6,6 +6,7 @@ small clusters of which one kind of chips is three times as fast. Nothing is run
 
 from __future__ import annotations
 
+import argparse
 import math
 import tempfile
 from pathlib import Path
@@ -51,6 +52,7 @@ def on_old_chips(cluster: hm.Cluster, student: hm.Model, teacher: hm.Model) -> f
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     student, gains, beaten = model(16, 1024), list[float](), 0
     print("| fast + slow | teacher's layers | chosen | s | same chips | old chips | against the better |")
     print("|---|---|---|---|---|---|---|")

@@ -18,7 +18,7 @@ from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.dry_run.expert_layers import expect_routing
 from hetero_megatron.dry_run.repeat import RepeatingExecutor
 from hetero_megatron.parallel.divided_weights import DividedWeights
-from hetero_megatron.parallel.optimizer import Optimizer, check_offload, in_place
+from hetero_megatron.parallel.optimizer import Optimizer, check_offload
 from hetero_megatron.parallel.outer_steps import OuterSteps
 from hetero_megatron.plans import locate
 from hetero_megatron.platform.platform import DTYPES
@@ -71,7 +71,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
             options=RuntimeOptions(logits_bytes=config.logits_bytes, balancing=config.balancing),
         )  # fmt: skip
         expect_routing(runtime)
-        for hop in (hop for exchange in runtime.sync.exchanges for hop in exchange.hops):
+        for hop in (hop for exchange in runtime.sync.all_exchanges for hop in exchange.hops):
             hop.fills = False  # hundreds of replicas would be as many fake operators in every bucket
         assert runtime.optimizer is not None
         offload = runtime.optimizer.offload
@@ -87,7 +87,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         built = runtime.stage_model
         undivided = [p for n, p in built.module.named_parameters() if n not in divided_names]
         scales = [t for s in built.scales.values() for t in ([s] if isinstance(s, torch.Tensor) else s.tensors)]
-        parameters = _bytes([*undivided, *scales, *_frozen_rows(runtime.divided)])
+        parameters = _bytes([*undivided, *scales, *_kept_rows(runtime)])
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
         # Gradients wait for finish(), so that their bytes are told apart.
@@ -154,10 +154,12 @@ def _host_memory(offloaded: OffloadedActivations | None, memory: MemoryTracker) 
     return lambda: host.peak
 
 
-def _frozen_rows(divided: DividedWeights | None) -> list[torch.Tensor]:
-    """What the rank owns of frozen weights that the stage divides."""
-    parts = [] if divided is None else [part for part in divided.parts.values() if not part.trained]
-    return [master for part in parts for masters in part.masters.values() for master in masters]
+def _kept_rows(runtime: Runtime) -> list[torch.Tensor]:
+    """What the rank keeps of weights that the stage divides, but the optimizer's masters."""
+    assert runtime.optimizer is not None
+    masters = {id(master) for masters in runtime.optimizer.masters for master in masters}
+    parts = runtime.divided.parts.values() if runtime.divided is not None else ()
+    return [x for part in parts for values in part.masters.values() for x in values if id(x) not in masters]
 
 
 def _make_moments(optimizer: Optimizer | None, config: OptimizerConfig) -> None:
@@ -186,18 +188,12 @@ def _optimizer_bytes(runtime: Runtime) -> int:
     inner = runtime.optimizer.inner
     states = inner.state.values() if inner is not None else ()
     moments = _bytes(t for state in states for t in state.values() if isinstance(t, torch.Tensor) and t.dim())
-    params = runtime.sync.params
-    pairs = (
-        pair
-        for e, m in zip(runtime.sync.exchanges, runtime.optimizer.masters, strict=True)
-        for pair in zip(e.pieces, m)
-    )
-    copied, divided = runtime.optimizer.offload, runtime.sync.divided_names
+    exchanges, optimizer = runtime.sync.exchanges, runtime.optimizer
     pieces = [p for fragment in runtime.outer.fragments for p in fragment.pieces] if runtime.outer is not None else []
     moments += _bytes(t for p in pieces for t in (p.weights, p.momentum, p.lost) if t is not None)
     return moments + _bytes(
-        m for piece, m in pairs
-        if copied or piece.name in divided or not (piece.held and in_place(params[piece.name][piece.slices]))
+        master for e, masters in zip(exchanges, optimizer.masters, strict=True)
+        for piece, master in zip(e.pieces, masters, strict=True) if not optimizer.in_place(e, piece)
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def assign_owners(
             owned_boxes[name][rank].append(box)
     shared = SharedLayouts()
     return {
-        name: shared(holders[name].shape, {r: tuple(_join(boxes)) for r, boxes in by_rank.items()})
+        name: shared(holders[name].shape, {r: tuple(_join(x, holders[name].of(r))) for r, x in by_rank.items()})
         for name, by_rank in owned_boxes.items()
     }
 
@@ -184,15 +184,18 @@ def _water_level(size: int, order: list[int], load: Mapping[int, float], weight:
     raise AssertionError("unreachable: the last rank always closes the loop")
 
 
-def _join(boxes: list[Box]) -> list[Box]:
-    """Merge row intervals of one rank that touch (equal columns)."""
+def _join(boxes: list[Box], inside: Sequence[Box] = ()) -> list[Box]:
+    """Merge row intervals of one rank that touch (equal columns); where they are ``inside`` several boxes, only those
+    in the same one."""
     if len(boxes) < 2:
         return boxes
     out: list[Box] = []
     for box in sorted(boxes, key=lambda b: (b.lo[1:], b.hi[1:], b.lo[0])):
         last = out[-1] if out else None
         if last and last.lo[1:] == box.lo[1:] and last.hi[1:] == box.hi[1:] and last.hi[0] == box.lo[0]:
-            out[-1] = Box(last.lo, box.hi)
-        else:
-            out.append(box)
+            joined = Box(last.lo, box.hi)
+            if len(inside) < 2 or any(held.contains(joined) for held in inside):
+                out[-1] = joined
+                continue
+        out.append(box)
     return out

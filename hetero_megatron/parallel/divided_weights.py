@@ -95,7 +95,8 @@ class GatheredPart:
                 for piece, master in zip(exchange.pieces, self.masters[index], strict=True):
                     self._views[piece.name][piece.slices].copy_(master)
                 flat = self._flat[index] if exchange.bucket.dense else None
-                exchange.start_spread(0, self.masters[index], self._views, flat)
+                dtype = self._views[exchange.bucket.names[0]].dtype
+                exchange.start_spread(0, self.masters[index], self._views, dtype, flat)
         self._coming = True
 
     @torch.no_grad()

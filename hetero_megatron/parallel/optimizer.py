@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
-from hetero_megatron.parallel.grad_sync.routes import OwnedPiece
+from hetero_megatron.parallel.grad_sync.routes import OwnedPiece, by_key
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.buckets import IN_FLIGHT
 from hetero_megatron.plans.memory.of_plan import cannot_offload, moments_of
@@ -140,6 +140,8 @@ class ShardedOptimizer:
             holds in part, which the parameters do not have.
 
     Attributes:
+        kept: what this rank keeps of weights that its stage divides, by bucket and piece: masters, or where other
+            pipelines hold them, too, copies in the parameters' dtype.
         updates: how often the masters were changed; those of all ranks are equal between steps.
         after_update: called when they were, before their values are sent; whether it has changed them, too.
     """
@@ -151,17 +153,26 @@ class ShardedOptimizer:
         self.sync, self.offload, self._apart, self.updates = sync, offload, frozenset(apart), 0
         self.after_update: Callable[[], bool] = lambda: False
         self._params = {name: p.detach() for name, p in sync.params.items() if name not in sync.divided_names}
+        # By bucket in which sums go on, arrays of what this rank keeps, which new values come into.
+        self._arrays: dict[int, Mapping[str, torch.Tensor]] = {}
+        self.kept: dict[int, list[torch.Tensor]] = {}
+        for index, exchange in sync.divided.items():
+            if exchange.bucket.onward is not None:
+                assert divided is not None
+                self.kept[index] = divided(exchange.bucket.names, exchange.pieces)
+                self._arrays[exchange.bucket.onward] = by_key(exchange.pieces, self.kept[index])
         self.masters = []
         for exchange in sync.exchanges:
             if exchange.bucket.weights is not None:
                 assert divided is not None
                 values = divided(exchange.bucket.names, exchange.pieces)
                 self.masters.append([_widened(x) for x in values])
+                self.kept[exchange.bucket.index] = self.masters[-1]
             else:
-                self.masters.append([self._master(piece, divided) for piece in exchange.pieces])
+                self.masters.append([self._master(exchange, piece, divided) for piece in exchange.pieces])
         # By bucket and piece: its place in the model, and whether the update can write the new values there.
-        self._places = {e.bucket.index: [(self._view(p), self._copied(p)) for p in e.pieces] for e in sync.exchanges
-                        if e.bucket.weights is None}  # fmt: skip
+        self._places = {e.bucket.index: [(self._view(e, p), self._copied(e, p)) for p in e.pieces]
+                        for e in sync.exchanges if e.bucket.weights is None}  # fmt: skip
         groups = self._groups()
         self.inner = build(groups) if groups else None
 
@@ -173,30 +184,40 @@ class ShardedOptimizer:
                 if piece.name in self._apart:
                     continue
                 decay = len(piece.box.lo) > 1 and not piece.name.endswith("bias")
-                copied = piece.name not in self.sync.divided_names and self._copied(piece)
+                copied = exchange.bucket.weights is None and self._copied(exchange, piece)
                 matrices = exchange.bucket.matrices
                 group = groups.setdefault((matrices, not decay, copied), {"params": [], "decay": decay})
                 if matrices:
                     group["matrices"] = self.sync.params[piece.name].dtype
                 group["params"].append(master)
                 if copied:
-                    group.setdefault("copies", []).append(self._view(piece))
+                    group.setdefault("copies", []).append(self._view(exchange, piece))
         return [groups[key] for key in sorted(groups)]
 
-    def _view(self, piece: OwnedPiece) -> torch.Tensor:
-        """The piece inside the model's parameter, or what that has of it."""
-        return self._params[piece.name][piece.slices]
+    def _values(self, exchange: BucketExchange) -> Mapping[str, torch.Tensor]:
+        """What new values of a bucket come into: the model's parameters, or what the rank keeps of divided ones."""
+        return self._arrays.get(exchange.bucket.index, self._params)
 
-    def _copied(self, piece: OwnedPiece) -> bool:
+    def _view(self, exchange: BucketExchange, piece: OwnedPiece) -> torch.Tensor:
+        """The piece inside the model's parameter, or what that has of it."""
+        return self._values(exchange)[piece.key][piece.slices]
+
+    def _copied(self, exchange: BucketExchange, piece: OwnedPiece) -> bool:
         """Whether the update itself can write the new values there: one piece of memory, beside the master's."""
-        view = self._view(piece)
+        view = self._view(exchange, piece)
         return piece.held and not self.offload and view.is_contiguous() and not in_place(view)
 
-    def _master(self, piece: OwnedPiece, first: FirstValues | None) -> torch.Tensor:
+    def in_place(self, exchange: BucketExchange, piece: OwnedPiece) -> bool:
+        """Whether the piece's master is the memory that new values come into."""
+        if self.offload or exchange.bucket.weights is not None:
+            return False
+        return piece.held and in_place(self._view(exchange, piece))
+
+    def _master(self, exchange: BucketExchange, piece: OwnedPiece, first: FirstValues | None) -> torch.Tensor:
         if not piece.held:
             assert first is not None
             return _widened(first([piece.name], [piece])[0])
-        view = self._view(piece)
+        view = self._view(exchange, piece)
         if self.offload:
             return view.to("cpu", torch.float32, copy=True).contiguous()
         if in_place(view):
@@ -256,7 +277,8 @@ class ShardedOptimizer:
                 self._arrive(actions_open.popleft())
             if hop + 1 == len(exchange.hops):
                 self._keep_own(exchange, masters[bucket], copied)
-            exchange.start_spread(hop, masters[bucket], self._params, self.sync.flat.get(bucket))
+            dtype = self.sync.params[exchange.bucket.names[0]].dtype
+            exchange.start_spread(hop, masters[bucket], self._values(exchange), dtype, self.sync.flat.get(bucket))
             actions_open.append(action)
         for action in actions_open:
             self._arrive(action)
@@ -270,7 +292,8 @@ class ShardedOptimizer:
                 weights.copy_(master)
 
     def _arrive(self, action: Action) -> None:
-        self.sync.by_bucket[action.micro_batch].finish_spread(action.chunk, self._params)
+        exchange = self.sync.by_bucket[action.micro_batch]
+        exchange.finish_spread(action.chunk, self._values(exchange))
 
 
 def _widened(values: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
-from hetero_megatron.plans.canonical import Plan, Stage, WeightSharding
+from hetero_megatron.plans.canonical import Plan, WeightSharding
 from hetero_megatron.plans.context_plan import context_groups
 from hetero_megatron.plans.experts import (
     WORTH_A_HOP,
@@ -34,8 +34,11 @@ from hetero_megatron.plans.experts import (
     sequence_group,
     split_by_island,
 )
-from hetero_megatron.plans.shares import has_context
+from hetero_megatron.plans.shares import has_context, owner_weights
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
+
+if TYPE_CHECKING:
+    from hetero_megatron.plans.division import Division, Groups
 
 Ints = NDArray[np.int64]
 WHOLE_BYTES = 64 << 10  # smaller tensors have one owner: splitting them costs more messages than it saves bytes
@@ -68,6 +71,7 @@ class Bucket:
     """Tensors synchronised together: ``names`` in backward order, ``ranks`` (holders) ascending; ``hops``: one from the
     holders to the owners, or two by way of a representative in each island. ``weights``: how its holders, all of one
     stage, divide them, and ``segment`` the layer (or ``embed``, ``head``) of all its tensors; None: they are whole.
+    ``onward``: the bucket in which what its owners keep is summed up with what other pipelines hold of the same.
     ``trained``: False of weights that are gathered only; ``in_bytes``: these are in 8 or 4 bits, and boxes are those of
     their bytes (``spec.adapted_model.stored_box``). ``matrices``: Muon's, each whole with its owner, which may hold
     only a part of it (``plans/matrices.py``)."""
@@ -80,6 +84,7 @@ class Bucket:
     hops: tuple[Hop, ...]
     weights: WeightSharding | None = None
     segment: int | str | None = None
+    onward: int | None = None
     trained: bool = True
     in_bytes: bool = False
     matrices: bool = False
@@ -166,17 +171,6 @@ def _boxes(tensor: LogicalTensor, stages: Sequence[Mapping[int, Share]]) -> dict
     return boxes
 
 
-def owner_weights(plan: Plan) -> dict[int, float]:
-    """By rank, how much it owns relative to other holders of the same tensors."""
-    weights = {rank: float(s.optimizer.share) for s in plan.stages for rank in s.ranks}
-    for stage in plan.stages:
-        if stage.weights is not None:
-            mean = sum(stage.weights.shard) / len(stage.ranks)
-            for rank, share in zip(stage.ranks, stage.weights.shard, strict=True):
-                weights[rank] *= share / mean
-    return weights
-
-
 def backward_order(tensors: Iterable[LogicalTensor]) -> list[list[LogicalTensor]]:
     """Segments (head, last layer, …, first layer, embedding), and the tensors in them, in the order in which their
     gradients are complete: a bucket that ends inside a layer need not wait for the rest of it. Joint ones, whose
@@ -205,7 +199,11 @@ def make_buckets(
     """The same buckets on every rank, computed without talking; ``holders``: of the tensors, where they are known;
     ``muon``: matrices have whole owners."""
     holders = tensor_holders(plan, spec) if holders is None else holders
-    sharding = plan.sharding_stages if spec.lora is None else {}
+    division = None
+    if plan.sharding_stages and spec.lora is None:
+        from hetero_megatron.plans.division import Division
+
+        division = Division(plan)
     if muon:
         from hetero_megatron.plans.matrices import in_order, matrix_owners
     buckets = list[Bucket]()
@@ -215,18 +213,18 @@ def make_buckets(
             whole_owners = matrix_owners((t for segment in segments for t in segment), layouts, owner_weights(plan))
             segments = tuple(in_order(segments))
         rows = [
-            [(t.name, (layouts[t.name].ranks, t.wide, _dividing(sharding, layouts[t.name]) and t.layer,
-                       t.name in whole_owners)) for t in segment] for segment in segments
+            [(t.name, (layouts[t.name].ranks, t.wide, groups, t.layer if groups else None, t.name in whole_owners))
+             for t in segment for groups in [division.groups(t, layouts[t.name]) if division is not None else ()]]
+            for segment in segments
         ]  # fmt: skip
-        make = _BucketMaker(plan, layouts, itemsize)
-        for (ranks, _, segment, matrices), names in _runs(rows, layouts, bucket_bytes // itemsize):
+        make = BucketMaker(plan, itemsize)
+        for (ranks, _, groups, segment, matrices), names in runs(rows, layouts, bucket_bytes // itemsize):
             if matrices:
                 sources, owners = ({name: sides[name] for name in names} for sides in (layouts, whole_owners))
                 hop = Hop((ranks,), sources, owners)
                 buckets.append(Bucket(len(buckets), ranks, tuple(names), sources, owners, (hop,), matrices=True))
-                continue
-            weights = sharding[ranks[0]].weights if segment is not None else None
-            buckets.append(make(len(buckets), ranks, names, weights, segment))
+            else:
+                buckets += _of_run(make, division, groups, len(buckets), names, layouts, segment)
     return by_islands(buckets, plan.islands, itemsize) if plan.islands else tuple(buckets)
 
 
@@ -243,38 +241,28 @@ def _apart(plan: Plan, holders: Mapping[str, Layout]) -> list[Mapping[str, Layou
     return by_island
 
 
-def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout] | None = None) -> tuple[Bucket, ...]:
-    """Of the frozen weights that stages divide, which are gathered, and never change; ``holders``: of the tensors, if
-    known."""
-    sharding = plan.sharding_stages
-    if spec.lora is None or not sharding:
-        return ()
-    from hetero_megatron.plans.stored_layouts import stored_layouts
-
-    holders = tensor_holders(plan, spec) if holders is None else holders
-    frozen = [t for t in logical_tensors(spec) if not t.trained]
-    holders = stored_layouts((t for t in frozen if _dividing(sharding, holders[t.name])), holders)
-    rows = [
-        [(t.name, (holders[t.name].ranks, t.wide, t.int8 or t.nf4, t.layer)) for t in segment]
-        for segment in backward_order(t for t in frozen if t.name in holders)
-    ]  # fmt: skip
-    make, buckets = _BucketMaker(plan, holders, 4), list[Bucket]()
-    for (ranks, _, in_bytes, segment), names in _runs(rows, holders, BUCKET_BYTES // 4):
-        bucket = make(len(buckets), ranks, names, sharding[ranks[0]].weights, segment)
-        buckets.append(replace(bucket, trained=False, in_bytes=in_bytes))
-    return tuple(buckets)
-
-
-def _dividing(sharding: Mapping[int, Stage], layout: Layout) -> bool | None:
-    """True: several ranks of one stage that divides its weights hold them, and nobody else; else None."""
-    stage = sharding.get(layout.ranks[0])
-    return stage is not None and len(layout.ranks) > 1 and set(layout.ranks) <= set(stage.ranks) or None
+def _of_run(
+    make: BucketMaker, division: Division | None, groups: Groups, first: int, names: Sequence[str],
+    layouts: Mapping[str, Layout], segment: int | str | None,
+) -> list[Bucket]:  # fmt: skip
+    """Buckets from index ``first`` of tensors that ``groups`` divide: one of each group, and where others hold the same
+    tensors one of all holders, in which sums go on from what the groups keep."""
+    if division is None or not groups:
+        return [make(first, names, layouts)]
+    onward, buckets = first + len(groups) if groups != (layouts[names[0]].ranks,) else None, list[Bucket]()
+    for group in groups:
+        held = {name: division.only(layouts[name], group) for name in names}
+        buckets.append(make(first + len(buckets), names, held, division.weights(group), segment, onward))
+    if onward is not None:
+        kept = {name: division.kept(layouts[name], [b.owners[name] for b in buckets]) for name in names}
+        buckets.append(make(onward, names, kept))
+    return buckets
 
 
 Kind = TypeVar("Kind")
 
 
-def _runs(
+def runs(
     rows: Iterable[Iterable[tuple[str, Kind]]], holders: Mapping[str, Layout], most: int
 ) -> Iterator[tuple[Kind, list[str]]]:
     """Tensors of one kind that follow one another, up to ``most`` elements on a rank. ``rows``: (name, kind)."""
@@ -290,25 +278,28 @@ def _runs(
         yield cast(Kind, kind), run
 
 
-class _BucketMaker:
+class BucketMaker:
     """Divides buckets among owners; those of equal layouts are owned alike."""
 
-    def __init__(self, plan: Plan, holders: Mapping[str, Layout], itemsize: int) -> None:
-        self._holders, self._weights, self._whole_below = holders, owner_weights(plan), WHOLE_BYTES // itemsize
+    def __init__(self, plan: Plan, itemsize: int) -> None:
+        self._weights, self._whole_below = owner_weights(plan), WHOLE_BYTES // itemsize
         self._owners: dict[tuple[object, ...], list[Layout]] = {}
         self._divided: dict[tuple[object, ...], dict[str, Layout]] = {}
 
     def __call__(
-        self, index: int, ranks: tuple[int, ...], names: Sequence[str], weights: WeightSharding | None,
-        segment: int | str | None,
+        self, index: int, names: Sequence[str], holders: Mapping[str, Layout], weights: WeightSharding | None = None,
+        segment: int | str | None = None, onward: int | None = None,
     ) -> Bucket:  # fmt: skip
-        sources = {name: self._holders[name] for name in names}
+        """``holders``: of these tensors and perhaps others; of equal layouts, the same ones."""
+        sources = {name: holders[name] for name in names}
         key = (tuple(map(id, sources.values())), _order(names))
         if key not in self._owners:
             owners_of = _owners(sources, self._weights, self._whole_below, key[1], self._divided)
             self._owners[key] = list(owners_of.values())
         owners = dict(zip(names, self._owners[key], strict=True))
-        return Bucket(index, ranks, tuple(names), sources, owners, (Hop((ranks,), sources, owners),), weights, segment)
+        ranks = sources[names[0]].ranks
+        hops = (Hop((ranks,), sources, owners),)
+        return Bucket(index, ranks, tuple(names), sources, owners, hops, weights, segment, onward)
 
 
 def by_islands(buckets: Sequence[Bucket], islands: Islands, itemsize: int = 4) -> tuple[Bucket, ...]:

@@ -14,7 +14,6 @@ from hetero_megatron.layout import Layout, Transfer, transfer
 from hetero_megatron.plans.buckets import (
     BUCKET_BYTES,
     Bucket,
-    frozen_buckets,
     make_buckets,
     plan_groups,
     tensor_holders,
@@ -73,6 +72,10 @@ class CompiledPlan:
     @cached_property
     def frozen(self) -> tuple[Bucket, ...]:
         """In which the frozen weights that stages divide are gathered."""
+        if self.spec.lora is None or not self.plan.sharding_stages:
+            return ()
+        from hetero_megatron.plans.frozen_buckets import frozen_buckets
+
         return frozen_buckets(self.plan, self.spec, self.holders)
 
     @cached_property

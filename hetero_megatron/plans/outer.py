@@ -136,7 +136,7 @@ def fragment_tensors(spec: ModelSpec, outer: Outer) -> list[list[str]]:
 def owners_by_island(outer: Outer, buckets: Sequence[Bucket]) -> list[dict[str, Layout]]:
     """By island, the layout of each tensor's owners there."""
     owners: list[dict[str, Layout]] = [{} for _ in outer.islands]
-    for bucket in buckets:
+    for bucket in (b for b in buckets if b.onward is None):
         owners[outer.island(bucket.ranks[0])].update(bucket.owners)
     return owners
 
@@ -177,7 +177,7 @@ def outer_memory(
     fragments = fragment_tensors(spec, outer)
     owned_elements = {rank: [0] * len(fragments) for rank in plan.ranks}
     fragment_of = {name: i for i, names in enumerate(fragments) for name in names}
-    for bucket in buckets:
+    for bucket in (b for b in buckets if b.onward is None):
         for name, layout in bucket.owners.items():
             for rank in layout.ranks:
                 owned_elements[rank][fragment_of[name]] += layout.elements(rank)

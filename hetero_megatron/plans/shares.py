@@ -311,3 +311,14 @@ def weights_can_be_split(plan: Plan, spec: ModelSpec, source: Source) -> None:
                 key = "tp" if len(set(unit.tp_split)) == 1 else "tp_split"
                 value = unit.tp if key == "tp" else list(unit.tp_split)
                 raise source.error(error.problem, f"{path}.{key}", value, error.accepted) from None
+
+
+def owner_weights(plan: Plan) -> dict[int, float]:
+    """By rank, how much it owns relative to other holders of the same tensors."""
+    weights = {rank: float(s.optimizer.share) for s in plan.stages for rank in s.ranks}
+    for stage in plan.stages:
+        if stage.weights is not None:
+            mean = sum(stage.weights.shard) / len(stage.ranks)
+            for rank, share in zip(stage.ranks, stage.weights.shard, strict=True):
+                weights[rank] *= share / mean
+    return weights

@@ -51,13 +51,7 @@ def weights_can_be_sharded(plan: Plan, stage: Stage, path: str, spec: ModelSpec,
     if len(stage.units) < 2:
         accepted = "a stage with inner replicas or context groups (dp_split, or more ranks than tp)"
         raise source.error("nobody else in the stage holds the same weights", field, len(stage.units), accepted)
-    pipeline_with_same = next((p for p, pipeline in enumerate(plan.pipelines) if stage not in pipeline.stages), None)
-    if pipeline_with_same is not None:
-        accepted = "one pipeline, whose stages have inner replicas (dp_split)"
-        value = plural(len(plan.pipelines), "pipeline")
-        raise source.error(f"pipeline {pipeline_with_same} holds the same layers", field, value, accepted)
     refused = (
-        (spec.moe is not None, "a mixture of experts", "experts"),
         (spec.lora is not None and spec.lora.dora, "DoRA, which measures whole rows in every step", "--use-dora"),
         (stage.optimizer.offload, "an optimizer in host memory", "optimizer.offload"),
         (stage.dtype == "fp8", "products in fp8", "dtype"),

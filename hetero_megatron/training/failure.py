@@ -22,7 +22,10 @@ from hetero_megatron.layout import Box, Layout, refine
 from hetero_megatron.model.gpt import ResidualStream
 from hetero_megatron.parallel.optimizer import owned_norm
 from hetero_megatron.pipeline.step_work import Fetch
+from hetero_megatron.plans import Plan
 from hetero_megatron.plans.buckets import tensor_holders
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.step_numbers import StepStats
 from hetero_megatron.utils.text import listed, notice_line, rank_ranges
@@ -262,33 +265,48 @@ class ReplicaCheck:
         raise refusal(differences, step, self.interval)
 
     def _held_by_several(self) -> Iterator[Part]:
-        rank = self.runtime.comm.rank
-        params, layouts = self._params(), tensor_holders(self.runtime.here.plan, self.runtime.here.spec)
-        if (outer := self.runtime.here.plan.outer) is not None:  # weights of other islands are others
+        rank, plan = self.runtime.comm.rank, self.runtime.here.plan
+        values, layouts = self._values(), _between_uses(plan, self.runtime.here.spec)
+        if (outer := plan.outer) is not None:  # weights of other islands are others
             island = outer.islands[outer.island(rank)]
             layouts = {name: layout.only(island) for name, layout in layouts.items()}
         shared_boxes: dict[int, list[tuple[Box, tuple[int, ...]]]] = {}  # layers share layouts
-        for name in sorted(params.keys() & layouts.keys()):
+        for name in sorted(values.keys() & layouts.keys()):
             layout = layouts[name]
             if id(layout) not in shared_boxes:
                 shared_boxes[id(layout)] = list(_shared(layout, rank))
             yield from ((name, box, holders) for box, holders in shared_boxes[id(layout)])
 
-    def _params(self) -> Mapping[str, torch.Tensor]:
-        boxes = self.runtime.stage_model.boxes
-        sync = self.runtime.sync
+    def _values(self) -> dict[str, list[tuple[Box, torch.Tensor]]]:
+        """What this rank has of each tensor between uses, of which others may have copies."""
+        boxes, sync, divided = self.runtime.stage_model.boxes, self.runtime.sync, self.runtime.divided
         params = {**dict(self.runtime.stage_model.module.named_parameters()), **sync.params}
-        for name in self.runtime.divided.names if self.runtime.divided is not None else ():
-            del params[name]  # nobody has a copy: it is gathered from one owner whenever it is used
-        return {n: p for n, p in params.items() if n in boxes and tuple(p.shape) == tuple(boxes[n].shape)}
+        for name in divided.names if divided is not None else ():
+            del params[name]  # nobody has a copy, but of rows that other pipelines have, too
+        values = {
+            name: [(boxes[name], param.detach())] for name, param in params.items()
+            if name in boxes and tuple(param.shape) == tuple(boxes[name].shape)
+        }  # fmt: skip
+        for piece, rows in divided.owned() if divided is not None else ():
+            if piece.name in sync.divided_names:
+                values.setdefault(piece.name, []).append((piece.box, rows))
+        return values
 
     def _hash(self, name: str, box: Box) -> str:
-        held_box = self.runtime.stage_model.boxes[name]
-        index = tuple(
-            slice(lo - offset, hi - offset) for lo, hi, offset in zip(box.lo, box.hi, held_box.lo, strict=True)
-        )
-        values = self._params()[name].detach()[index].contiguous().cpu()
+        held_box, held = next((b, values) for b, values in self._values()[name] if b.contains(box))
+        values = held[box.slices(held_box)].contiguous().cpu()
         return _digest(memoryview(values.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+
+
+def _between_uses(plan: Plan, spec: ModelSpec) -> Mapping[str, Layout]:
+    """What each rank has of every tensor, of which others may have copies: of weights that its stage divides, rows that
+    other pipelines have, too."""
+    layouts = tensor_holders(plan, spec)
+    for bucket in CompiledPlan(plan, spec).divided if plan.sharding_stages else ():
+        for name, owners in bucket.owners.items():
+            kept = {rank: owners.of(rank) if bucket.onward is not None else () for rank in bucket.ranks}
+            layouts[name] = Layout(layouts[name].shape, {**layouts[name].boxes, **kept})
+    return layouts
 
 
 def _shared(layout: Layout, rank: int) -> Iterator[tuple[Box, tuple[int, ...]]]:

@@ -135,7 +135,8 @@ def restore(
     if optimizer is not None:
         make_states(optimizer, source.kinds, source.moment.numbers)
         taken, _ = owned_state(optimizer, compiled.spec)
-    owners = {name: layout for bucket in compiled.buckets for name, layout in bucket.owners.items()}
+    final = (bucket for bucket in compiled.buckets if bucket.onward is None)
+    owners = {name: layout for bucket in final for name, layout in bucket.owners.items()}
     sent = 0
     for names in _batches(source.layouts):
         pieces = [(name, *_piece(piece, source)) for name in names for piece in moves(name, source, owners)]

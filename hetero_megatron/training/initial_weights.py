@@ -78,16 +78,17 @@ class Adapters:
         base = self.spec.base
         rank, built = runtime.comm.rank, runtime.stage_model
         base_weights = BaseWeights(dict(built.module.named_parameters()), built.scales, built.dtype)
-        buckets = CompiledPlan(runtime.here.plan, base).buckets
+        compiled = CompiledPlan(runtime.here.plan, self.spec)
+        dividing = {name: b.ranks for b in reversed(compiled.frozen) for name in b.names}  # the first stage that does
         owners = {
-            name: layout.of(rank) for b in buckets for name, layout in b.owners.items() if rank in layout.ranks
-        }
+            name: layout.of(rank) for b in CompiledPlan(runtime.here.plan, base).buckets if b.onward is None
+            for name, layout in b.owners.items() if name not in dividing and rank in layout.ranks
+        }  # fmt: skip
         gains = built.row_norms.gains() if built.row_norms is not None else {}
-        pieces = runtime.divided.owned() if runtime.divided is not None else ()
-        divided_names = runtime.divided.names if runtime.divided is not None else ()
-        whole_owners = {name: boxes for name, boxes in owners.items() if name not in divided_names}
+        kept = runtime.divided.owned() if runtime.divided is not None else ()
+        pieces = (pair for pair in kept if rank in dividing[pair[0].name])
         owned = chain(
-            merged(self.spec, base_weights, built.boxes, whole_owners, gains),
+            merged(self.spec, base_weights, built.boxes, owners, gains),
             merged_pieces(self.spec, base_weights, pieces),
         )
         return save_hf(self.config.save_hf, base, owned, dtypes, runtime.world, along)

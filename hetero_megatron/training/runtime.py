@@ -162,7 +162,8 @@ class Runtime:
         built, head = self.stage_model, self.loss.head
         params = {name: p for name, p in built.module.named_parameters() if p.requires_grad}
         sent_as = torch.bfloat16 if self.options.reduce_in_bf16 else None
-        sync = GradientSync(self.comm, params, built.boxes, compiled.buckets, built.chunk_names(), sent_as)
+        late = self.here.stage.weights is not None
+        sync = GradientSync(self.comm, params, built.boxes, compiled.buckets, built.chunk_names(), sent_as, late)
         gradients = built.kernels.weight_gradients
         if self.options.compile_backend is None:
             sync.fuse_wgrad_accumulation(built.products(head=head is None), gradients)
@@ -180,18 +181,16 @@ class Runtime:
             return None
         require_plain(self.options, f"{self.here.path}.weights", "weights cannot be divided")
         buckets = [bucket for bucket in compiled.divided if self.comm.rank in bucket.ranks]
+        params, kernels = dict(built.module.named_parameters()), built.kernels
         divided = DividedWeights(
-            self.here.stage, self.here.spec.tied, buckets, dict(built.module.named_parameters()), sync.divided_sums,
-            self.comm, built.stored_boxes, built.kernels.weight_gradients,
+            self.here.stage, self.here.spec.tied, buckets, params, sync.divided_sums, self.comm, built.stored_boxes,
+            kernels.weight_gradients,
         )  # fmt: skip
         apply_divided_weights(built.module, divided)
         self.executor.weights = divided
         if self.optimizer is not None:
-            trained = {e.bucket.index: owned for e, owned in zip(sync.exchanges, self.optimizer.masters, strict=True)}
-            divided.attach({
-                bucket.index: trained[bucket.index] if bucket.trained
-                else built.owned_values(bucket.names, divided.pieces[bucket.index]) for bucket in buckets
-            })  # fmt: skip
+            frozen = {b.index: built.owned_values(b.names, divided.pieces[b.index]) for b in buckets if not b.trained}
+            divided.attach(self.optimizer.kept | frozen)
         return divided
 
     def _outer_steps(self, compiled: CompiledPlan) -> OuterSteps | None:

@@ -30,7 +30,7 @@ from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, mak
 from tests.support.moe_reference import BalancedModel
 from tests.support.mtp_reference import add_predictions, prediction_losses
 from tests.support.muon_reference import LogicalMuon, our_muon
-from tests.support.random_plans import MIXTURES, divide_weights, random_features, random_model, random_plan
+from tests.support.random_plans import divide_weights, random_features, random_model, random_plan
 from tests.support.vendors import load_as_asked, with_attention
 
 EOD = 0
@@ -78,7 +78,7 @@ def random_case(seed: int, dtype: str = "fp64", most_pipelines: int = 3, divided
     layers = model.get("num_hidden_layers") or model["n_layer"]
     heads = model.get("num_attention_heads") or model["n_head"]
     plan = random_plan(rng, layers, heads, seq_length=rng.randint(8, 16), ranks=ranks, most_pipelines=most_pipelines)
-    if divided and model["model_type"] not in MIXTURES:
+    if divided:
         divide_weights(random.Random(f"weights {seed}"), plan, heads)
     return Case(
         seed, ranks, model, plan, dtype,

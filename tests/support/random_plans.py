@@ -118,9 +118,8 @@ def random_weights(rng: random.Random, ranks: int, tp: int) -> dict[str, Any]:
 def divide_weights(rng: random.Random, plan: dict[str, Any], heads: int) -> None:
     """Have most stages that can divide their weights do so."""
     canonical, _ = expand(from_data(plan), heads)
-    if len(canonical.pipelines) > 1:
-        return
-    for spelled, stage in zip(plan["pipelines"][0]["stages"], canonical.stages, strict=True):
+    stages = [spelled for pipeline in plan["pipelines"] for spelled in pipeline["stages"]]
+    for spelled, stage in zip(stages, canonical.stages, strict=True):
         splits = {unit.tp_split for unit in stage.units}
         if len(stage.units) > 1 and rng.random() < 0.7:
             tp = stage.units[0].tp if len(splits) == 1 else 0

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
-from hetero_megatron.parallel.grad_sync.flat_memory import GradientSums
+from hetero_megatron.parallel.grad_sync.flat_memory import FlatTensors, GradientSums
+from hetero_megatron.parallel.grad_sync.routes import by_key
 from hetero_megatron.plans.buckets import IN_FLIGHT
 
 
@@ -57,4 +58,14 @@ class DividedSums:
                 empty = self._sums.view(exchange.bucket.names[0])
                 owned[bucket] = [empty.new_zeros(piece.box.shape) for piece in exchange.pieces]
                 self._sums.taken(bucket)
+        return owned
+
+    def hand_on(self) -> dict[int, list[torch.Tensor]]:
+        """:meth:`finish`, but what goes on in another bucket is handed to the sums, as gradients of that."""
+        owned = self.finish()
+        for bucket, exchange in self._exchanges.items():
+            if exchange.bucket.onward is not None:
+                views = by_key(exchange.pieces, owned.pop(bucket))
+                empty = self._sums.empty(exchange.bucket.names[0])
+                self._sums.handed[exchange.bucket.onward] = FlatTensors(empty, views)
         return owned

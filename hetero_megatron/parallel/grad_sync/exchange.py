@@ -255,15 +255,18 @@ class BucketExchange:
         boxes: of this rank's parameters in their logical tensors.
         sent_as: dtype in which gradients travel; None: as they are.
         routes: routes by layouts (which live as long as the buckets do), of other buckets of this rank; added to.
+        kept: pieces that this rank keeps of the bucket's tensors, where its stage divides them: sums are of these, and
+            parameters come into arrays of them, which :func:`by_key` names; None: they are whole.
     """
 
     def __init__(
         self, bucket: Bucket, comm: Comm, boxes: Mapping[str, Box], routes: dict[tuple[object, ...], HopRoutes],
-        sent_as: torch.dtype | None = None,
+        sent_as: torch.dtype | None = None, kept: Sequence[OwnedPiece] | None = None,
     ) -> None:  # fmt: skip
         self.bucket = bucket
-        layers = [local_pieces(bucket.hops[0].sources, comm.rank, boxes)]
-        layers += [local_pieces(hop.targets, comm.rank, boxes) for hop in bucket.hops]
+        kept_boxes = {p.name: [q.box for q in kept if q.name == p.name] for p in kept} if kept is not None else None
+        layers = [local_pieces(bucket.hops[0].sources, comm.rank, boxes, kept_boxes)]
+        layers += [local_pieces(hop.targets, comm.rank, boxes, kept_boxes) for hop in bucket.hops]
         self.pieces = layers[-1]
         self.hops = []
         for hop, sources, targets in zip(bucket.hops, layers[:-1], layers[1:], strict=True):
@@ -281,11 +284,11 @@ class BucketExchange:
 
     def start_reduce(self, hop: int, grads: FlatTensors | None = None) -> None:
         """Send partial sums a hop towards their owners; ``grads``: the bucket's, for the first hop, kept as needed.
-        They are views of one memory [elements of the bucket]."""
+        Of a dense bucket they are views of one memory [elements of the bucket]."""
         exchange = self.hops[hop]
         if hop == 0:
             assert grads is not None
-            self._arrays = [grads.views[s.name] for s in exchange.sources]
+            self._arrays = [grads.views[s.key] for s in exchange.sources]
             self._memory = grads.memory
         arrays: list[torch.Tensor] = self._arrays  # type: ignore[assignment]  # all are there until they are packed
         exchange.start(arrays, self._memory[:0], self._memory)
@@ -310,13 +313,15 @@ class BucketExchange:
             hop.forget()
 
     def start_spread(
-        self, hop: int, masters: Sequence[torch.Tensor], params: Mapping[str, torch.Tensor], flat: FlatTensors | None
-    ) -> None:
+        self, hop: int, masters: Sequence[torch.Tensor], params: Mapping[str, torch.Tensor], dtype: torch.dtype,
+        flat: FlatTensors | None,
+    ) -> None:  # fmt: skip
         """Send the updated owned pieces (or, of an earlier hop, what came of them) a hop towards their holders.
 
-        ``flat``: where the parameters lie one after the other, with all owned ones up to date; for dense buckets.
+        ``dtype``: of the parameters; ``flat``: where they lie one after the other, with all owned ones up to date; for
+        dense buckets.
         """
-        exchange, dtype = self.hops[hop], params[self.bucket.names[0]].dtype
+        exchange = self.hops[hop]
         last = hop + 1 == len(self.hops)
         memory = flat.memory if flat is not None else None
         exchange.start_back(masters if last else _views(exchange.targets, params), dtype, memory)
@@ -329,7 +334,7 @@ class BucketExchange:
 
 def _views(pieces: Sequence[OwnedPiece], params: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Pieces inside the local parameters, [rows, columns] each."""
-    return [params[p.name][p.slices] for p in pieces]
+    return [params[p.key][p.slices] for p in pieces]
 
 
 def _part(arrays: Sequence[torch.Tensor | None], index: int, at: Slices) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,17 +12,22 @@ from hetero_megatron.ops.gemm import joint_rows
 from hetero_megatron.plans.buckets import Bucket
 
 
+@dataclass(frozen=True)
 class FlatTensors:
-    """Tensors of given shapes one after the other in one piece of memory.
+    """Tensors one after the other in one piece of memory, or, where nobody asks for that, apart.
 
     Attributes:
-        memory: [elements]; views: every tensor, by name, in order.
+        memory: [elements], [0] of tensors that lie apart; views: every tensor, by name, in order.
     """
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], memory: torch.Tensor) -> None:
-        self.memory = memory
+    memory: torch.Tensor
+    views: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Sequence[int]], memory: torch.Tensor) -> FlatTensors:
+        """Those of given shapes in ``memory`` [elements]."""
         parts = zip(shapes.items(), memory.split([math.prod(shape) for shape in shapes.values()]), strict=True)
-        self.views = {name: part.view(*shape) for (name, shape), part in parts}
+        return cls(memory, {name: part.view(*shape) for (name, shape), part in parts})
 
 
 @torch.no_grad()
@@ -43,7 +49,7 @@ def flatten_parameters(
         sizes = [sum(params[name].numel() for name in bucket.names) for bucket in run]
         memory = params[run[0].names[0]].new_empty(sum(sizes))
         for bucket, part in zip(run, memory.split(sizes), strict=True):
-            flat[bucket.index] = FlatTensors({name: params[name].shape for name in bucket.names}, part)
+            flat[bucket.index] = FlatTensors.of({name: params[name].shape for name in bucket.names}, part)
             for name, view in flat[bucket.index].views.items():
                 if params[name].untyped_storage().nbytes():
                     view.copy_(params[name])
@@ -61,6 +67,7 @@ class GradientSums:
         filled: names whose memory holds a sum of this step; all other memory holds anything.
         keep: whether memory that could be given up stays from one step to the next, for whoever has its address.
         allocated: by bucket; made when its first gradient comes.
+        handed: the same of buckets whose gradients were summed up elsewhere before.
     """
 
     def __init__(self, params: Mapping[str, torch.nn.Parameter], buckets: Iterable[Bucket]) -> None:
@@ -70,17 +77,21 @@ class GradientSums:
         self.filled: set[str] = set()
         self.keep = False
         self.allocated: dict[int, FlatTensors] = {}
+        self.handed: dict[int, FlatTensors] = {}
 
     def view(self, name: str) -> torch.Tensor:
         """The memory of a parameter's gradient, of its shape."""
         index = self.bucket_of[name]
         if index not in self.allocated:
-            first = self._params[name]
             shapes = {n: self._params[n].shape for n in self._buckets[index].names}
-            wide_dtype = torch.promote_types(first.dtype, torch.float32)
-            memory = first.new_empty(sum(map(math.prod, shapes.values())), dtype=wide_dtype)
-            self.allocated[index] = FlatTensors(shapes, memory)
+            memory = self.empty(name, sum(map(math.prod, shapes.values())))
+            self.allocated[index] = FlatTensors.of(shapes, memory)
         return self.allocated[index].views[name]
+
+    def empty(self, name: str, elements: int = 0) -> torch.Tensor:
+        """[elements] of the dtype and on the device of a parameter's gradient."""
+        param = self._params[name]
+        return param.new_empty(elements, dtype=torch.promote_types(param.dtype, torch.float32))
 
     def sum(self, name: str) -> torch.Tensor:
         """The sum so far; zeros where nothing has come."""
@@ -99,6 +110,8 @@ class GradientSums:
 
     def whole(self, bucket: int) -> FlatTensors:
         """All sums of a bucket, to be sent."""
+        if bucket in self.handed:
+            return self.handed[bucket]
         for name in self._buckets[bucket].names:
             self.sum(name)
         return self.allocated[bucket]
@@ -112,5 +125,5 @@ class GradientSums:
 
     def give_up(self, bucket: int) -> None:
         """The bucket was sent and summed up elsewhere."""
-        if not self.keep:
+        if self.handed.pop(bucket, None) is None and not self.keep:
             del self.allocated[bucket]

@@ -16,7 +16,7 @@ from hetero_megatron.ops.gemm import WeightGradients, WeightKernel, joint_rows
 from hetero_megatron.parallel.grad_sync.divided_sums import DividedSums
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.flat_memory import GradientSums, flatten_parameters
-from hetero_megatron.parallel.grad_sync.routes import HopRoutes
+from hetero_megatron.parallel.grad_sync.routes import HopRoutes, OwnedPiece
 from hetero_megatron.parallel.side_stream import SideStream
 from hetero_megatron.plans.buckets import Bucket
 from hetero_megatron.plans.program import sync_actions
@@ -43,11 +43,14 @@ class GradientSync:
         buckets: of the plan.
         sent_as: dtype in which gradients travel between ranks; None: that of their sums.
         chunks: names of the parameters of each of the stage's chunks; a name may be in several. None: all in one.
+        late: buckets start when backward is over, as the same ranks gather weights in it: which of several transfers of
+            one group a rank starts first must not depend on when earlier ones end.
 
     Attributes:
-        exchanges: of the buckets that this rank is in, in their order; by_bucket: by the bucket's index.
-        divided: those among them of weights that the stage divides, divided_names; divided_sums: of their gradients,
-            None without such weights.
+        exchanges: of the buckets that this rank is in, in their order, but those of which sums go on in another one;
+            by_bucket: by the bucket's index; all_exchanges: those, too.
+        divided: of weights that the stage divides, also where sums go on, by bucket, divided_names; divided_sums: of
+            their gradients, None without such weights.
         reduces, all_gathers: what this rank does in every step, in order.
         flat: the parameters of every dense bucket, by its index.
         sums: this rank's partial gradients of the step.
@@ -61,24 +64,31 @@ class GradientSync:
         buckets: Sequence[Bucket],
         chunks: Sequence[Collection[str]] | None = None,
         sent_as: torch.dtype | None = None,
+        late: bool = False,
     ) -> None:
-        self.params = params
+        self.params, self._late = params, late
         routes: dict[tuple[object, ...], HopRoutes] = {}
-        self.exchanges = [BucketExchange(b, comm, boxes, routes, sent_as) for b in buckets if comm.rank in b.ranks]
+        self.all_exchanges = list[BucketExchange]()
+        kept: dict[int, Sequence[OwnedPiece]] = {}  # by bucket in which sums go on
+        for bucket in (b for b in buckets if comm.rank in b.ranks):
+            exchange = BucketExchange(bucket, comm, boxes, routes, sent_as, kept.get(bucket.index))
+            self.all_exchanges.append(exchange)
+            if bucket.onward is not None:
+                kept[bucket.onward] = exchange.pieces
+        self.exchanges = [e for e in self.all_exchanges if e.bucket.onward is None]
         self.by_bucket = {e.bucket.index: e for e in self.exchanges}
-        self.divided = {index: e for index, e in self.by_bucket.items() if e.bucket.weights is not None}
+        self.divided = {e.bucket.index: e for e in self.all_exchanges if e.bucket.weights is not None}
         self.reduces, self.all_gathers = sync_actions(buckets, comm.rank)
         self.flat = flatten_parameters(params, [
             e.bucket for e in self.exchanges if e.bucket.dense and e.bucket.weights is None
         ])  # fmt: skip
-        self.sums = GradientSums(params, [e.bucket for e in self.exchanges])
+        self.sums = GradientSums(params, [e.bucket for e in self.all_exchanges if e.bucket.index not in kept])
         self._reduction: StepReduction | None = None
         self._aside = SideStream(comm.accelerator)
         self.divided_names = {name for e in self.divided.values() for name in e.bucket.names}
         self.divided_sums = DividedSums(self.divided, self.sums) if self.divided else None
-        self._chunks = [
-            [name for name in names if name not in self.divided_names] for names in chunks or (params.keys(),)
-        ]
+        self._divided_owned: dict[int, list[torch.Tensor]] | None = None  # by bucket, once backward is over
+        self._chunks = [list(names) for names in chunks or (params.keys(),)]
         self._ahead: set[str] = set()  # whose gradients have come before the last backward begins
         self._captured: list[str] | None = None  # whose gradients a graph that is being captured computes
         # Garbage collection does not look into hooks: one that held this object would keep all parameters forever.
@@ -147,7 +157,7 @@ class GradientSync:
             self._captured.append(name)
             return
         self.sums.filled.add(name)
-        if self._reduction is not None and name not in self.divided_names:
+        if self._reduction is not None and not self._late:
             self._reduction.has_come(name)
 
     @contextmanager
@@ -196,6 +206,8 @@ class GradientSync:
                 are there; None: those of any of its parameters may come.
         """
         assert self._reduction is not None, "before begin"
+        if self._late:
+            return
         names, ahead_names = self._chunks[chunk], self._ahead
         if products is not None:
             ids = {id(weight) for weight in products}
@@ -209,7 +221,13 @@ class GradientSync:
             CommError: a peer is gone.
         """
         assert self._reduction is not None, "before begin"
+        self._end_divided()
         self._reduction.complete(action)
+
+    def _end_divided(self) -> None:
+        """Backward is over: sums of divided weights are complete, and some of them go on."""
+        if self.divided_sums is not None and self._divided_owned is None:
+            self._divided_owned = self.divided_sums.hand_on()
 
     def finish(self) -> list[list[torch.Tensor]]:
         """Complete what is left; the step ends, and the next gradient begins another one.
@@ -224,16 +242,15 @@ class GradientSync:
         if self._reduction is None:
             self.begin(self.reduces)
         assert self._reduction is not None
-        undivided_sums = iter(self._reduction.finish())
-        divided = self.divided_sums.finish() if self.divided_sums is not None else {}
+        self._end_divided()
+        undivided_sums, divided = iter(self._reduction.finish()), self._divided_owned or {}
         owned = [divided[index] if index in divided else next(undivided_sums) for index in self.by_bucket]
-        self._reduction = None
+        self._reduction = self._divided_owned = None
         self.sums.filled.clear()
         for pieces, exchange in zip(owned, self.exchanges, strict=True):
             for tensor in pieces if not exchange.in_place else ():
                 self._aside.give(tensor)
         return owned
-
 
     def rehearsed(self) -> None:
         """Send the sums off as a step does, and forget them: what was added up so far was no step's."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hetero_megatron.layout import Box, Layout, reduction
 from hetero_megatron.plans.buckets import Hop
 
 Slices = tuple[slice, ...]
 Parts = list[tuple[int, Slices]]  # (which array, where in it)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class OwnedPiece:
         slices: of what the rank itself holds of it, inside the local parameter: all of it, but of a matrix that it owns
             whole perhaps only a part; inside: of the same, in the box.
         offset: of its first element in the bucket's flat gradient.
+        key: of the array that it is in: the tensor's name, or of a tensor of which the rank keeps several boxes, and
+            this is not in the first one, name and number.
     """
 
     name: str
@@ -28,6 +32,7 @@ class OwnedPiece:
     slices: Slices
     offset: int
     inside: Slices = ()
+    key: str = ""
 
     @property
     def held(self) -> bool:
@@ -35,17 +40,37 @@ class OwnedPiece:
         return not self.inside
 
 
-def local_pieces(layouts: Mapping[str, Layout], rank: int, boxes: Mapping[str, Box]) -> list[OwnedPiece]:
-    """A rank's boxes of every tensor, and where they lie in its parameters and in a flat buffer."""
+def local_pieces(
+    layouts: Mapping[str, Layout], rank: int, boxes: Mapping[str, Box], kept: Mapping[str, Sequence[Box]] | None = None
+) -> list[OwnedPiece]:
+    """A rank's boxes of every tensor, and where they lie in its parameters, or in what it keeps of these between uses,
+    and in a flat buffer."""
     pieces, offset = [], 0
     for name, layout in layouts.items():
+        places = (boxes[name],) if kept is None else kept.get(name, ())
         for box in layout.of(rank):
-            local_box = box if boxes[name].contains(box) else box.intersect(boxes[name]) or Box(box.lo, box.lo)
+            number, place = next(((i, b) for i, b in enumerate(places) if b.contains(box)), (0, places[0]))
+            local_box = box if place.contains(box) else box.intersect(place) or Box(box.lo, box.lo)
             box_index = () if local_box is box else local_box.slices(box)
-            local_index = local_box.slices(boxes[name]) if local_box.size else (slice(0, 0),) * len(local_box.lo)
-            pieces.append(OwnedPiece(name, box, local_index, offset, box_index))
+            local_index = local_box.slices(place) if local_box.size else (slice(0, 0),) * len(local_box.lo)
+            pieces.append(OwnedPiece(name, box, local_index, offset, box_index, array_key(name, number)))
             offset += box.size
     return pieces
+
+
+def array_key(name: str, number: int) -> str:
+    """Of the array of a tensor's box with this number among those that a rank keeps."""
+    return f"{name}[{number}]" if number else name
+
+
+def by_key(pieces: Iterable[OwnedPiece], values: Iterable[T]) -> dict[str, T]:
+    """The values of pieces by their keys as arrays of their own: those of a tensor are numbered."""
+    counts: dict[str, int] = defaultdict(int)
+    keyed: dict[str, T] = {}
+    for piece, value in zip(pieces, values, strict=True):
+        keyed[array_key(piece.name, counts[piece.name])] = value
+        counts[piece.name] += 1
+    return keyed
 
 
 class HopRoutes:

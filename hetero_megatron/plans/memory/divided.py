@@ -6,25 +6,27 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from hetero_megatron.plans.buckets import Bucket, with_counts
+import numpy as np
+
+from hetero_megatron.plans.buckets import Bucket, Ints, with_counts
 
 
 class DividedBytes(NamedTuple):
     """Bytes on a rank: most of the weights that are whole at once; at the worst moment of a step, gradients and
-    messages under way, less what there is less of weights and activations than at most; gradients under way beside
-    those of weights that are not divided."""
+    messages under way, less what there is less of weights and activations than at most."""
 
     weights: int = 0
     moving: int = 0
-    behind_others: int = 0
 
 
 def owned_bytes(buckets: Iterable[Bucket], item: int, moments: int) -> dict[int, int]:
-    """By rank, what it keeps of divided weights: frozen ones as they are stored, of others masters, moments and sums of
-    gradients."""
+    """By rank, what it keeps of divided weights: frozen ones as they are stored, of others sums of gradients, and
+    masters and moments, or, where other pipelines hold the same, values."""
     by_rank: dict[int, int] = defaultdict(int)
     for bucket, _, owned_elements in with_counts(buckets):
-        element_bytes = max(item, 4) * (moments + 2) if bucket.trained else 1 if bucket.in_bytes else item
+        element_bytes = 1 if bucket.in_bytes else item
+        if bucket.trained:
+            element_bytes = max(item, 4) * (moments + 2) if bucket.onward is None else max(item, 4) + item
         for rank, elements in zip(bucket.ranks, owned_elements.tolist(), strict=True):
             by_rank[rank] += elements * element_bytes
     return by_rank
@@ -38,6 +40,25 @@ def frozen_bytes(buckets: Iterable[Bucket], item: int) -> dict[int, int]:
         for rank, bytes_of_rank in zip(bucket.ranks, away.tolist(), strict=True):
             by_rank[rank] += bytes_of_rank
     return by_rank
+
+
+def copied_masters(bucket: Bucket) -> Ints:
+    """[ranks] elements that each rank owns and that do not lie in one piece where it holds them: their masters are
+    copies in full precision, too."""
+    copied = np.zeros(len(bucket.ranks), np.int64)
+    if bucket.dense or bucket.weights is not None:
+        return copied
+    for name, owners in bucket.owners.items():
+        for i, rank in enumerate(bucket.ranks):
+            held_columns = {(box.lo[1:], box.hi[1:]) for box in bucket.holders[name].of(rank)}
+            apart = (x for x in owners.of(rank) if (x.lo[1:], x.hi[1:]) not in held_columns and x.hi[0] - x.lo[0] > 1)
+            copied[i] += sum(box.size for box in apart)
+    return copied
+
+
+def bucket_buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
+    """[2, ranks] bytes while a bucket of several ranks is under way, and while it is summed."""
+    return np.array(buffer_bytes(held, owned, held.sum() / owned.sum(), item, bucket.dense)).astype(np.int64)
 
 
 def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:

@@ -199,10 +199,6 @@ class DividedMoments:
     def _buckets(self, step: Step) -> tuple[BucketBytes, ...]:
         return self._parts.get(step, PartBytes()).buckets
 
-    def behind_others(self) -> int:
-        """Bytes of gradients under way while those of weights that are not divided travel, at the end of a step."""
-        return _size(self._last_sent()[1 - IN_FLIGHT :])
-
     def _left_under_way(self) -> list[BucketBytes]:
         """Of the backward before."""
         return self._last_sent() if self._repeats else []

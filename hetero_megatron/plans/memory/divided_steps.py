@@ -44,7 +44,7 @@ def divided_bytes(
             moving = _put_off_gradients(parts) + _under_way(stage, parts)
         else:
             moving = moments.most() - weights - most
-        all_bytes[rank] = DividedBytes(weights, moving, moments.behind_others())
+        all_bytes[rank] = DividedBytes(weights, moving)
     return all_bytes
 
 

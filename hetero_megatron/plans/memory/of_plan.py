@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.cluster import Chip, Cluster, format_bytes
-from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, frozen_buckets, make_buckets, plan_groups
+from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, make_buckets, plan_groups
 from hetero_megatron.plans.canonical import Plan, Stage
 from hetero_megatron.plans.experts import Islands, rank_shares
 from hetero_megatron.plans.fp8 import Fp8
@@ -22,7 +22,7 @@ from hetero_megatron.plans.memory.activations import (
     host_kept_bytes,
     most_held,
 )
-from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes, frozen_bytes
+from hetero_megatron.plans.memory.divided import DividedBytes, bucket_buffers, copied_masters, frozen_bytes
 from hetero_megatron.plans.program import held_by_stages, moments_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.plans.shares import has_context
@@ -147,14 +147,15 @@ def estimate_memory(
     item = ITEM_BYTES[dtype]
     out = plan_activations(plan, spec, item, logits_bytes, routing, fp8, graphs)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
-    held_elements, owned, buffers, owned_divided = (np.zeros(len(index), np.int64) for _ in range(4))
+    held_elements, owned, copied, owned_divided, buffers = (np.zeros(len(index), np.int64) for _ in range(5))
     # Bytes of each rank's latest buckets, in the order of sending: [under way | being summed, IN_FLIGHT, ranks].
     recent = np.zeros((2, IN_FLIGHT, len(index)), np.int64)
     places: dict[tuple[int, ...], Ints] = {}
-    counts_of_layout: dict[object, tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
+    counts_of_layout: dict[object, tuple[Ints, Ints, Ints, Ints]] = {}
     buckets = buckets if buckets is not None else make_buckets(plan, spec, muon=muon)
     divided, elsewhere, matrices = dict[int, DividedBytes](), dict[int, int](), None
     if plan.sharding_stages:
+        from hetero_megatron.plans.frozen_buckets import frozen_buckets
         from hetero_megatron.plans.memory.divided_steps import divided_bytes
 
         work: dict[int, tuple[RankWork, ...]] = {}
@@ -171,31 +172,31 @@ def estimate_memory(
     for bucket in buckets:
         key = bucket.layout_key
         if key not in counts_of_layout:
-            bucket_held, bucket_owned = bucket.counts()
-            counts_of_layout[key] = bucket_held, bucket_owned, _buffers(bucket, bucket_held, bucket_owned, item)
+            counts_of_layout[key] = _counts(bucket, item)
         if bucket.ranks not in places:
             places[bucket.ranks] = np.array([index[r] for r in bucket.ranks], np.int64)
-        rank_indices, (bucket_held, bucket_owned, moving) = places[bucket.ranks], counts_of_layout[key]
+        rank_indices, (bucket_held, bucket_owned, moving, apart) = places[bucket.ranks], counts_of_layout[key]
         if bucket.weights is not None:
-            owned_divided[rank_indices] += bucket_owned
+            owned_divided[rank_indices] += bucket_owned * (bucket.onward is None)
             continue
         held_elements[rank_indices] += bucket_held
         owned[rank_indices] += bucket_owned
+        copied[rank_indices] += apart
         if bucket.matrices and matrices is not None:
             moving = matrices.add(bucket, rank_indices, bucket_held, bucket_owned)
         last = np.concatenate([recent[:, 1:, rank_indices], moving[:, None]], axis=1)
         recent[:, :, rank_indices] = last
-        first_added = last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0)
-        buffers[rank_indices] = np.maximum.reduce([buffers[rank_indices], first_added, moving.max(axis=0)])
+        most = np.maximum(last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0), moving.max(axis=0))
+        buffers[rank_indices] = np.maximum(buffers[rank_indices], most)
     frozen = _frozen(plan, spec, item) if spec.lora is not None else {}
-    columns = (column.tolist() for column in (held_elements, owned, owned_divided, buffers))
-    for rank, holds, owns, owns_divided, most_buffers in zip(plan.ranks, *columns, strict=True):
+    columns = (column.tolist() for column in (held_elements, owned, copied, owned_divided, buffers))
+    for rank, holds, owns, copies, owns_divided, most_buffers in zip(plan.ranks, *columns, strict=True):
         frozen_elements, saved = frozen.get(rank, (0, 0))
         weights, gradients, optimizer = state_bytes(holds + frozen_elements, owns, item, moments, holds, saved)
         rank_divided = divided.get(rank, DividedBytes())
         weights += rank_divided.weights - elsewhere.get(rank, 0)
         gradients += owns_divided * max(item, 4)
-        optimizer += owns_divided * max(item, 4) * (moments + 1)  # masters are copies in any dtype
+        optimizer += (owns_divided * (moments + 1) + copies) * max(item, 4)  # masters are copies in any dtype
         if matrices is not None:
             i = index[rank]
             optimizer += int(matrices.more[i]) - int(matrices.owned[i]) * (moments - 1) * max(item, 4)
@@ -204,9 +205,16 @@ def estimate_memory(
         if rank in plan.offloading:
             optimizer, host = 0, host + host_bytes(owns + owns_divided, moments)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
-        most_buffers += rank_divided.behind_others if most_buffers else 0
         out[rank] = replace(out[rank], buffers=most_buffers, moving=rank_divided.moving, **states)
     return out if plan.outer is None else _with_outer_steps(out, plan, spec, buckets, max(item, 4))
+
+
+def _counts(bucket: Bucket, item: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """By rank of a bucket, elements held and owned, [2, ranks] bytes under way and while they are summed, and elements
+    owned whose masters are copies in any case."""
+    (held, owned), several = bucket.counts(), len(bucket.ranks) > 1
+    moving = bucket_buffers(bucket, held, owned, item) if several else np.zeros((2, 1), np.int64)
+    return held, owned, moving, copied_masters(bucket) if several and item > 2 else np.zeros_like(held)
 
 
 def _with_outer_steps(
@@ -242,13 +250,6 @@ def _frozen(plan: Plan, spec: ModelSpec, item: int) -> dict[int, tuple[int, int]
         }  # fmt: skip
         frozen |= {rank: sizes[share] for rank, share in share_of_rank.items()}
     return frozen
-
-
-def _buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
-    """[2, ranks] bytes while the bucket is under way, and while it is summed."""
-    if len(bucket.ranks) == 1:
-        return np.zeros((2, 1), np.int64)
-    return np.array(buffer_bytes(held, owned, held.sum() / owned.sum(), item, bucket.dense)).astype(np.int64)
 
 
 def plan_activations(

@@ -40,7 +40,7 @@ def replica_bytes(
         nodes: by rank.
     """
     owned_states = dict.fromkeys(sorted(plan.ranks), 0)
-    for bucket, _, owned_elements in with_counts(buckets):
+    for bucket, _, owned_elements in with_counts(b for b in buckets if b.onward is None):
         for rank, count in zip(bucket.ranks, owned_elements.tolist(), strict=True):
             owned_states[rank] += count * (moments if bucket.matrices else 1 + moments)
     ranks, sizes = list(owned_states), [count * max(ITEM_BYTES[dtype], 4) for count in owned_states.values()]

@@ -73,9 +73,10 @@ class SyncStructure:
             if key not in contents:
                 contents[key] = *bucket.counts(), self._hops(bucket, places)
             held_elements, owned_elements, rows = contents[key]
-            self.held[places] += held_elements
-            self.owned[places] += owned_elements
             self._contents.append(rows)
+            if bucket.onward is None:
+                self.held[places] += held_elements
+                self.owned[places] += owned_elements
         self.hops = max((len(b.hops) for b in self.buckets), default=1)
 
     def serves(self, model: CostModel) -> bool:
@@ -196,7 +197,10 @@ class GradSync:
             into = np.zeros(len(rows))
             for k in present[id(places)].tolist():
                 stage, part, chunk = rows[k]
-                into[k] = self._into_backward(stage, part, chunk, layers)
+                if stage.weights is not None:  # sums start when backward is over
+                    into[k] = self._into_backward(stage, part, chunk, ["embed", stage.chunks[chunk][0]])
+                else:
+                    into[k] = self._into_backward(stage, part, chunk, layers)
             return np.asarray(start[places] + into[kind[places]])
 
         return ready

@@ -36,6 +36,10 @@ PIPELINES = {
         pipe(1, 2, stage([0], [0, 4])), pipe(3, 1, stage([1, 2], [0, 4], tp=1, dp_split=[1, 2])),
         pipe(1, 3, stage([5, 3], [0, 1], tp=2), stage([4], [1, 4])),
     ]),
+    "divided weights": ([[0, 1, 2], [3, 4]], [
+        pipe(2, 1, stage([0, 1], [0, 4], weights={"shard": [1, 2]})), pipe(1, 2, stage([2], [0, 4])),
+        pipe(2, 2, stage([3, 4], [0, 4], weights={"shard": [3, 1], "gather": "step"})),
+    ]),
 }  # fmt: skip
 
 

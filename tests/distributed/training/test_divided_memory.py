@@ -20,8 +20,8 @@ from tests.support.small_plans import pipe, plan, stage
 
 
 def random_run(draw: random.Random, most_layers: int, directory: Path) -> RunConfig:
-    """Of one or two stages with shares of which some may be 0, dtypes, adapters, recompute, activations in host memory,
-    tied embeddings and ways of gathering at will."""
+    """Of one pipeline or two, one or two stages each, with shares of which some may be 0, dtypes, adapters, recompute,
+    activations in host memory, tied embeddings and ways of gathering at will."""
     hidden, heads, layers = draw.choice([256, 512]), draw.choice([4, 8]), draw.randint(1, most_layers)
     model = {
         "model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
@@ -50,7 +50,13 @@ def random_run(draw: random.Random, most_layers: int, directory: Path) -> RunCon
             more["activations"] = {"offload": draw.choice(["all", {"first": 1}])}
         members = [*range(s * ranks, (s + 1) * ranks)]
         stages.append(stage(members, [a, b], dp_split=rows, weights={"shard": shard, **way}, **more))
-    spelled = plan([pipe(sum(rows), draw.choice([1, 2]), *stages)], seq_length=draw.choice([16, 64, 256]))
+    pipelines = [pipe(sum(rows), draw.choice([1, 2]), *stages)]
+    if draw.random() < 0.4:  # another pipeline, which may divide the same, cut elsewhere
+        first, wide = ranks * len(stages), draw.choice([{}, {"tp": 2}])
+        members = [*range(first, first + 2 * wide.get("tp", 1))]
+        divided = draw.choice([{}, {"weights": {"shard": [draw.choice([1, 2, 5]) for _ in members]}}])
+        pipelines.append(pipe(3, 2, stage(members, [0, layers], dp_split=[1, 2], **wide, **divided)))
+    spelled = plan(pipelines, seq_length=draw.choice([16, 64, 256]))
     (directory / "plan.yaml").write_text(dump_yaml(plan_from_dict(spelled, spec)))
     return configure(words, {})
 

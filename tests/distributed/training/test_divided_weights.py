@@ -33,12 +33,14 @@ def _divided(case: Case) -> bool:
     return any("weights" in s for p in case.plan["pipelines"] for s in p["stages"])
 
 
+def _random(seed: int, dtype: str = "fp64") -> Case:
+    """Of one pipeline, or of one to three, which hold the same layers."""
+    return random_case(seed, dtype, most_pipelines=1 if seed % 2 else 3, divided=True)
+
+
 def _cases() -> Iterator[Case]:
-    """Of plans with one pipeline, those that divide some weights, which takes replicas or context groups."""
-    for seed in count(SEED):
-        case = random_case(seed, most_pipelines=1, divided=True)
-        if _divided(case):
-            yield case
+    """Of plans that divide some weights, which takes replicas or context groups."""
+    return filter(_divided, map(_random, count(SEED)))
 
 
 FOUND, REST = list[Case](), _cases()
@@ -54,7 +56,7 @@ def test_random_divided_plan_equals_one_process(index: int) -> None:
     """Every fourth case also runs in fp32, every eighth in bf16."""
     check_case(_case(index), shared_pool())
     for each, dtype in ((4, "fp32"), (8, "bf16")):
-        case = random_case(_case(index).seed, dtype, most_pipelines=1, divided=True)
+        case = _random(_case(index).seed, dtype)
         if index % each == 0 and _divided(case):
             check_case(case, shared_pool())
 
@@ -63,12 +65,14 @@ def test_random_divided_plan_equals_one_process(index: int) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_all_moments_of_gathering_give_the_same_bits(schedule: str) -> None:
     """A micro-batch of 4 rows, and a last one of 2, of which one replica has none; the head's matrix is the
-    embedding's; a TP pair and its replica keep unlike shares, one of them nothing."""
+    embedding's; a TP pair and its replica keep unlike shares, one of them nothing; another pipeline cuts the model
+    elsewhere."""
     bits = []
     for way in WAYS:
         first = stage([0, 1], [0, 1], dp_split=[3, 1], weights={"shard": [1, 3], **way})
         second = stage([2, 3, 4, 5], [1, 3], tp=2, dp_split=[3, 1], weights={"shard": [2, 0, 1, 1], **way})
-        case = fixed_case(LLAMA, plan([pipe(4, 3, first, second)], schedule=schedule))
+        other = pipe(2, 2, stage([6, 7], [0, 3], dp_split=[1, 1], weights={"shard": [2, 3], **way}))
+        case = fixed_case(LLAMA, plan([pipe(4, 3, first, second), other], schedule=schedule))
         _, ranks = run_case(case, shared_pool())
         bits.append(ranks)
     for way, other in zip(WAYS[1:], bits[1:], strict=True):

@@ -118,7 +118,7 @@ def test_a_dry_rank_sends_and_holds_what_a_real_one_does(dtype: str, tmp_path: P
         assert (dry.parameters, dry.optimizer) == (weights, optimizer)
         estimate = estimates[rank]
         assert estimate.weights == weights
-        assert 0.8 * optimizer <= estimate.optimizer <= optimizer  # without the copies of non-contiguous pieces
+        assert estimate.optimizer == optimizer
         # The formula adds up what is rarely alive at the same time: it is right within a factor.
         assert 0.75 * dry.peak <= estimate.total <= 1.6 * dry.peak
 
@@ -141,7 +141,7 @@ def test_divided_weights_are_in_the_estimate_to_the_byte(way: int, tmp_path: Pat
         if kind.get("reshard_after_forward", True):
             assert dry.parameters == estimate.weights
         assert dry.parameters <= estimate.weights and dry.optimizer == estimate.optimizer
-        assert 0.97 * dry.peak <= estimate.total <= 1.2 * dry.peak, (rank, dry.peak, estimate)
+        assert 0.97 * dry.peak <= estimate.total <= 1.25 * dry.peak, (rank, dry.peak, estimate)
 
 
 @pytest.mark.slow
@@ -165,7 +165,8 @@ def test_divided_weights_of_a_tied_head_and_of_chunks_are_in_the_estimate(schedu
 def test_a_dry_rank_sends_what_a_real_one_with_divided_weights_does(tmp_path: Path) -> None:
     first = stage([0, 1, 2], [0, 4], dp_split=[1, 2, 1], weights={"shard": [5, 1, 2]})
     second = stage([3, 4], [4, 6], dp_split=[3, 1], weights={"shard": [1, 3], "gather": "micro-batch"})
-    run = config("bf16", tmp_path, plan([pipe(4, 5, first, second)], seq_length=48))
+    other = stage([5, 6], [0, 6], weights={"shard": [1, 2]})
+    run = config("bf16", tmp_path, plan([pipe(4, 5, first, second), pipe(2, 2, other)], seq_length=48))
     real = shared_pool().run(real_step, run)
     for rank in run.plan.ranks:
         total: dict[int, int] = {}

@@ -11,7 +11,7 @@ import pytest
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import Case, check_case, fixed_case
 from tests.support.pool import shared_pool
-from tests.support.random_plans import random_experts, random_plan, random_stage
+from tests.support.random_plans import divide_weights, random_experts, random_plan, random_stage
 from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
 
@@ -59,6 +59,7 @@ def moe_case(seed: int, family: str | None = None) -> Case:
             if wide or rng.random() < 0.8:
                 columns = model.get("moe_intermediate_size", model["intermediate_size"])
                 one["experts"] = random_experts(rng, one["ranks"], count, columns, 1 if wide else 3)
+    divide_weights(random.Random(f"weights {seed}"), spelled, model["num_attention_heads"])
     if wide:
         spelled["islands"] = two_islands(rng, spelled["pipelines"][0]["stages"][0]["experts"][0])
     return Case(

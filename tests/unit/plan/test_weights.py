@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hetero_megatron.cli.configure import configure
+from hetero_megatron.layout import Box
 from hetero_megatron.plans import Plan, dump_yaml, load_plan, plan_from_dict
 from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.canonical import WeightSharding
@@ -20,7 +23,6 @@ from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.presets import load_model
 from hetero_megatron.training.runtime_options import RuntimeOptions, require_plain
 from hetero_megatron.utils.yaml_document import parse_document
-from tests.support.moe_models import MOE_FAMILIES
 from tests.support.refusals import refused
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
@@ -71,16 +73,10 @@ def test_refusals() -> None:
     ):  # fmt: skip
         with refused(f"{first}.{field}", *words):
             _one(weights, ranks, **more)
-    with refused(f"{first}.weights", "pipeline 1 holds the same layers", "one pipeline"):
-        pipelines = [pipe(4, 2, stage([0, 1], ENDS, weights={})), pipe(4, 2, stage([2], ENDS))]
-        plan_from_dict(plan(pipelines, 64), SPEC)
     with refused(f"{first}.optimizer", "weights: {gather: step}"):
         _plan(stage([0, 1], ENDS, optimizer={"shard_weights": True}))
     with refused(f"{first}.weights", "DoRA", "no weights key"):
         _plan(stage([0, 1], ENDS, weights={}), spec=adapted(SPEC, Lora(2, 4.0, dora=True)))
-    with refused(f"{first}.weights", "mixture of experts"):
-        moe = from_hf_config(MOE_FAMILIES["mixtral"])
-        _plan(stage([0, 1], [0, moe.num_layers], weights={}), spec=moe)
 
 
 @pytest.mark.parametrize("shard", [[1, 1], [3, 1], [1, 0]])
@@ -95,6 +91,37 @@ def test_owners_keep_what_their_shares_say(shard: list[int]) -> None:
         assert abs(got - share / sum(shard)) < 1e-3
     # They travel inside forward and backward: the step's end has nothing of them, and that is a valid step.
     assert sync_actions(buckets, 0) == ((), ()) and CompiledPlan(made, spec).schedules()
+
+
+def test_every_stage_divides_what_its_pipeline_holds_once() -> None:
+    """Three pipelines, cut unlike, of unlike TP, one of them whole: what a rank keeps is what its shares say, and of it
+    the rank owns a part; every element has one owner; an embedding that two stages of a pipeline hold stays whole."""
+    spec = replace(SPEC, tied=True)
+    first = [stage([0, 1, 2], [0, 4], weights={"shard": [1, 3, 0]}), stage([3], [4, 6])]
+    second = [stage([4, 5, 6, 7], [0, 6], tp=2, weights={"shard": [1, 1, 3, 2]})]
+    pipelines = [pipe(6, 1, *first), pipe(2, 1, *second), pipe(1, 1, stage([8], [0, 6]))]
+    compiled = CompiledPlan(plan_from_dict(plan(pipelines, 64), spec), spec)
+    kept: dict[str, dict[int, tuple[Box, ...]]] = {name: {} for name in compiled.holders}
+    for bucket in compiled.divided:
+        assert bucket.ranks in ((0, 1, 2), (4, 5, 6, 7)) and bucket.onward is not None
+        assert {compiled.buckets[bucket.onward].names} == {bucket.names}
+        for name, owners in bucket.owners.items():
+            kept[name] |= owners.boxes
+    names = {name for b in compiled.divided if b.ranks[0] == 0 for name in b.names}
+    assert names == {t.name for t in stage_tensors(spec, range(4), False, False)}
+    final, counts = [b for b in compiled.buckets if b.onward is None], np.zeros(9)
+    for bucket in final:
+        for name, owners in bucket.owners.items():
+            covered = np.zeros(owners.shape, int)
+            for rank, box in owners.items():
+                covered[box.slices()] += 1
+                assert any(x.contains(box) for x in kept[name].get(rank, compiled.holders[name].of(rank)))
+            assert (covered == 1).all(), name
+    for bucket in compiled.divided:
+        counts[list(bucket.ranks)] += bucket.counts()[1]
+    for ranks, shares in (([0, 1, 2], [1, 3, 0]), ([4, 6], [1, 3]), ([5, 7], [1, 2])):
+        assert np.allclose(counts[ranks] / counts[ranks].sum(), np.array(shares) / sum(shares), atol=0.02)
+    assert compiled.schedules()  # ranks meet in the sums of kept rows in one order
 
 
 def test_a_frozen_base_is_divided_and_adapters_stay_whole() -> None:
