@@ -277,8 +277,7 @@ class RunConfig:
         dtype: of weights and activations: fp32, bf16, fp16 or fp64.
         fp8: what the linear modules of layers compute in, where no stage says otherwise; None: ``dtype``.
         loss_scale: constant 1 except for fp16.
-        check_nan: end the run at the first loss or gradient that is not finite, instead of skipping the step; what a
-            gradient of fp16 does is the loss scale's affair.
+        check_nan: end the run at the first loss or gradient (but of fp16) that is not finite; else skip the step.
         reduce_in_bf16: gradients are rounded to bf16 where they travel between ranks.
         deterministic: refuse operators that do not give the same bits every time.
         platform: name of the platform to run on; None: the one that is here.
@@ -288,19 +287,17 @@ class RunConfig:
         logits_bytes: where the logits of a micro-batch on a rank would be more, head and loss go through it in chunks.
         balancing: of the experts, where the model has some.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
-        allow_over_memory: ranks that need more than their chip has are no reason to refuse.
+        allow_over_memory: do not refuse ranks that need more than their chip has.
         load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
         model_directory: the Hugging Face directory that --model names; what is in it besides weights travels along.
         save_hf: where the weights go at the end, as a Hugging Face directory; None: nowhere.
         save_hf_dtype: of its tensors; None: of each that which it had where it came from, of new ones ``dtype``.
         skip_train: evaluate once, and nothing else.
-        notices: what was accepted without effect, and why; rank 0 prints them.
-        preference: the loss of preference pairs; None: that of tokens.
+        notices: what was accepted without effect, and why. preference: the loss of pairs; None: that of tokens.
         reference_hf: directory whose safetensors are the reference's weights; None: those that the run begins with.
-        reference_logps: file of the reference's log-probabilities, written unless it is there; None: they are in memory
-            only, where the reference is not computed in each step.
-        distillation: the loss beside a teacher, which runs (``role``) or whose scores are in a file
-            (``teacher_scores``, of the model in ``teacher_hf``, None: of any); None: there is no teacher.
+        reference_logps: file of the reference's log-probabilities, written unless it is there; None: not in a file.
+        distillation: the loss beside a teacher; None: there is none. It runs (``role``), or its scores are in a file
+            (``teacher_scores``, of the model in ``teacher_hf``, None: of any).
         role: a second model that only runs forward, on ranks of its own or on the same ones.
         scores: what a run writes that trains nothing.
         grpo: each step learns from answers that are sampled for it; None: from the data.
@@ -356,9 +353,8 @@ class RunConfig:
     @cached_property
     def compiled(self) -> CompiledPlan:
         """The plan for the model, compiled once for all that this process does with it."""
-        return CompiledPlan(
-            self.plan, self.spec, pairs=self.preference is not None, muon=self.optimizer.name == "muon"
-        )
+        pairs, muon = self.preference is not None, self.optimizer.name == "muon"
+        return CompiledPlan(self.plan, self.spec, pairs=pairs, muon=muon)
 
     @cached_property
     def forward_role(self) -> ForwardRole | None:
@@ -368,8 +364,7 @@ class RunConfig:
         from hetero_megatron.plans.forward_only import role_of
 
         forwards = 2 if self.preference is not None and self.preference.estimates_kl else 1
-        role = self.role.name, self.role.spec, self.role.top_k
-        return role_of(self.plan, self.spec, *role, self.cluster, forwards)
+        return role_of(self.plan, self.spec, self.role.name, self.role.spec, self.role.top_k, self.cluster, forwards)
 
     @property
     def compiled_role(self) -> CompiledPlan:
@@ -381,9 +376,8 @@ class RunConfig:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """All groups of the run, for ``Comm.create_groups``."""
         own_groups = self.compiled.groups
-        if self.role is None:
-            return own_groups
-        return (*own_groups, *sorted(set(self.compiled_role.forward_groups) - set(own_groups)))
+        of_role = () if self.role is None else self.compiled_role.forward_groups
+        return (*own_groups, *sorted(set(of_role) - set(own_groups)))
 
     @property
     def steps(self) -> int:
