@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from hetero_megatron.planner.report.text import format_comparisons, format_plan,
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.planner.whatif.islands_apart import WORTH, IslandsApart, best_apart
 from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner
 from hetero_megatron.planner.whatif.runtime_plans import best_for
@@ -26,7 +27,7 @@ from hetero_megatron.plans.memory.of_plan import moments_of
 from hetero_megatron.plans.routing import EVEN, routing_of
 from hetero_megatron.plans.runtimes.table import RUNTIMES, written
 from hetero_megatron.predictor.cost.cost_options import CostOptions
-from hetero_megatron.utils.text import format_seconds
+from hetero_megatron.utils.text import format_seconds, plural
 
 Progress = Callable[[str], None]
 OBJECTIVES = ("tokens", "cost", "deadline")
@@ -62,6 +63,53 @@ class FoundFor:
             f" {self.prediction.tokens_per_second:,.0f} tokens/s; without its limits {format_seconds(unlimited)}"
             f" ({self.slower:.2f}x)"
         )
+
+
+@dataclass(frozen=True)
+class FoundApart:
+    """The best plan with outer steps between islands.
+
+    Attributes:
+        found: its islands, and what steps wait for exchanges.
+        without_seconds: predicted, of a step of the best plan without outer steps.
+    """
+
+    plan: Plan
+    prediction: Prediction
+    found: IslandsApart
+    without_seconds: float
+
+    @property
+    def speedup(self) -> float:
+        """Against the best plan without outer steps."""
+        return self.without_seconds / self.prediction.step_seconds
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is so much faster that another loss is worth a thought."""
+        return self.speedup >= WORTH
+
+    @property
+    def file(self) -> str:
+        """The plan file."""
+        return f"# {self}\n{self.plan.text()}"
+
+    def __str__(self) -> str:
+        outer, seconds = self.plan.canonical.outer, self.prediction.step_seconds
+        assert outer is not None
+        islands = " | ".join(_names(nodes) for nodes in self.found.nodes)
+        form = "" if outer.compress == "none" else f" in {outer.compress}"
+        parts = "" if outer.fragments == 1 else f", {outer.fragments} fragments in turn"
+        late = f", {plural(outer.delay, 'step')} beside the computing" if outer.delay else ""
+        return (
+            f"outer steps between the islands {islands}: {format_seconds(seconds)} per step, {self.speedup:.2f} x as "
+            f"fast as without ({format_seconds(self.without_seconds)}); weights are exchanged every {outer.every} steps"
+            f"{form}{parts}{late}, {self.found.waiting:.1%} of a step waits for it"
+        )
+
+
+def _names(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes) if len(nodes) <= 3 else f"{nodes[0]} to {nodes[-1]} ({len(nodes)} nodes)"
 
 
 @dataclass(frozen=True)
@@ -157,6 +205,20 @@ class Found:
         question, compiled = self.prediction.asked, compiled_plan(chosen)
         predicted = Prediction(chosen, self.cluster, runtime_plan.prediction, question, compiled)
         return FoundFor(runtime, chosen, predicted, predicted.step_seconds / self.step_seconds, runtime_plan.considered)
+
+    def apart(self, every: int, progress: Progress | None = None) -> FoundApart:
+        """The best plan of the same question whose islands train apart and exchange weights at most ``every`` steps
+        after one another, so that its loss is not that of one process.
+
+        Raises:
+            UserError: a model without outer steps, or no part of the cluster can train apart.
+        """
+        found = best_apart(self.problem.on(self.cluster.described), every, self.budget, progress)
+        made_for = self.plan.canonical.made_for
+        chosen = replace(self.plan, canonical=replace(found.plan, made_for=made_for))
+        question, compiled = self.prediction.asked, compiled_plan(chosen)
+        predicted = Prediction(chosen, self.cluster, found.prediction, question, compiled)
+        return FoundApart(chosen, predicted, found, self.step_seconds)
 
     def as_json(self) -> dict[str, Any]:
         """Everything that the report says, as JSON data."""

@@ -25,6 +25,7 @@ from hetero_megatron.plans import dump_yaml
 from hetero_megatron.plans.export import FORMATS, export
 from hetero_megatron.plans.made_for import OPTIMIZERS
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
+from hetero_megatron.plans.outer import MOST_STEPS
 from hetero_megatron.plans.runtimes.table import RUNTIMES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
@@ -55,6 +56,10 @@ def main(argv: Sequence[str]) -> int:
     notices = [*positions_notice(Model.of(spec_read), args.seq_length), *cluster.notices]
     for notice in notices:
         print(notice_line(notice), file=sys.stderr)
+    if args.allow_outer is not None and (model.spec.moe is not None or model.spec.lora is not None):
+        feature = "adapters" if model.spec.lora is not None else "a mixture of experts"
+        raise UserError(f"there are no outer steps for {feature}", field="--allow-outer", value=args.allow_outer,
+                        accepted="the command without it")  # fmt: skip
     if args.shop:
         from hetero_megatron.cli.plan_shop import main as shop
 
@@ -74,6 +79,8 @@ def main(argv: Sequence[str]) -> int:
         planned = search(model, cluster, progress=say, elapsed=elapsed, **_question(args))
     if args.runtime:
         return _for_runtime(args, planned)
+    if args.allow_outer is not None:
+        return _apart(args, planned)
     if args.out:
         write_text(args.out, "--out", planned.file)
     try:  # the report may take longer than the search did
@@ -126,6 +133,27 @@ def _for_runtime(args: Namespace, found: Found) -> int:
         })  # fmt: skip
     else:
         print(best.file, best.plan.explain(found.cluster), best, sep="\n")
+    return 0
+
+
+def _apart(args: Namespace, found: Found) -> int:
+    """The plan that --allow-outer asks for: with outer steps where they are faster, else without."""
+    apart = found.apart(args.allow_outer, None if args.json or args.quiet else partial(_say, what="islands"))
+    better = apart.pays
+    file, prediction = (apart.file, apart.prediction) if better else (found.file, found.prediction)
+    if args.out:
+        write_text(args.out, "--out", file)
+    if args.html:
+        write_text(args.html, "--html", prediction.page())
+    if args.json:
+        print_json({
+            "outer": better, "speedup": apart.speedup, "waiting": apart.found.waiting, "nodes": apart.found.nodes,
+            "without_seconds": apart.without_seconds, "file": file, **prediction.as_json(),
+        })  # fmt: skip
+        return 0
+    print(_without_packed(file), prediction.plan.explain(found.cluster), "", sep="\n")
+    said = "the loss then depends on the plan, see docs/outer_steps.md" if better else "so the plan is one without"
+    print(f"{apart}; {said}")
     return 0
 
 
@@ -193,6 +221,7 @@ def _parser() -> ArgumentParser:
     add("--export", metavar="FORMAT:FILE", help=f"also write the plan for others: {', '.join(FORMATS)}")
     add("--for", dest="runtime", choices=tuple(RUNTIMES),
         help="the best plan that it can express, and its file")  # fmt: skip
+    add("--allow-outer", type=count(2, MOST_STEPS), metavar="N", help="also outer steps, at most N apart")
     add("--shop", metavar="CARD,CARD", help="what more of these cards would buy")
     add("--prices", metavar="FILE", help="for --shop (docs/planner.md)")
     add("--budget", type=Number(float, 1e-6, 1e15), metavar="N", help="for --shop, in the currency of --prices")
@@ -223,6 +252,12 @@ def _check(args: Namespace) -> None:
     for flag in ("compare", "fallbacks", "no_baselines"):
         if args.runtime and getattr(args, flag):
             raise UserError("--for has no such report", field="--" + flag.replace("_", "-"), accepted="one of the two")
+    for flag in ("runtime", "compare", "fallbacks", "no_baselines", "export", "shop", "teacher_hf", "reference_hf"):
+        if args.allow_outer is not None and getattr(args, flag):
+            name = "--for" if flag == "runtime" else "--" + flag.replace("_", "-")
+            raise UserError("--allow-outer knows nothing of it", field=name, accepted="one of the two")
+    if args.allow_outer is not None and args.objective != "tokens":
+        raise UserError("--allow-outer looks for speed", field="--objective", value=args.objective, accepted="tokens")
     check_writable(args.out, "--out")
     check_writable(args.html, "--html")
     if args.fallbacks:

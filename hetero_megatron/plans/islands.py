@@ -104,7 +104,7 @@ def _near(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
     long, the one that loads links the least in all.
     """
     priced, straight = [], make_buckets(plan, model)
-    for islands in divisions(plan, cluster):
+    for islands in divisions(plan.ranks, cluster):
         divided = replace(plan, islands=islands)
         buckets, tokens = by_islands(straight, islands), list(_token_moves(divided, model))
         if any(len(b.hops) > 1 for b in buckets) or any(twice for twice, _ in tokens):
@@ -133,26 +133,27 @@ def with_islands_where_quick(plan: Plan, model: ModelSpec, cluster: Cluster) -> 
     return add_islands(plan, model, cluster) if cluster.world_size <= SEARCHED else plan
 
 
-def divisions(plan: Plan, cluster: Cluster) -> list[Islands]:
-    """The plan's ranks in islands, for every bandwidth up to which links could be cut; those of unknown speed stay."""
-    speeds = sorted({s for a, b in _ends(plan.ranks, cluster) if (s := _bandwidth(cluster, a, b)) is not None})
+def divisions(ranks: Sequence[int], cluster: Cluster, alone: bool = False) -> list[Islands]:
+    """Ranks in islands, for every bandwidth up to which links could be cut, the slowest first; those of unknown speed
+    stay. ``alone``: also every rank as an island."""
+    speeds = sorted({s for a, b in _ends(ranks, cluster) if (s := _bandwidth(cluster, a, b)) is not None})
     divisions_of_ranks: dict[Islands, None] = {}
-    for cut in speeds[:-1]:
-        parent = {r: r for r in plan.ranks}
+    for cut in speeds if alone else speeds[:-1]:
+        parent = {r: r for r in ranks}
 
         def root(rank: int, parent: dict[int, int] = parent) -> int:
             while parent[rank] != rank:
                 parent[rank] = rank = parent[parent[rank]]
             return rank
 
-        for a, b in _ends(plan.ranks, cluster, every=True):
+        for a, b in _ends(ranks, cluster, every=True):
             speed = _bandwidth(cluster, a, b)
             if speed is None or speed > cut:
                 parent[root(a)] = root(b)
         groups: dict[int, list[int]] = defaultdict(list)
-        for rank in plan.ranks:
+        for rank in ranks:
             groups[root(rank)].append(rank)
-        if 1 < len(groups) < len(plan.ranks):
+        if 1 < len(groups) < len(ranks) + alone:
             divisions_of_ranks[tuple(sorted(tuple(g) for g in groups.values()))] = None
     return list(divisions_of_ranks)
 

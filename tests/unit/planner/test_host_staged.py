@@ -104,7 +104,7 @@ def test_islands_are_cut_along_staged_links() -> None:
             },
         }
         cluster = cluster_from_dict(data)
-        assert divisions(plan_from_dict(replicas(4), SPEC), cluster) == found
+        assert divisions(plan_from_dict(replicas(4), SPEC).ranks, cluster) == found
 
 
 def staged(case: Case, seed: int) -> Case:

@@ -1,0 +1,117 @@
+"""Islands that train apart (`plan --allow-outer`): their shares of the batch against all shares, exchanges that change
+training no more than they have to, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hetero_megatron.cli.main import main
+from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.cluster.subset import shrink
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.search.driver import search
+from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.whatif.islands_apart import WAITING, IslandsApart, best_apart
+from hetero_megatron.plans.outer import COMPRESS
+from hetero_megatron.predictor.simulate.step import predict
+from hetero_megatron.spec import load_model
+
+BATCH, EVERY = 8, 16
+
+
+def far_apart(bandwidth: str, chips: tuple[int, int] = (2, 2)) -> dict[str, Any]:
+    """Two nodes of unlike chips, with a slow link between them."""
+    return {
+        "version": 1,
+        "nodes": [
+            {"name": "here", "chip": "fast", "chips_per_node": chips[0]},
+            {"name": "there", "chip": "slow", "chips_per_node": chips[1]},
+        ],
+        "chips": {
+            "fast": {"memory": "24 GiB", "tflops": {"bf16": 120}, "memory_bandwidth": "900 GB/s", "dtypes": ["bf16"]},
+            "slow": {"memory": "24 GiB", "tflops": {"bf16": 40}, "memory_bandwidth": "450 GB/s", "dtypes": ["bf16"]},
+        },
+        "links": {
+            "intra_node": {"bandwidth": "20 GB/s", "latency": "10 us"},
+            "inter_node": {"bandwidth": bandwidth, "latency": "30 us"},
+        },
+    }  # fmt: skip
+
+
+def problem(bandwidth: str) -> PlanningProblem:
+    options = SearchOptions(space=SearchSpace(more_schedules="never"))
+    return PlanningProblem(load_model("gpt2"), cluster_from_dict(far_apart(bandwidth)), 256, BATCH, options)
+
+
+def apart(bandwidth: str) -> IslandsApart:
+    return best_apart(problem(bandwidth), EVERY)
+
+
+@pytest.mark.slow
+def test_shares_of_the_batch_are_nearly_the_best_of_all() -> None:
+    asked = problem("20 MB/s")
+    found = best_apart(asked, EVERY)
+    assert found.plan.outer is not None and found.plan.outer.islands == ((0, 1), (2, 3))
+    assert [node for (node,) in found.nodes] == ["here", "there"]
+    alone = found.prediction.step_seconds - found.prediction.parts["outer"]
+    least = min(
+        max(search(asked.on(shrink(asked.cluster, ranks)).with_batch(size)).best.step_seconds
+            for ranks, size in (((0, 1), batch), ((2, 3), BATCH - batch)))
+        for batch in range(1, BATCH)
+    )  # fmt: skip
+    assert alone <= 1.1 * least  # the islands meet once in every step, for loss and norm
+    again = predict(found.plan, asked.model, asked.cluster, options=asked.options.costs)
+    assert again.step_seconds == pytest.approx(found.prediction.step_seconds)
+
+
+@pytest.mark.slow
+def test_slower_links_never_get_exchanges_that_change_training_less() -> None:
+    """In the order of the settings: whether they go on beside the computing, in how many bits, how often."""
+    forms, before = list(COMPRESS), (0, 0, 0)
+    for bandwidth in ("5 GB/s", "200 MB/s", "20 MB/s"):
+        found = apart(bandwidth)
+        outer = found.plan.outer
+        assert outer is not None and outer.every <= EVERY and outer.every % outer.fragments == 0
+        now = outer.delay, forms.index(outer.compress), outer.every
+        assert now >= before, bandwidth
+        assert found.waiting <= WAITING or now[:2] == (1, len(forms) - 1) and outer.every == EVERY
+        before = now
+    assert before > (0, 0, 2)
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_faster_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, out = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
+    words = ["plan", "--model", "gpt2", "--seq-length", "256", "--global-batch-size", "512", "--cluster", str(cluster),
+             "--more-schedules", "never", "--allow-outer", "16", "--out", str(out)]  # fmt: skip
+    cluster.write_text(yaml.safe_dump(far_apart("200 MB/s", (1, 3))))
+    assert main([*words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["outer"] and said["speedup"] > 1.2 and "outer:" in out.read_text()
+    cluster.write_text(yaml.safe_dump(far_apart("20 GB/s", (1, 3)) | {"links": {
+        "intra_node": {"bandwidth": "20 GB/s", "latency": "10 us"}, "inter_node": {"bandwidth": "20 GB/s"},
+    }}))  # fmt: skip
+    assert main([*words, "--quiet"]) == 0
+    assert "outer:" not in out.read_text() and "so the plan is one without" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--allow-outer", "1"], "--allow-outer"),
+        (["--allow-outer", "8", "--for", "megatron"], "--for: --allow-outer knows nothing of it"),
+        (["--allow-outer", "8", "--lora-rank", "4"], "--allow-outer = 8: there are no outer steps for adapters"),
+    ],
+)
+def test_refused(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(yaml.safe_dump(far_apart("20 MB/s")))
+    asked = ["--model", "gpt2", "--seq-length", "256", "--global-batch-size", "8", "--cluster", str(cluster)]
+    assert main(["plan", *asked, *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err and len([line for line in err.splitlines() if "error" in line]) == 1, err
