@@ -22,6 +22,7 @@ __all__ = [
     "Cluster",
     "Comparison",
     "Found",
+    "FoundApart",
     "FoundFor",
     "Memory",
     "Model",
@@ -42,7 +43,7 @@ _MODULES = {
     "api.inputs": ("Cluster", "Model"),
     "api.jobs": ("Answer", "Trained", "generate", "train"),
     "api.plans": ("Comparison", "Memory", "Plan", "Prediction", "memory", "predict"),
-    "api.search": ("Found", "FoundFor", "plan"),
+    "api.search": ("Found", "FoundApart", "FoundFor", "plan"),
     "api.shop": ("Offers", "shop"),
     "errors": ("UserError",),
 }

@@ -11,6 +11,7 @@ from hetero_megatron.api.plans import Prediction as Prediction
 from hetero_megatron.api.plans import memory as memory
 from hetero_megatron.api.plans import predict as predict
 from hetero_megatron.api.search import Found as Found
+from hetero_megatron.api.search import FoundApart as FoundApart
 from hetero_megatron.api.search import FoundFor as FoundFor
 from hetero_megatron.api.search import plan as plan
 from hetero_megatron.api.shop import Offers as Offers

@@ -23,6 +23,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import dump_yaml
 from hetero_megatron.plans.export import FORMATS, export
+from hetero_megatron.plans.islands import divisions
 from hetero_megatron.plans.made_for import OPTIMIZERS
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.plans.outer import MOST_STEPS
@@ -31,7 +32,9 @@ from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.exit_codes import INTERRUPTED
 from hetero_megatron.utils.outputs import try_folder
-from hetero_megatron.utils.text import WorkLine, format_seconds, notice_line
+from hetero_megatron.utils.text import WorkLine, format_seconds, notice_line, plural
+
+SYNCING = 0.25  # part of a step for gradients and weights, or of the chips idle, above which outer steps are mentioned
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
         print_json(planned.as_json())
     else:
         print(planned.comparisons(), flush=True)
+        _tell_of_outer_steps(planned)
     if args.export:  # last: what the format cannot say is refused, and the plan and its report are there
         kind, _, name = args.export.partition(":")
         exported = planned.plan.canonical, planned.plan.model.spec, planned.cluster.described, planned.plan.dtype
@@ -155,6 +159,18 @@ def _apart(args: Namespace, found: Found) -> int:
     said = "the loss then depends on the plan, see docs/outer_steps.md" if better else "so the plan is one without"
     print(f"{apart}; {said}")
     return 0
+
+
+def _tell_of_outer_steps(found: Found) -> None:
+    """Where slow links hold steps up or leave chips idle, what could be asked."""
+    parts, model, cluster = found.result.best.prediction.parts, found.plan.model.spec, found.cluster.described
+    share = (parts["gradients"] + parts["parameters"]) / found.step_seconds
+    idle = cluster.world_size - len(found.plan.canonical.ranks)
+    held_up = share > SYNCING or idle > SYNCING * cluster.world_size
+    if held_up and model.moe is None and model.lora is None and divisions(range(cluster.world_size), cluster):
+        print(f"{share:.0%} of a step passes with gradients and weights between ranks, {plural(idle, 'chip')} idle: "
+              "--allow-outer N compares islands that exchange weights at most N steps after one another, under which "
+              "the loss depends on the plan")  # fmt: skip
 
 
 def _say(text: str, what: str = "search", line: WorkLine | None = None) -> None:

@@ -1,8 +1,8 @@
 """Islands that train apart, beside the best plan whose gradients cross all links in every step.
 
-Islands are what remains together when all links up to a bandwidth are cut. Of each the search finds the best plan, for a
-share of the batch by its speed, and outer steps join them (``plans/outer.py``): those that change training least of all
-that keep the islands from waiting for each other.
+Islands are what remains together when all links up to a bandwidth are cut. Of each the search finds the best plan, for
+a share of the batch by its speed, and outer steps join them (``plans/outer.py``): those that change training least of
+all that keep the islands from waiting for each other.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from hetero_megatron.predictor.simulate.step import Prediction, predict
 
 MOST_DIVISIONS, MOST_ISLANDS = 4, 4  # of the cluster that are tried, the slowest links cut first; of each
 ROUNDS = 2  # of dividing the batch by what the islands took
+FINEST = 64  # parts of the batch, of which fewer are not moved from one island to another
 MARGINS = (None, 0.2, 0.35, 0.5)  # of memory, for the global weights and their momentum
 FRAGMENTS = (4, 2, 1)
 WORTH = 1.05  # least speed-up for which outer steps are taken
@@ -126,8 +127,8 @@ class _Search:
         for _ in range(ROUNDS):  # by what the islands took
             sizes = _sizes(batch, [size / one.step_seconds for size, one in zip(sizes, best, strict=True)])
             best = min(best, self._of_islands(islands, sizes, margin), key=_slowest)
-        moved = batch // 8 or 1
-        while moved:  # batches of some sizes divide better than others
+        moved = max(batch // 8, 1)
+        while moved > batch // FINEST:  # batches of some sizes divide better than others
             best, better = self._with_moved(islands, best, moved, margin)
             moved = moved if better else moved // 2
         plans = [renumbered(one.plan, dict(enumerate(ranks))) for one, ranks in zip(best, islands, strict=True)]
@@ -137,8 +138,8 @@ class _Search:
     def _with_moved(
         self, islands: Islands, found: list[SimulatedPlan], moved: int, margin: float | None
     ) -> tuple[list[SimulatedPlan], bool]:
-        """(with ``moved`` sequences less, or more, on the slowest island, and more, or less, on the one that is best for
-        it; whether that is faster)."""
+        """(with ``moved`` sequences more or less on the slowest island, and so many less or more on the other one that
+        is best for it; whether that is faster)."""
         sizes = [one.plan.global_batch_size for one in found]
         slow = max(range(len(found)), key=lambda i: found[i].step_seconds)
         tried = [found]
