@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 
 def main(path: str, name: str) -> None:
     """Load the function, say so, and answer calls until standard input ends."""
-    calls, answers, loop = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w"), asyncio.new_event_loop()
+    calls, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -39,12 +40,13 @@ def main(path: str, name: str) -> None:
         say({"error": f"{path} has no function {name}"})
         return
     say({"rewards": []})
-    for line in calls:
-        try:
-            given = function(**json.loads(line))
-            say({"rewards": _numbers(loop.run_until_complete(given) if inspect.isawaitable(given) else given)})
-        except BaseException as error:
-            say({"error": f"raises {_told(error, path)}"})
+    with closing(asyncio.new_event_loop()) as loop:
+        for line in calls:
+            try:
+                given = function(**json.loads(line))
+                say({"rewards": _numbers(loop.run_until_complete(given) if inspect.isawaitable(given) else given)})
+            except BaseException as error:
+                say({"error": f"raises {_told(error, path)}"})
 
 
 def _names(path: str) -> Mapping[str, Any]:

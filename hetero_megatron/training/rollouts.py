@@ -194,12 +194,14 @@ def add_rollouts(config: RunConfig, runtime: Runtime, data: NodeData) -> None:
 
 
 def _ends(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end an answer: those that generation_config.json (config.json) of --load-hf says, else the tokenizer's.
-    """
+    """Ids that end an answer: those that generation_config.json (config.json) of --load-hf says, and the tokenizer's, as
+    TRL has it."""
+    ends = set[int]() if tokenizer.eod is None else {tokenizer.eod}
     for name in ("generation_config.json", "config.json") if config.load_hf is not None else ():
         path = Path(str(config.load_hf)) / name
         found = parse_json(read_bytes(path), str(path)) if path.is_file() else {}
         if isinstance(found, dict) and found.get("eos_token_id") is not None:
             only = {"eos_token_id": found["eos_token_id"]}
-            return read_settings(only, config.spec.vocab_size, str(path), False).ends or ()
-    return () if tokenizer.eod is None else (tokenizer.eod,)
+            ends |= {*(read_settings(only, config.spec.vocab_size, str(path), False).ends or ())}
+            break
+    return tuple(sorted(ends))
