@@ -17,7 +17,6 @@ from hetero_megatron.comm.group import together
 from hetero_megatron.data.prompts import PROMPT, Prompt, Prompts, row_of
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.data.tokenizers import Tokenizer, plain_text
-from hetero_megatron.errors import UserError
 from hetero_megatron.generation import Decoder, Sampling, SharedWeights
 from hetero_megatron.generation.settings import read_settings
 from hetero_megatron.pipeline.rollout_loss import RolloutLoss
@@ -194,8 +193,8 @@ def add_rollouts(config: RunConfig, runtime: Runtime, data: NodeData) -> None:
 
 
 def _ends(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end an answer: those that generation_config.json (config.json) of --load-hf says, and the tokenizer's, as
-    TRL has it."""
+    """Ids that end an answer, as TRL has them: what generation_config.json (config.json) of --load-hf says, and the
+    tokenizer's."""
     ends = set[int]() if tokenizer.eod is None else {tokenizer.eod}
     for name in ("generation_config.json", "config.json") if config.load_hf is not None else ():
         path = Path(str(config.load_hf)) / name

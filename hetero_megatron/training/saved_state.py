@@ -13,7 +13,6 @@ from hetero_megatron.checkpoint.native import LOAD, Checkpoint, damaged_error
 from hetero_megatron.checkpoint.stored_spec import stored_spec
 from hetero_megatron.checkpoint.typed import typed
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec.grpo import FLAG_KEYS
 from hetero_megatron.training.config import RunConfig, ScheduleConfig
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
 
@@ -279,6 +278,8 @@ def other_rollouts(state: Mapping[str, Any], config: RunConfig) -> list[str]:
         )  # fmt: skip
     if g is None or not isinstance(was, dict):
         return []
+    from hetero_megatron.spec.grpo import FLAG_KEYS
+
     now = {name: getattr(g, name) for name in FLAG_KEYS if name not in ("rows", "seconds")}
     return [
         f"--{FLAG_KEYS[name].replace('_', '-')} is {value}; the checkpoint was made with {was[name]}"

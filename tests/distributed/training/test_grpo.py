@@ -166,8 +166,8 @@ def wanted_of(
 
 @pytest.mark.parametrize("seed", quick(range(24), [3], [1, 4]))
 def test_random_plans(seed: int) -> None:
-    """Whole, and with adapters beside the base as a reference; several steps on the same answers; some go on from batches
-    of another size."""
+    """Whole, and with adapters beside the base as a reference; several steps on the same answers; some runs go on after
+    batches of another size."""
     rng = random.Random(seed + 700)
     config = random_model(rng)
     while config["model_type"] == "gpt2":

@@ -78,7 +78,7 @@ def columns(path: Path) -> Mapping[str, Any]:
 
 def test_what_functions_may_be(path: Path) -> None:
     """Async ones, objects, and what uses processes, dataclasses or standard input and output; None: not judged."""
-    given = {"late": [1, 4], "waits": [0, 3], "shared": [0, 3], "inner": [0, 3], "starts": [0, 3], "some": [math.nan, 1]}
+    given = {"late": [1, 4], "some": [math.nan, 1]} | dict.fromkeys(("waits", "shared", "inner", "starts"), [0, 3])
     for name, wanted in given.items():
         with loaded(path, name) as function:
             for _ in range(2):
@@ -112,8 +112,9 @@ def test_what_a_run_that_goes_on_is_told() -> None:
         return other_rollouts(state, SimpleNamespace(grpo=now))  # type: ignore[arg-type]
 
     assert told(6, was) == [
-        "--grpo-iterations is 3; the checkpoint was made with 2", "--grpo-kl-beta is 0.2; the checkpoint was made with 0.1",
-    ]  # fmt: skip
+        "--grpo-iterations is 3; the checkpoint was made with 2",
+        "--grpo-kl-beta is 0.2; the checkpoint was made with 0.1",
+    ]
     assert told(6, now) == told(6, None) == []
     with pytest.raises(UserError, match="--grpo-iterations = 3: step 4 of the checkpoint"):
         told(4, was)
