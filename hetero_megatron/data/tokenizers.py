@@ -137,8 +137,8 @@ class HuggingFaceTokenizer:
         ids = _encoded(self.name, lambda: self._inner(text, verbose=False).input_ids, limits)
         return require_size(ids, text, self.name)
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return str(self._inner.decode([int(i) for i in ids]))
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = False) -> str:
+        return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=skip_special))
 
     def tokens(self) -> dict[str, int]:
         """Ids by token."""
@@ -266,6 +266,13 @@ class Llama2Tokenizer:
 def notices_of(tokenizer: Tokenizer) -> tuple[str, ...]:
     """What a user should know about the tokenizer's files."""
     return tokenizer.notices if isinstance(tokenizer, HuggingFaceTokenizer) else ()
+
+
+def plain_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """What ``ids`` say, without special tokens."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.decode(ids, skip_special=True)
+    return tokenizer.decode(ids)
 
 
 def is_foreign(tokenizer: Tokenizer) -> bool:

@@ -14,6 +14,12 @@ LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
 SCALES = ("group", "batch", "none")
 # Of the ratio, as TRL calls them: means over the tokens of all answers.
 TOKEN_FACTS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "kl")
+FLAG_KEYS = {
+    "group_size": "grpo_group_size", "iterations": "grpo_iterations", "eps_lower": "grpo_clamp_eps_lower",
+    "eps_upper": "grpo_clamp_eps_upper", "beta": "grpo_kl_beta", "loss_type": "grpo_loss_type",
+    "scale_rewards": "grpo_scale_rewards", "max_new_tokens": "max_new_tokens", "rows": "rollout_batch_size",
+    "reward": "reward_function", "seconds": "reward_timeout",
+}  # fmt: skip
 _LEAST_DEVIATION = 1e-4  # TRL's: is added to a standard deviation before it divides
 
 
@@ -74,15 +80,14 @@ class Grpo:
         return TOKEN_FACTS if self.beta else TOKEN_FACTS[:-1]
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
-        """By how much each answer is better than the mean of its group; ``rewards``: group after group."""
-        groups = self._groups(rewards)
-        in_batch = statistics.stdev(rewards) if self.scale_rewards == "batch" else 0.0
-        found: list[float] = []
-        for group in groups:
-            mean = statistics.fmean(group)
-            deviation = statistics.stdev(group) if self.scale_rewards == "group" else in_batch
+        """By how much each answer is better than the mean of its group; ``rewards``: group after group; NaN: the answer
+        was not judged, so that it is in no mean, and neither better nor worse."""
+        in_batch, found = _deviation(rewards), list[float]()
+        for group in self._groups(rewards):
+            mean = statistics.fmean(_judged(group) or [0.0])
+            deviation = _deviation(group) if self.scale_rewards == "group" else in_batch
             scale = 1.0 if self.scale_rewards == "none" else deviation + _LEAST_DEVIATION
-            found += [(reward - mean) / scale for reward in group]
+            found += [0.0 if math.isnan(reward) else (reward - mean) / scale for reward in group]
         return found
 
     def weights(self, lengths: Sequence[int]) -> list[float]:
@@ -95,14 +100,22 @@ class Grpo:
         return [of_answer / length for length in lengths]
 
     def summary(self, rewards: Sequence[float], lengths: Sequence[int], cut: Sequence[bool]) -> Mapping[str, float]:
-        """Of the answers of a batch, as TRL calls it; ``cut``: the answer has no end."""
-        deviations = [statistics.stdev(group) for group in self._groups(rewards)]
-        shown = statistics.stdev(rewards) if self.scale_rewards == "batch" else statistics.fmean(deviations)
+        """Of the answers of a batch, some of which were judged, as TRL calls it; ``cut``: the answer has no end."""
         return {
-            "reward": statistics.fmean(rewards), "reward_std": shown,
-            "frac_reward_zero_std": statistics.fmean(deviation < 1e-8 for deviation in deviations),
+            "reward": statistics.fmean(_judged(rewards)), "reward_std": _deviation(rewards),
+            "frac_reward_zero_std": statistics.fmean(_deviation(group) < 1e-8 for group in self._groups(rewards)),
             "completions/mean_length": statistics.fmean(lengths), "completions/clipped_ratio": statistics.fmean(cut),
         }  # fmt: skip
 
     def _groups(self, rewards: Sequence[float]) -> list[Sequence[float]]:
         return [rewards[i : i + self.group_size] for i in range(0, len(rewards), self.group_size)]
+
+
+def _judged(rewards: Sequence[float]) -> list[float]:
+    return [reward for reward in rewards if not math.isnan(reward)]
+
+
+def _deviation(rewards: Sequence[float]) -> float:
+    """Of those that were judged; 0 where there is nothing to compare."""
+    judged = _judged(rewards)
+    return statistics.stdev(judged) if len(judged) > 1 else 0.0

@@ -153,6 +153,7 @@ class Checkpointing:
             "learning_rate": asdict(config.learning_rate),
             "weight_decay": asdict(config.weight_decay),
             "dropout": _dropout_rates(config),
+            "grpo": asdict(config.grpo) if config.grpo is not None else None,
             **self._outer_state(),
             "versions": {"hetero_megatron": __version__, "torch": torch.__version__},
         }
@@ -337,6 +338,8 @@ class Checkpointing:
 
     def _say_differences(self, checkpoint: Checkpoint) -> None:
         """What may differ, and changes numbers."""
+        from hetero_megatron.training.saved_state import other_rollouts
+
         for key, flag, mine in (("seed", "--seed", self.config.seed), ("dtype", "--dtype", self.config.dtype)):
             if checkpoint.state[key] not in (mine, None):
                 self._log(notice_line(f"{flag} is {mine}; the checkpoint was made with {checkpoint.state[key]}"))
@@ -344,6 +347,8 @@ class Checkpointing:
         for flag, was in (checkpoint.state.get("dropout") or rates).items():
             if was != rates.get(flag, was):
                 self._log(notice_line(f"{flag} is {rates[flag]:g}; the checkpoint was made with {was:g}"))
+        for text in other_rollouts(checkpoint.state, self.config):
+            self._log(notice_line(text))
         self._say_other_rates(checkpoint.state["optimizer"] or {})
         length, data = self.config.plan.seq_length, self.data.fingerprints["train"]
         was = (checkpoint.state["plan"] or {}).get("seq_length", length)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from hetero_megatron.training.exit import end_with_parent
 FLAG = "--reward-function"
 _MODULE = "hetero_megatron.training.reward_process"
 _LOADING = 60.0  # seconds that it may take at least
+_MOST = 1e30  # advantages, and their sums over tokens, are numbers of fp32
 
 
 class RewardFunction:
@@ -47,10 +49,11 @@ class RewardFunction:
         self._answer(max(seconds, _LOADING), "loading it")
 
     def __call__(self, columns: Mapping[str, Sequence[Any]], count: int) -> list[float]:
-        """The rewards of ``count`` answers; ``columns``: by name, what the function gets of each.
+        """The rewards of ``count`` answers, NaN where it gives None; ``columns``: by name, what the function gets of
+        each.
 
         Raises:
-            UserError: it raises, ends its process, takes too long, or gives anything but a finite number for each.
+            UserError: it raises, ends its process, takes too long, or gives anything but a number or None for each.
         """
         sender = threading.Thread(target=self._send, args=(json.dumps(columns).encode() + b"\n",), daemon=True)
         sender.start()  # more than a pipe holds, to a process that may not read
@@ -58,13 +61,16 @@ class RewardFunction:
         if len(rewards) != count:
             raise self._refusal(f"gives {len(rewards)} rewards for {count} answers", "one for each answer")
         for i, reward in enumerate(rewards):
-            if not math.isfinite(reward):
-                raise self._refusal(f"gives {reward} for answer {i} of {count}", "finite numbers")
-        return rewards
+            if reward is not None and not abs(reward) <= _MOST:
+                raise self._refusal(f"gives {reward} for answer {i} of {count}", f"-{_MOST:g} to {_MOST:g}, or None")
+        if all(reward is None for reward in rewards):
+            raise self._refusal(f"gives None for all {count} answers", "a number for one of them at least")
+        return [math.nan if reward is None else reward for reward in rewards]
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
+        """End the process, and those that it started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
@@ -78,7 +84,7 @@ class RewardFunction:
             pipe.write(call)
             pipe.flush()
 
-    def _answer(self, seconds: float, what: str) -> list[float]:
+    def _answer(self, seconds: float, what: str) -> list[float | None]:
         line = self._line(time.monotonic() + seconds)
         if line is None:
             self.close()

@@ -16,8 +16,7 @@ from typing import Any
 from hetero_megatron.comm.group import together
 from hetero_megatron.data.prompts import PROMPT, Prompt, Prompts, row_of
 from hetero_megatron.data.sample import Sample
-from hetero_megatron.data.tokenizers import Tokenizer
-from hetero_megatron.errors import UserError
+from hetero_megatron.data.tokenizers import Tokenizer, plain_text
 from hetero_megatron.generation import Decoder, Sampling, SharedWeights
 from hetero_megatron.generation.settings import read_settings
 from hetero_megatron.pipeline.rollout_loss import RolloutLoss
@@ -31,6 +30,7 @@ from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.rewards import RewardFunction
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.utils.files import parse_json, read_bytes
+from hetero_megatron.utils.text import notice_line
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Rollout:
     """The answers of a batch, group after group.
 
     Attributes:
-        number: of the batch among all that were sampled.
+        first: global index of the first sample of the step that it was sampled for.
         cut: whether an answer has no end.
         weights: of each answer's tokens.
     """
 
-    number: int
+    first: int
     prompts: Sequence[Prompt]
     answers: Sequence[Sequence[int]]
     rewards: Sequence[float]
@@ -68,22 +68,18 @@ class Rollouts:
         self._decoder, self._tokenizer, self._sampling, self._reward = decoder, tokenizer, sampling, reward
         self._loss = runtime.loss if isinstance(runtime.loss, RolloutLoss) else None
         self.rollout: Rollout | None = None
+        self._first = 0  # global index of the first sample of the step
 
     def before_forward(self, fetch: Fetch, first: int, size: int) -> StepResult | None:
         """See :class:`~hetero_megatron.training.runtime_options.StepHooks`."""
-        number, iteration = divmod(first // self.size, self.grpo.iterations)  # alike on all ranks
+        self._first = first
         if self._loss is not None:
             self._loss.first = first
-        if self.rollout is None or self.rollout.number != number:
-            if iteration:
-                raise UserError(
-                    f"the run goes on in the middle of steps on the same answers (sample {first:,}), which are gone",
-                    field="--grpo-iterations", value=self.grpo.iterations, accepted="those of the run before",
-                )  # fmt: skip
+        if self.rollout is None or first >= self.rollout.first + self.size * self.grpo.iterations:
             if self._loss is not None:
                 self._loss.begin_rollout()
-            self.rollout = self._made(number, first)
-        if not self.grpo.beta or iteration:
+            self.rollout = self._made(first)
+        if not self.grpo.beta or first > self.rollout.first:
             return None
         recording = self._loss.record() if self._loss is not None else nullcontext()
         return self.runtime.record_reference(fetch, first, size, recording)
@@ -96,10 +92,10 @@ class Rollouts:
 
     def __getitem__(self, index: int) -> Sample:
         length, pad, made = self.prompts.length, self.prompts.pad, self.rollout
-        number, place = index // self.size // self.grpo.iterations, index % self.size
-        if made is None or made.number != number:  # a rehearsal, before anything was sampled
+        if made is None:  # a rehearsal, before anything was sampled
             prompt = self.prompts.prompt(0).ids
             return row_of(prompt, [pad], length, pad)._replace(judged=(0.0, 1.0))
+        place = index - self._first
         row = row_of(made.prompts[place].ids, made.answers[place], length, pad)
         return row._replace(judged=(made.advantages[place], made.weights[place]))
 
@@ -108,17 +104,17 @@ class Rollouts:
         if self._reward is not None:
             self._reward.close()
 
-    def _made(self, number: int, first: int) -> Rollout:
+    def _made(self, first: int) -> Rollout:
         """Sample and judge. Called on all ranks of the plan."""
         g = self.grpo
-        groups = self.size // g.group_size
-        chosen = [self.prompts.prompt(number * groups + i) for i in range(groups)]
+        asked = first // (g.iterations * g.group_size)  # by the steps before
+        chosen = [self.prompts.prompt(asked + i) for i in range(self.size // g.group_size)]
         prompts = [prompt for prompt in chosen for _ in range(g.group_size)]
         answers = self._sampled([prompt.ids for prompt in prompts], first)
         rewards = self._judged(prompts, answers)
         lengths = [len(answer) for answer in answers]
         cut = [answer[-1] not in self._sampling.ends for answer in answers]
-        return Rollout(number, prompts, answers, rewards, cut, g.advantages(rewards), g.weights(lengths))
+        return Rollout(first, prompts, answers, rewards, cut, g.advantages(rewards), g.weights(lengths))
 
     def _sampled(self, prompts: Sequence[Sequence[int]], first: int) -> list[list[int]]:
         """An answer to each prompt: each pipeline samples those of the rows that it trains on."""
@@ -153,7 +149,7 @@ class Rollouts:
             columns[name] = [prompt.record.get(name) for prompt in prompts]
         asked = columns.pop(PROMPT)
         texts = [
-            self._tokenizer.decode(answer[:-1] if answer[-1] in ends else answer) for answer in answers
+            plain_text(self._tokenizer, answer[:-1] if answer[-1] in ends else answer) for answer in answers
         ]
         said: list[Any] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -186,6 +182,8 @@ def add_rollouts(config: RunConfig, runtime: Runtime, data: NodeData) -> None:
         config.plan.seq_length, built.kernels,
     )  # fmt: skip
     ends = _ends(config, tokenizer)
+    if not ends and world.index == 0:
+        print(notice_line(f"no token id is known to end an answer: all have {g.max_new_tokens} tokens"), flush=True)
     sampling = Sampling(1.0, seed=config.seed, ends=ends)
     size = config.plan.global_batch_size
     rollouts = Rollouts(g, runtime, decoder, prompts, size, tokenizer, sampling, next(iter(started), None))
@@ -195,12 +193,14 @@ def add_rollouts(config: RunConfig, runtime: Runtime, data: NodeData) -> None:
 
 
 def _ends(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end an answer: those that generation_config.json (config.json) of --load-hf says, else the tokenizer's.
-    """
+    """Ids that end an answer, as TRL has them: what generation_config.json (config.json) of --load-hf says, and the
+    tokenizer's."""
+    ends = set[int]() if tokenizer.eod is None else {tokenizer.eod}
     for name in ("generation_config.json", "config.json") if config.load_hf is not None else ():
         path = Path(str(config.load_hf)) / name
         found = parse_json(read_bytes(path), str(path)) if path.is_file() else {}
         if isinstance(found, dict) and found.get("eos_token_id") is not None:
             only = {"eos_token_id": found["eos_token_id"]}
-            return read_settings(only, config.spec.vocab_size, str(path), False).ends or ()
-    return () if tokenizer.eod is None else (tokenizer.eod,)
+            ends |= {*(read_settings(only, config.spec.vocab_size, str(path), False).ends or ())}
+            break
+    return tuple(sorted(ends))

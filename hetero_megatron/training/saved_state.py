@@ -262,3 +262,26 @@ def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
         field=LOAD, value=config.checkpoint.load,
         accepted="--override-opt_param-scheduler (the flags count) or --use-checkpoint-opt_param-scheduler (it counts)",
     )  # fmt: skip
+
+
+def other_rollouts(state: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """What of --grpo is not as it was, and changes numbers: a line for each flag.
+
+    Raises:
+        UserError: the run would go on in the middle of steps on the same answers.
+    """
+    g, was = config.grpo, state.get("grpo")
+    if g is not None and state["step"] % g.iterations:
+        raise UserError(
+            f"step {state['step']} of the checkpoint would be in the middle of steps on the same answers",
+            field="--grpo-iterations", value=g.iterations, accepted="what it was before, or a divisor of the step",
+        )  # fmt: skip
+    if g is None or not isinstance(was, dict):
+        return []
+    from hetero_megatron.spec.grpo import FLAG_KEYS
+
+    now = {name: getattr(g, name) for name in FLAG_KEYS if name not in ("rows", "seconds")}
+    return [
+        f"--{FLAG_KEYS[name].replace('_', '-')} is {value}; the checkpoint was made with {was[name]}"
+        for name, value in now.items() if was.get(name, value) != value
+    ]  # fmt: skip

@@ -4,6 +4,7 @@ trainers, fp32. Skipped where TRL is not installed (``pip install --no-deps trl`
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +221,10 @@ def test_grpo(loss_type: str, models: Path, tmp_path: Path) -> None:
     g = Grpo(4, 2, 0.03, 0.02, 0.3, loss_type, scale, max_new_tokens=6, weighs_kl=loss_type != "grpo")
     rewards: list[float] = []
 
-    def judge(completions: list[str], **_: Any) -> list[float]:
+    def judge(completions: list[str], **_: Any) -> list[float | None]:
         rewards[:] = [len(text) % 5 + 0.5 * (i % 3) for i, text in enumerate(completions)]
-        return rewards
+        rewards[2] = math.nan  # an answer that is not judged
+        return [None if math.isnan(reward) else reward for reward in rewards]
 
     model = AutoModelForCausalLM.from_pretrained(models / "base", dtype=torch.float64)
     config = trl.GRPOConfig(
@@ -264,7 +266,9 @@ def test_grpo(loss_type: str, models: Path, tmp_path: Path) -> None:
     old, counted = inputs["old_per_token_logps"], mask.double()
     tokens, facts = token_losses(g, policy, old, reference, found[:, None])
     weights = torch.tensor(g.weights(mask.sum(1).tolist()), dtype=torch.float64)[:, None]
-    said = {name: values[-1] for name, values in made._metrics["train"].items()}
+    said = {name: values[-1] for mode in ("eval", "train") for name, values in made._metrics[mode].items()}
+    summary = g.summary(rewards, mask.sum(1).tolist(), [said["completions/clipped_ratio"]] * 8)
+    assert summary == pytest.approx({name: said[name] for name in summary}, rel=1e-5)
     means = dict(zip(g.facts, ((facts * counted).sum((1, 2)) / counted.sum()).tolist(), strict=True))
     assert means == pytest.approx({name: said[name] for name in means}, rel=1e-6) and min(means.values()) > 0
     plain, _ = loss_of(g, policy, old, reference, found, counted)

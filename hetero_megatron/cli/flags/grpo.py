@@ -8,14 +8,8 @@ from hetero_megatron.cli.flags.parse import Arguments, flag_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.grpo import Grpo
+from hetero_megatron.spec.grpo import FLAG_KEYS, Grpo
 
-_FLAGS = {
-    "group_size": "grpo_group_size", "iterations": "grpo_iterations", "eps_lower": "grpo_clamp_eps_lower",
-    "eps_upper": "grpo_clamp_eps_upper", "beta": "grpo_kl_beta", "loss_type": "grpo_loss_type",
-    "scale_rewards": "grpo_scale_rewards", "max_new_tokens": "max_new_tokens", "rows": "rollout_batch_size",
-    "reward": "reward_function", "seconds": "reward_timeout",
-}  # fmt: skip
 # What is not known beside it: the flag's key, why.
 _BESIDE = (
     ("preference", "pairs have their answers"),
@@ -50,12 +44,12 @@ def build_grpo(args: Arguments, spec: ModelSpec, plan: Plan) -> Grpo:
             raise flag_error(key, args[key], "has no effect beside --grpo: answers are sampled", "leave the flag out")
     if args["cuda_graph_impl"] == "local":
         raise flag_error("cuda_graph_impl", "local", "not known beside --grpo", "leave one of the two out")
-    values = {name: args[key] for name, key in _FLAGS.items()} | {"weighs_kl": not args["grpo_plain_kl"]}
+    values = {name: args[key] for name, key in FLAG_KEYS.items()} | {"weighs_kl": not args["grpo_plain_kl"]}
     _check_function(args)
     try:
         grpo = Grpo(**values)
     except UserError as error:
-        raise flag_error(_FLAGS[error.field], error.value, error.problem, error.accepted) from None
+        raise flag_error(FLAG_KEYS[error.field], error.value, error.problem, error.accepted) from None
     _check_model(args, spec, grpo)
     _check_plan(args, plan)
     _check_batch(args, plan, grpo)

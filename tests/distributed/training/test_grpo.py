@@ -69,7 +69,7 @@ def prompts_of(length: int, vocab: int) -> Prompts:
 
 
 def run_rank(
-    comm: Comm, made: Plan, spec: ModelSpec, initial: dict[str, np.ndarray], g: Grpo, chunked: bool
+    comm: Comm, made: Plan, spec: ModelSpec, initial: dict[str, np.ndarray], g: Grpo, begin: int, chunked: bool
 ) -> tuple[list[dict[str, float]], list[list[int]], list[tuple[str, Box, np.ndarray]]]:
     made = plan_for(made, comm.islands)
     compiled = CompiledPlan(made, spec)
@@ -95,7 +95,7 @@ def run_rank(
     fetch = partial(make_batch, rollouts, options=BatchOptions(True, True))
     stats, answers = [], []
     for step in range(STEPS):
-        found = runtime.train_step(fetch, step * size, size, LR, clip_grad=1.0, loss_scale=4.0, step=step + 1)
+        found = runtime.train_step(fetch, begin + step * size, size, LR, clip_grad=1.0, loss_scale=4.0, step=step + 1)
         assert rollouts.rollout is not None
         stats.append({"loss": found.loss, "norm": found.grad_norm, "tokens": found.tokens, **found.facts})
         answers += [list(answer) for answer in rollouts.rollout.answers]
@@ -125,16 +125,18 @@ def log_probabilities(model: Any, prompts: Sequence[Sequence[int]], answers: Seq
     return torch.stack(rows)
 
 
-def wanted_of(model: Any, g: Grpo, data: Prompts, size: int) -> tuple[list[dict[str, float]], list[list[int]]]:
+def wanted_of(
+    model: Any, g: Grpo, data: Prompts, size: int, begin: int
+) -> tuple[list[dict[str, float]], list[list[int]]]:
     """(numbers of each step, its answers); the model is trained."""
     params = [q for q in model.parameters() if q.requires_grad]
     optimizer, stats, every = torch.optim.SGD(params, lr=LR), [], list[list[int]]()
     for step in range(STEPS):
         if step % g.iterations == 0:
-            groups = size // g.group_size
-            chosen = [data.prompt(step // g.iterations * groups + i // g.group_size) for i in range(size)]
+            asked = (begin + step * size) // (g.iterations * g.group_size)
+            chosen = [data.prompt(asked + i // g.group_size) for i in range(size)]
             prompts = [prompt.ids for prompt in chosen]
-            answers = answers_of(model, prompts, step * size)
+            answers = answers_of(model, prompts, begin + step * size)
             columns = {"completions": [Numbers().decode(a[:-1] if a[-1] in ENDS else a) for a in answers],
                        "odd": [prompt.record["odd"] for prompt in chosen]}  # fmt: skip
             rewards = torch.tensor(Judge()(columns, size), dtype=torch.float64)
@@ -152,7 +154,7 @@ def wanted_of(model: Any, g: Grpo, data: Prompts, size: int) -> tuple[list[dict[
         deviations = rewards.view(-1, g.group_size).std(1)
         facts |= {
             "reward": rewards.mean().item(),
-            "reward_std": (rewards.std() if g.scale_rewards == "batch" else deviations.mean()).item(),
+            "reward_std": rewards.std().item(),
             "frac_reward_zero_std": (deviations == 0).double().mean().item(),
             "completions/mean_length": mask.sum(1).mean().item(),
             "completions/clipped_ratio": sum(a[-1] not in ENDS for a in answers) / size,
@@ -164,7 +166,8 @@ def wanted_of(model: Any, g: Grpo, data: Prompts, size: int) -> tuple[list[dict[
 
 @pytest.mark.parametrize("seed", quick(range(24), [3], [1, 4]))
 def test_random_plans(seed: int) -> None:
-    """Whole, and with adapters beside the base as a reference; several steps on the same answers."""
+    """Whole, and with adapters beside the base as a reference; several steps on the same answers; some runs go on after
+    batches of another size."""
     rng = random.Random(seed + 700)
     config = random_model(rng)
     while config["model_type"] == "gpt2":
@@ -201,9 +204,10 @@ def check(rng: random.Random, config: dict[str, Any], seed: int, pool: Pool, ker
         2, rng.choice([1, 2]), 0.05, 0.03, 0.3 if lora is not None else 0.0, rng.choice(LOSS_TYPES), rng.choice(SCALES),
         ANSWER, rng.choice([2, 32]), weighs_kl=rng.random() < 0.7,
     )  # fmt: skip
-    wanted, answers = wanted_of(model, g, prompts_of(chosen.seq_length, spec.vocab_size), chosen.global_batch_size)
+    data, size, begin = prompts_of(chosen.seq_length, spec.vocab_size), chosen.global_batch_size, rng.choice([0, 7])
+    wanted, answers = wanted_of(model, g, data, size, begin)
     weights = peft_values(model, spec) if lora is not None else hf_to_logical(model, spec)
-    ranks = [r for r in pool.run(run_rank, chosen, spec, initial, g, rng.random() < 0.5) if r[0]]
+    ranks = [r for r in pool.run(run_rank, chosen, spec, initial, g, begin, rng.random() < 0.5) if r[0]]
     assert len(ranks) == len(chosen.ranks)
     for stats, found_answers, values in ranks:
         assert found_answers == answers, (g, made)

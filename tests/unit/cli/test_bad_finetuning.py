@@ -34,15 +34,8 @@ FILES = {
     "prompts.jsonl": '{"prompt": "a"}\n', "no_prompt.jsonl": '{"question": "a"}\n', "void.jsonl": '{"prompt": ""}\n',
     "answered.jsonl": '{"prompt": [{"role": "assistant", "content": "a"}]}\n',
     "long.jsonl": json.dumps({"prompt": "word " * 90}) + "\n", "torn.py": "def f(",
-    "rewards.py": """import math, os, time
-
-def good(completions, **_): return [len(text) for text in completions]
+    "rewards.py": """def good(completions, **_): return [len(text) for text in completions]
 def raises(completions, **_): raise ValueError("no luck")
-def nan(completions, **_): return [1.0, math.nan]
-def few(completions, **_): return [1.0]
-def words(completions, **_): return ["good", "bad"]
-def hangs(completions, **_): time.sleep(100)
-def ends(completions, **_): os._exit(3)
 """,
     "one.jsonl": '{"prompt": "a", "completion": "b", "label": true}\n',
     "hollow.jsonl": '{"messages": [{"role": "user"}]}\n', "numbers.jsonl": "[1, 2]\n", "broken.jinja": "{% for %}",
