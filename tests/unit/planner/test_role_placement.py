@@ -95,6 +95,8 @@ def test_what_cannot_be_placed_is_refused_in_one_line(capsys: pytest.CaptureFixt
         (["--reference-hf", "tiny"], "--reference-hf", "--preference"),
         ([*teacher, "--compare"], "--compare", "not known beside --teacher-hf"),
         (["--epochs", "3"], "--epochs", "without a second model"),
+        ([*teacher, "--reference-hf", "tiny"], "--reference-hf", "beside a teacher"),
+        (["--reference-hf", "tiny", "--preference", "dpo", "--score-top-k", "5"], "--score-top-k", "without a teacher"),
     ):
         assert main([*WORDS, *flags]) == 2
         err = capsys.readouterr().err
