@@ -146,6 +146,7 @@ def configure_arguments(
     collect(_predictions_fit, args, spec, preference, fp8)
     alignment, compiled = collect(training.build_alignment, args), collect(_compile, args, plan)
     graphs, as_rank = collect(build_graphs, args, plan, spec, data), collect(_as_rank, args, plan)
+    collect(_stages_fit, plan, compiled, graphs, fp8)
     faults.done()
     return RunConfig(
         spec=spec,
@@ -160,8 +161,7 @@ def configure_arguments(
         fp8=fp8,
         loss_scale=loss_scale,
         dropout=dropout,
-        optimizer=optimizer,
-        evaluation=evaluation, exit=stop,
+        optimizer=optimizer, evaluation=evaluation, exit=stop,
         checkpoint=checkpoint,
         adapter=AdapterConfig(args["load_adapter"], args["save_adapter"], args["merge_lora"]),
         failure=failure, logging=logging,
@@ -341,6 +341,13 @@ def _as_rank(args: Arguments, plan: Plan) -> int | None:
         problem = "no rank of the plan trains there"
         raise flag_error("as_rank", rank, problem, rank_ranges(plan.ranks))
     return rank
+
+
+def _stages_fit(plan: Plan, compiled: str | None, graphs: int | None, fp8: Fp8 | None) -> None:
+    if any(stage.weights is not None or stage.activations is not None for stage in plan.stages):
+        from hetero_megatron.training.runtime_options import RuntimeOptions, stages_fit
+
+        stages_fit(RuntimeOptions(compiled, graphs_after=graphs, fp8=fp8), plan)
 
 
 def _compile(args: Arguments, plan: Plan) -> str | None:

@@ -40,7 +40,7 @@ def with_roles(
     for name, role in entry.mapping(ROLES).items():
         pipelines = role.mapping(("pipelines",), required=("pipelines",))["pipelines"]
         if name not in specs:
-            accepted = f"--{name}-hf DIR, of commands that train, or a plan without roles"
+            accepted = f"--{name}-hf DIR, of commands that know it, or a plan without roles"
             role.fail(f"nothing says which model the {name} is", accepted=accepted)
         _refuse_training(pipelines, name)
         expanded, origin = expand(pipelines, plan.seq_length, specs[name].num_heads)

@@ -28,7 +28,7 @@ from hetero_megatron.pipeline.step_work import Fetch, StepWork, build_executor, 
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
-from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions, StepHooks, require_plain
+from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions, StepHooks, stages_fit
 from hetero_megatron.training.step_numbers import StepNumbers, StepStats
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Runtime:
         options: RuntimeOptions = PLAIN,
     ) -> None:
         spec = compiled.spec
+        stages_fit(options, compiled.plan)
         self.comm, self.options, self.hooks = comm, options, StepHooks()
         self.here = here = RankStage(compiled.plan, spec, comm.rank)
         if kernels is None:
@@ -104,8 +105,6 @@ class Runtime:
             options.facts, spec.mtp_layers,
         )  # fmt: skip
         self.executor = build_executor(compiled, here, comm, built.module, self.loss, dtype, kernels.weight_gradients)
-        if built.offloaded is not None:
-            require_plain(options, f"{here.path}.activations", "activations cannot be in host memory", fp8=True)
         self.executor.activations = built.offloaded
         self.step_work = StepWork(compiled, here, comm)
         self.sync = self._gradient_sync(compiled)
@@ -179,7 +178,6 @@ class Runtime:
         built, sync = self.stage_model, self.sync
         if self.here.stage.weights is None:
             return None
-        require_plain(self.options, f"{self.here.path}.weights", "weights cannot be divided")
         buckets = [bucket for bucket in compiled.divided if self.comm.rank in bucket.ranks]
         params, kernels = dict(built.module.named_parameters()), built.kernels
         divided = DividedWeights(

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.plans.canonical import Plan
+from hetero_megatron.plans.fields import stages
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.spec import Dropout
 from hetero_megatron.spec.dropout import NO_DROPOUT
@@ -74,12 +76,17 @@ class RuntimeOptions:
 PLAIN = RuntimeOptions()
 
 
-def require_plain(options: RuntimeOptions, field: str, problem: str, fp8: bool = False) -> None:
-    """Refuse what a stage with ``field`` cannot have; ``fp8``: that is not among it.
+def stages_fit(options: RuntimeOptions, plan: Plan) -> None:
+    """UserError: what the run computes with is not known beside divided weights or activations in host memory."""
+    for path, _, stage in stages(plan):
+        if stage.weights is not None:
+            _require_plain(options, f"{path}.weights", "weights cannot be divided")
+        if stage.activations is not None:
+            _require_plain(options, f"{path}.activations", "activations cannot be in host memory", fp8=True)
 
-    Raises:
-        UserError: on all ranks alike.
-    """
+
+def _require_plain(options: RuntimeOptions, field: str, problem: str, fp8: bool = False) -> None:
+    """Refuse what a stage with ``field`` cannot have; ``fp8``: that is not among it."""
     refused = (
         (options.compile_backend is not None, "compiled layers", "--compile"),
         (options.graphs_after is not None, "layers as device graphs", "--cuda-graph-impl"),

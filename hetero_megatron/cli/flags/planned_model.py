@@ -105,6 +105,9 @@ def models_beside(args: Namespace) -> dict[str, Model]:
     if len(found) > 1:
         problem = "not known beside a teacher: it is that of pairs, which have none"
         raise UserError(problem, field="--reference-hf", value=args.reference_hf, accepted="one of the two")
+    if args.reference_hf is not None and args.score_top_k != TOP_K:
+        problem, accepted = "has no effect without a teacher", "--teacher-hf DIR, or leave it out"
+        raise UserError(problem, field="--score-top-k", value=args.score_top_k, accepted=accepted)
     return found
 
 
@@ -115,7 +118,7 @@ def preference_of(args: Namespace, adapters: bool) -> Preference | None:
     if loss is not None and args.teacher_hf is not None:
         problem = "not known beside a teacher: it compares whole answers"
         raise UserError(problem, field="--preference", value=loss, accepted="one of the two")
-    if args.reference_hf is not None and (loss is None or loss in WITHOUT_REFERENCE):
+    if args.reference_hf is not None and args.teacher_hf is None and (loss is None or loss in WITHOUT_REFERENCE):
         problem = "has no effect without --preference" if loss is None else f"the loss {loss} has no reference"
         raise UserError(problem, field="--reference-hf", value=args.reference_hf, accepted="--preference dpo, or kto")
     if loss is None:

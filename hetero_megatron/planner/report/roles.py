@@ -54,7 +54,7 @@ def _line(one: Alternative, found: RolePlacement, best: float) -> str:
     parts = {
         "own chips": f"step {trained}, {name} {role} at the same time, {_where(one, found)}",
         "same chips": f"step {trained} and before it {name} {role}",
-        "file": f"step {trained}, and {role} of each batch once for {found.epochs:g} passes over the data",
+        "file": f"step {trained}, and {role} of each batch once for {_passes(found)}",
     }[one.way]
     times = f", {one.step_seconds / best:.2f} x as long" if one.step_seconds > best else ""
     return f"{one.way + ':':<12}{format_seconds(one.step_seconds)} per step ({parts}){times}"
@@ -65,10 +65,14 @@ def _why(found: RolePlacement) -> str:
     best, name = found.best, found.asked.name
     if best.way == "own chips":
         longer = "the step" if best.trained_seconds >= best.role_seconds else f"the {name}'s forward"
-        return f"both work at once, and {longer} on the rest of the chips takes least so"
+        return f"both work at the same time, and only the longer of the two counts: {longer}"
     if best.way == "same chips":
         return "the trained model loses more by chips that it has not than by waiting for a forward"
-    return "all chips train, and a forward that is done once is shared by all passes over the data"
+    return f"all chips train, and the {name}'s forward over the data is done once for {_passes(found)}"
+
+
+def _passes(found: RolePlacement) -> str:
+    return f"{found.epochs:g} {word(found.epochs, 'pass', 'passes')} over the data"
 
 
 def placement_json(found: RolePlacement) -> Mapping[str, Any]:

@@ -228,6 +228,8 @@ class RoleSearch:
                 self._say(f"{step:.3g} s with the {self._asked.name} on {len(ranks)} chips")
                 best = step, ranks, forward
         if best is None:
+            if estimated and not searched:
+                problem = "the time limit was over before any of them was searched"
             return Alternative("own chips", math.inf, problem=problem), searched
         return self._joined(best[1], best[2]), searched
 

@@ -11,7 +11,7 @@ from hetero_megatron.plans.context_plan import has_context
 from hetero_megatron.plans.memory.activations import RankWork, backward_moments, forward_bytes
 from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes
 from hetero_megatron.plans.memory.divided_moments import BucketBytes, ChunkSteps, DividedMoments, PartBytes, Step
-from hetero_megatron.plans.program import splits_backward
+from hetero_megatron.plans.program import moments_by_stages
 from hetero_megatron.spec import ModelSpec
 
 
@@ -28,17 +28,18 @@ def divided_bytes(
         item: bytes of a weight.
         work: of each rank by chunk; activations: bytes of them at most.
     """
-    backwards = {
-        rank: pipeline.num_micro_batches * len(stage.chunks)
-        for pipeline in plan.pipelines for stage in pipeline.stages for rank in stage.ranks
+    places = {
+        rank: (pipeline.num_micro_batches * len(stage.chunks), splits)
+        for pipeline, splits in ((p, bool(moments_by_stages(plan, p))) for p in plan.pipelines)
+        for stage in pipeline.stages for rank in stage.ranks
     }  # fmt: skip
-    split, all_bytes = splits_backward(plan), dict[int, DividedBytes]()
+    all_bytes = dict[int, DividedBytes]()
     for rank, parts in _parts(buckets, item).items():
-        stage = plan.sharding_stages[rank]
+        stage, (backwards, split) = plan.sharding_stages[rank], places[rank]
         most, known = activations[rank], not (split or has_context(stage, plan.seq_length))
         chunks = _chunk_steps(stage, spec, work[rank], item, parts, known)
         held = most - max(c.activations.most for c in chunks if c.activations) if known else most
-        moments = DividedMoments(stage, parts, chunks, held, backwards[rank])
+        moments = DividedMoments(stage, parts, chunks, held, backwards)
         weights = moments.weights()
         if split:
             moving = _put_off_gradients(parts) + _under_way(stage, parts)

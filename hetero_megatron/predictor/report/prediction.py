@@ -70,6 +70,8 @@ def format_prediction(prediction: Prediction) -> str:
     ]
     for part, words in PARTS.items():
         seconds = prediction.parts[part]
+        if part == "reference" and prediction.role is not None and prediction.role.apart:
+            words = "forwards and waiting before the step"
         if seconds or part not in ("jitter", "reference", "outer"):
             lines.append(f"  {words:<40}{format_seconds(seconds):>12}{seconds / prediction.step_seconds:>8.1%}")
     if prediction.role is not None:

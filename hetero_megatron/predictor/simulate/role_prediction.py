@@ -46,6 +46,6 @@ class RolePrediction:
         """Seconds."""
         return {
             "name": self.name, "ranks": list(self.ranks), "own_ranks": self.apart, "forward_seconds": self.seconds,
-            "step_seconds_alone": self.step_seconds, "waits_seconds": max(self.waits, 0.0),
-            "waited_for_seconds": max(-self.waits, 0.0),
+            "step_seconds_alone": self.step_seconds, "waits_seconds": max(0.0, self.waits),
+            "waited_for_seconds": max(0.0, -self.waits),
         }  # fmt: skip

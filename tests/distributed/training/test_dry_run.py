@@ -145,6 +145,19 @@ def test_divided_weights_are_in_the_estimate_to_the_byte(way: int, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_the_gradient_of_an_embedding_that_a_context_group_divides_is_in_the_estimate(
+    gather: str, tmp_path: Path
+) -> None:
+    halves = {"context": [{"ranks": [0, 1], "tokens": [24, 24], "heads": [4, 4]}], "weights": {"gather": gather}}
+    pipelines = [pipe(2, 3, stage([0, 1], [0, 3], **halves), stage([2], [3, 6])), pipe(3, 2, stage([3], [0, 6]))]
+    run = config("fp32", tmp_path, plan(pipelines, seq_length=48))
+    run = replace(run, spec=replace(run.spec, hidden_size=512, ffn_hidden_size=700, vocab_size=8192))
+    dry, estimate = run_rank(run, 0), estimate_memory(run.plan, run.spec, run.dtype)[0]
+    assert dry.peak <= estimate.total <= 1.1 * dry.peak, (dry.peak, estimate)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_divided_weights_of_a_tied_head_and_of_chunks_are_in_the_estimate(schedule: str, tmp_path: Path) -> None:
     """The gradient of a tied matrix is there from the head's backward to the embedding's; chunks of unlike sizes leave

@@ -21,7 +21,7 @@ from hetero_megatron.spec import Lora, adapted, logical_tensors, stage_tensors
 from hetero_megatron.spec.adapted_model import gathered_bytes
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.presets import load_model
-from hetero_megatron.training.runtime_options import RuntimeOptions, require_plain
+from hetero_megatron.training.runtime_options import RuntimeOptions, stages_fit
 from hetero_megatron.utils.yaml_document import parse_document
 from tests.support.refusals import refused
 from tests.support.small_plans import LLAMA, pipe, plan, stage
@@ -180,6 +180,7 @@ def test_megatron_flags_become_divided_plans(tmp_path: Path) -> None:
     outer, dtype = "--outer-dp-sharding-strategy", "--megatron-fsdp-grad-comm-dtype"
     for words, flag, said in (
         ([*file, "--use-torch-fsdp2"], "--use-torch-fsdp2", "the plan file says this already"),
+        ([*file, "--compile"], "pipelines[0].stages[0].weights", "compiled layers"),
         ([*base, "--use-torch-fsdp2", "--use-megatron-fsdp"], "--use-torch-fsdp2", "one of the two"),
         ([*base, "--torch-fsdp2-no-reshard-after-forward"], "--torch-fsdp2-no-reshard-after-forward", "without"),
         ([*base, "--use-torch-fsdp2", outer, "optim"], outer, "no_shard"),
@@ -191,11 +192,12 @@ def test_megatron_flags_become_divided_plans(tmp_path: Path) -> None:
 
 
 def test_what_a_run_cannot_divide_beside() -> None:
+    divided = _one({})
     for options, said in (
         (RuntimeOptions(compile_backend="inductor"), "--compile"),
         (RuntimeOptions(graphs_after=3), "graphs"),
         (RuntimeOptions(fp8=Fp8("e4m3", "tensorwise")), "fp8"),
     ):
-        with refused("stage.weights", said):
-            require_plain(options, "stage.weights", "weights cannot be divided")
-    require_plain(RuntimeOptions(), "stage.weights", "weights cannot be divided")
+        with refused("pipelines[0].stages[0].weights", said):
+            stages_fit(options, divided)
+    stages_fit(RuntimeOptions(), divided)

@@ -87,6 +87,14 @@ def test_a_model_that_fits_nowhere_is_refused_in_one_line(tmp_path: Path, capsys
     assert "--teacher-hf" in err and "no placement fits" in err and "over by" in err and err.count("\n") == 1, err
 
 
+def test_a_time_limit_is_no_reason_of_the_cluster() -> None:
+    cluster, model = hm.Cluster.read(CLUSTER), hm.Model("tiny")
+    placed = place_role(model, cluster, "teacher", model, seq_length=128, global_batch_size=8, dtype="fp32",
+                        micro_batch_size=1, more_schedules="never", time_limit=1e-3)  # fmt: skip
+    problems = {one.way: one.problem for one in placed.found.alternatives}
+    assert "time limit" in problems["own chips"] and "1 pass over the data" in placed.explain(), problems
+
+
 def test_what_cannot_be_placed_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     teacher = ["--teacher-hf", "tiny"]
     for flags, field, says in (
@@ -95,6 +103,8 @@ def test_what_cannot_be_placed_is_refused_in_one_line(capsys: pytest.CaptureFixt
         (["--reference-hf", "tiny"], "--reference-hf", "--preference"),
         ([*teacher, "--compare"], "--compare", "not known beside --teacher-hf"),
         (["--epochs", "3"], "--epochs", "without a second model"),
+        ([*teacher, "--reference-hf", "tiny"], "--reference-hf", "beside a teacher"),
+        (["--reference-hf", "tiny", "--preference", "dpo", "--score-top-k", "5"], "--score-top-k", "without a teacher"),
     ):
         assert main([*WORDS, *flags]) == 2
         err = capsys.readouterr().err
