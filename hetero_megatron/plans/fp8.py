@@ -29,3 +29,22 @@ class Fp8:
 
     def __str__(self) -> str:
         return f"fp8 ({self.format}, {self.recipe})"
+
+
+def backward_bytes(recipe: str, rows: int, length: float, n: float, k: float, item: int, trained: bool = True) -> float:
+    """Most bytes at once in the backward of y = x w^T, beside x, w and the gradient of y; that of x is among them.
+
+    Args:
+        rows, length: x is [rows, length, k], w is [n, k].
+        trained: w has a gradient, made in fp32.
+    """
+    m, weight = rows * length, n * k
+    dx = item * m * k
+    if recipe == "blockwise":
+        element = 1 + 4 / BLOCK  # with its share of a scale
+        peak = m * n * element + 2 * weight + dx  # w in fp8, and turned
+        return max(peak, dx + m * (n + k) * element + 4 * weight) if trained else peak
+    several = rows > 1
+    peak = weight + m * n + (2 if several else 1) * dx  # results of several sequences, and all in one piece
+    of_weight = m * (n + k) + (8 if several else 4) * weight
+    return max(peak, dx + of_weight) if trained else peak

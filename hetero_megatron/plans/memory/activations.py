@@ -10,7 +10,7 @@ from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 from hetero_megatron.plans.canonical import Recompute
-from hetero_megatron.plans.fp8 import BLOCK
+from hetero_megatron.plans.fp8 import backward_bytes
 from hetero_megatron.schedule import Held
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import ModelSpec, shares
@@ -40,25 +40,6 @@ DATA = 128  # bytes of each token for its number, label, place and the like
 
 if TYPE_CHECKING:
     from hetero_megatron.plans.memory.offloaded import LayerBytes
-
-
-def backward_bytes(recipe: str, rows: int, length: float, n: float, k: float, item: int, trained: bool = True) -> float:
-    """Most bytes at once in the backward of y = x w^T, beside x, w and the gradient of y; that of x is among them.
-
-    Args:
-        rows, length: x is [rows, length, k], w is [n, k].
-        trained: w has a gradient, made in fp32.
-    """
-    m, weight = rows * length, n * k
-    dx = item * m * k
-    if recipe == "blockwise":
-        element = 1 + 4 / BLOCK  # with its share of a scale
-        peak = m * n * element + 2 * weight + dx  # w in fp8, and turned
-        return max(peak, dx + m * (n + k) * element + 4 * weight) if trained else peak
-    several = rows > 1
-    peak = weight + m * n + (2 if several else 1) * dx  # results of several sequences, and all in one piece
-    of_weight = m * (n + k) + (8 if several else 4) * weight
-    return max(peak, dx + of_weight) if trained else peak
 
 
 @dataclass(frozen=True)
@@ -182,6 +163,8 @@ class ChunkMoments(NamedTuple):
         kept: of what is kept, what head and modules have, and what each layer has on the device.
         passing: messages between stages and numbers of tokens, at any moment.
         boundary: a gradient between two layers.
+        brought: the gradient of a tied head, which autograd keeps until it adds the embedding's.
+        embedding: in backward of the embedding, whose gradient is as large as itself before it is added to the sum.
     """
 
     logits: int
@@ -190,11 +173,14 @@ class ChunkMoments(NamedTuple):
     kept: tuple[int, tuple[int, ...]]
     passing: int
     boundary: int
+    brought: int = 0
+    embedding: int = 0
 
     @property
     def most(self) -> int:
         """At the worst moment of backward."""
-        return max(self.logits, self.head, max((0, *self.layers)) - self.kept[0]) + self.passing
+        in_layers = max((0, *self.layers)) - self.kept[0] + self.brought
+        return max(self.logits, self.head, in_layers, self.embedding) + self.passing
 
 
 def working_bytes(
@@ -246,7 +232,19 @@ def backward_moments(
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
     kept = head, tuple(round(layer.kept - layer.host) for layer in layers)
     passing = moving * boundary + numbers_bytes(held)
-    return ChunkMoments(logits, in_head, tuple(in_layers), kept, passing, boundary)
+    brought, of_embedding = embedding_gradients(spec, held)
+    in_embedding = of_embedding + boundary - head - sum(kept[1])
+    return ChunkMoments(logits, in_head, tuple(in_layers), kept, passing, boundary, brought, in_embedding)
+
+
+def embedding_gradients(spec: ModelSpec, held: RankWork) -> tuple[int, int]:
+    """(bytes of a tied head's gradient, which autograd keeps until it adds the embedding's, while chunks of logits add
+    theirs to the sum; of all gradients of the embedding beside their sum, before they are added up)."""
+    if not held.embed or spec.lora is not None:
+        return 0, 0
+    whole = round(spec.vocab_size * spec.hidden_size * held.item / held.tp)
+    tied = spec.tied and held.head and held.limit is None
+    return (whole, 3 * whole) if tied else (0, whole)
 
 
 def linear_cores(spec: ModelSpec, held: RankWork) -> Cores | None:

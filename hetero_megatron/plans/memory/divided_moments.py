@@ -65,7 +65,7 @@ class ChunkSteps(NamedTuple):
         border between two layers holds."""
         if self.activations is None:
             return self.embedding if step == "embed" and not forward else 0
-        logits, head, layers, kept, passing, boundary = self.activations
+        logits, head, layers, kept, passing, boundary = self.activations[:6]
         if step == "head":
             return passing + (logits + 2 * boundary if forward else head)
         if step == "embed":

@@ -16,6 +16,7 @@ from operator import mul
 from hetero_megatron.plans.memory.activations import (
     RankWork,
     boundary_bytes,
+    embedding_gradients,
     ends_bytes,
     ends_operand_bytes,
     kept_bytes,
@@ -62,7 +63,9 @@ def splitting_bytes(
     operands = layer_operand_bytes(spec, held.tokens, held.item, held.tp, held.load)
     in_backward = outside_layers + of_head + in_layer + _moving(held) * boundary_bytes(spec, held)
     in_backward += numbers_bytes(held)
-    return round(max(peak, in_backward + on_device + worst_layer(layers, held.ahead, 0.0, 0.0, operands)))
+    in_layers = on_device + worst_layer(layers, held.ahead, 0.0, 0.0, operands)
+    in_embedding = held.layers * operands - in_layer + boundary_bytes(spec, held) + embedding_gradients(spec, held)[1]
+    return round(max(peak, in_backward + max(in_layers, in_embedding)))
 
 
 def _moving(held: RankWork) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,29 @@ def test_a_dry_rank_sends_and_holds_what_a_real_one_does(dtype: str, tmp_path: P
         assert estimate.optimizer == optimizer
         # The formula adds up what is rarely alive at the same time: it is right within a factor.
         assert 0.75 * dry.peak <= estimate.total <= 1.6 * dry.peak
+
+
+@pytest.mark.slow
+def test_the_gradient_of_an_embedding_is_in_the_estimate(tmp_path: Path) -> None:
+    """It is as large as the embedding, and a tied head's waits for it: most of what small models with large
+    vocabularies hold."""
+    one = plan([pipe(1, 4, stage([0], [0, 2]))], seq_length=64)
+    two = plan([pipe(1, 4, stage([0], [0, 1]), stage([1], [1, 2]))], seq_length=64)
+    for i, (spelled, tied, dtype) in enumerate((
+        (one, True, ["--dtype", "fp32"]), (one, True, ["--bf16"]), (two, False, ["--dtype", "fp32"]),
+        ({**two, "schedule": "zero-bubble"}, True, ["--bf16"]),
+    )):  # fmt: skip
+        model, path = tmp_path / f"{i}.json", tmp_path / f"{i}.yaml"
+        model.write_text(json.dumps({
+            "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2,
+            "intermediate_size": 128, "vocab_size": 8192, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": tied,
+        }))  # fmt: skip
+        path.write_text(dump_yaml(plan_from_dict(spelled, load_model(str(model)))))
+        words = ["--plan", str(path), "--model", str(model), "--dry-run", *dtype]
+        run = configure(words, {"WORLD_SIZE": "1" if spelled is one else "2"})
+        dry, estimate = run_rank(run, 0), estimate_memory(run.plan, run.spec, run.dtype)[0]
+        assert 0.995 * dry.peak <= estimate.total <= 1.02 * dry.peak, (i, estimate.total / dry.peak)
 
 
 @pytest.mark.parametrize("way", quick(range(6), [], [0]))

@@ -27,9 +27,8 @@ from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import simulate_template
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import load_plan
-from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.fp8 import Fp8, backward_bytes
 from hetero_megatron.plans.fp8_checks import fp8_fits
-from hetero_megatron.plans.memory.activations import backward_bytes
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.product_cost import quantised_bytes
