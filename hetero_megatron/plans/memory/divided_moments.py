@@ -64,7 +64,7 @@ class ChunkSteps(NamedTuple):
         """Bytes beside what a micro-batch keeps, at the worst moment of a step's backward or forward; with what the
         border between two layers holds."""
         if self.activations is None:
-            return self.embedding if step == "embed" and not forward else 0
+            return 0
         logits, head, layers, kept, passing, boundary = self.activations[:6]
         if step == "head":
             return passing + (logits + 2 * boundary if forward else head)

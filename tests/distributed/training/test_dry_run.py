@@ -178,7 +178,7 @@ def test_the_gradient_of_an_embedding_that_a_context_group_divides_is_in_the_est
     run = config("fp32", tmp_path, plan(pipelines, seq_length=48))
     run = replace(run, spec=replace(run.spec, hidden_size=512, ffn_hidden_size=700, vocab_size=8192))
     dry, estimate = run_rank(run, 0), estimate_memory(run.plan, run.spec, run.dtype)[0]
-    assert dry.peak <= estimate.total <= 1.1 * dry.peak, (dry.peak, estimate)
+    assert dry.peak <= estimate.total <= 1.15 * dry.peak, (dry.peak, estimate)
 
 
 @pytest.mark.slow
