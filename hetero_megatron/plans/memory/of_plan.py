@@ -211,10 +211,11 @@ def estimate_memory(
 
 def _counts(bucket: Bucket, item: int) -> tuple[Ints, Ints, Ints, Ints]:
     """By rank of a bucket, elements held and owned, [2, ranks] bytes under way and while they are summed, and elements
-    owned whose masters are copies in any case."""
+    owned whose masters are copies in any case (``memory/matrices.py`` counts those of Muon's matrices)."""
     (held, owned), several = bucket.counts(), len(bucket.ranks) > 1
     moving = bucket_buffers(bucket, held, owned, item) if several else np.zeros((2, 1), np.int64)
-    return held, owned, moving, copied_masters(bucket) if several and item > 2 else np.zeros_like(held)
+    are_copies = several and item > 2 and not bucket.matrices
+    return held, owned, moving, copied_masters(bucket) if are_copies else np.zeros_like(held)
 
 
 def _with_outer_steps(
