@@ -80,7 +80,8 @@ def test_help_names_every_supported_flag() -> None:
 
 def test_a_flag_with_an_effect_is_read_by_somebody() -> None:
     """No supported flag silently does nothing: its key occurs in the code that builds the configuration."""
-    files = [*(ROOT / "hetero_megatron" / "cli").rglob("*.py"), ROOT / "hetero_megatron" / "data" / "config.py"]
+    package = ROOT / "hetero_megatron"
+    files = [*(package / "cli").rglob("*.py"), package / "data" / "config.py", package / "spec" / "grpo.py"]
     code = "\n".join(file.read_text() for file in files if file.parent.name != "table")
     kinds = ("lr_decay", "lr_warmup", "lr_wsd_decay")  # their names are put together there
     words = {*re.findall(r"\w+", code), *(f"{kind}_{unit}" for kind in kinds for unit in ("iters", "samples"))}
