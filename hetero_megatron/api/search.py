@@ -21,12 +21,14 @@ from hetero_megatron.planner.whatif.islands_apart import WORTH, IslandsApart, be
 from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner
 from hetero_megatron.planner.whatif.runtime_plans import best_for
+from hetero_megatron.plans.canonical import Plan as CanonicalPlan
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.made_for import made_for
 from hetero_megatron.plans.memory.of_plan import moments_of
 from hetero_megatron.plans.routing import EVEN, routing_of
 from hetero_megatron.plans.runtimes.table import RUNTIMES, written
 from hetero_megatron.predictor.cost.cost_options import CostOptions
+from hetero_megatron.predictor.simulate import step
 from hetero_megatron.utils.text import format_seconds, plural
 
 Progress = Callable[[str], None]
@@ -200,10 +202,7 @@ class Found:
         if runtime not in RUNTIMES:
             raise UserError("unknown runtime", field="runtime", value=runtime, accepted=", ".join(RUNTIMES))
         runtime_plan = best_for(RUNTIMES[runtime], self.problem.on(self.cluster.described), progress)
-        made_for = self.plan.canonical.made_for
-        chosen = replace(self.plan, canonical=replace(runtime_plan.plan, made_for=made_for))
-        question, compiled = self.prediction.asked, compiled_plan(chosen)
-        predicted = Prediction(chosen, self.cluster, runtime_plan.prediction, question, compiled)
+        chosen, predicted = self._other(runtime_plan.plan, runtime_plan.prediction)
         return FoundFor(runtime, chosen, predicted, predicted.step_seconds / self.step_seconds, runtime_plan.considered)
 
     def apart(self, every: int, progress: Progress | None = None) -> FoundApart:
@@ -214,11 +213,13 @@ class Found:
             UserError: a model without outer steps, or no part of the cluster can train apart.
         """
         found = best_apart(self.problem.on(self.cluster.described), every, self.budget, progress)
-        made_for = self.plan.canonical.made_for
-        chosen = replace(self.plan, canonical=replace(found.plan, made_for=made_for))
-        question, compiled = self.prediction.asked, compiled_plan(chosen)
-        predicted = Prediction(chosen, self.cluster, found.prediction, question, compiled)
-        return FoundApart(chosen, predicted, found, self.step_seconds)
+        return FoundApart(*self._other(found.plan, found.prediction), found, self.step_seconds)
+
+    def _other(self, found: CanonicalPlan, simulated: step.Prediction) -> tuple[Plan, Prediction]:
+        """Another plan for the same question, and what is predicted of it."""
+        chosen = replace(self.plan, canonical=replace(found, made_for=self.plan.canonical.made_for))
+        asked, compiled = self.prediction.asked, compiled_plan(chosen)
+        return chosen, Prediction(chosen, self.cluster, simulated, asked, compiled)
 
     def as_json(self) -> dict[str, Any]:
         """Everything that the report says, as JSON data."""

@@ -261,17 +261,17 @@ def _check(args: Namespace) -> None:
         if bool(args.shop) != (getattr(args, flag) is not None):
             problem = "missing beside --shop" if args.shop else "it needs --shop"
             raise UserError(problem, field="--" + flag, accepted="--shop CARD,CARD --prices FILE --budget N")
-    for flag in ("runtime", "compare", "fallbacks", "export", "out", "routing_stats", "time_limit"):
-        if args.shop and getattr(args, flag):
-            name = "--for" if flag == "runtime" else "--" + flag.replace("_", "-")
-            raise UserError("--shop plans for many clusters", field=name, accepted="one of the two")
-    for flag in ("compare", "fallbacks", "no_baselines"):
-        if args.runtime and getattr(args, flag):
-            raise UserError("--for has no such report", field="--" + flag.replace("_", "-"), accepted="one of the two")
-    for flag in ("runtime", "compare", "fallbacks", "no_baselines", "export", "shop", "teacher_hf", "reference_hf"):
-        if args.allow_outer is not None and getattr(args, flag):
-            name = "--for" if flag == "runtime" else "--" + flag.replace("_", "-")
-            raise UserError("--allow-outer knows nothing of it", field=name, accepted="one of the two")
+    for asked, problem, flags in (
+        (args.shop, "--shop plans for many clusters",
+         ("runtime", "compare", "fallbacks", "export", "out", "routing_stats", "time_limit")),
+        (args.runtime, "--for has no such report", ("compare", "fallbacks", "no_baselines")),
+        (args.allow_outer, "--allow-outer knows nothing of it",
+         ("runtime", "compare", "fallbacks", "no_baselines", "export", "shop", "teacher_hf", "reference_hf")),
+    ):  # fmt: skip
+        for flag in flags:
+            if asked and getattr(args, flag):
+                name = "--for" if flag == "runtime" else "--" + flag.replace("_", "-")
+                raise UserError(problem, field=name, accepted="one of the two")
     if args.allow_outer is not None and args.objective != "tokens":
         raise UserError("--allow-outer looks for speed", field="--objective", value=args.objective, accepted="tokens")
     check_writable(args.out, "--out")

@@ -252,7 +252,8 @@ class ReplicaCheck:
         self.runtime.comm.activity = "comparing copies of weights"
         if self._parts is None:
             self._parts = list(self._held_by_several())
-        digests = {f"{name}@{box.lo}": self._hash(name, box) for name, box, _ in self._parts}
+        values = self._values()
+        digests = {f"{name}@{box.lo}": _hash(values[name], box) for name, box, _ in self._parts}
         # What the same ranks hold is compared as a whole, and only told apart where it differs.
         digest_of_tensor: dict[str, str] = {}
         for name, box, holders in self._parts:
@@ -292,10 +293,12 @@ class ReplicaCheck:
                 values.setdefault(piece.name, []).append((piece.box, rows))
         return values
 
-    def _hash(self, name: str, box: Box) -> str:
-        held_box, held = next((b, values) for b, values in self._values()[name] if b.contains(box))
-        values = held[box.slices(held_box)].contiguous().cpu()
-        return _digest(memoryview(values.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+
+def _hash(held: Sequence[tuple[Box, torch.Tensor]], box: Box) -> str:
+    """Of what this rank has of a tensor, that in ``box``."""
+    held_box, held_values = next((b, values) for b, values in held if b.contains(box))
+    values = held_values[box.slices(held_box)].contiguous().cpu()
+    return _digest(memoryview(values.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
 def _between_uses(plan: Plan, spec: ModelSpec) -> Mapping[str, Layout]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,24 +65,26 @@ class StageTables:
         self, pool: DevicePool, costs: CostModel | None = None, offload: frozenset[str] | None = None
     ) -> StageTables:
         """Tables for other chips, other costs or other offloaded chip types."""
-        offloaded = self.offload if offload is None else offload
-        made = StageTables(costs or self.costs, pool, self.layers, self.depth, offloaded, self.lent, self.away)
-        return self._shared(made) if pool is self.pool and made.costs is self.costs else made
+        return self._changed(pool, costs, offload=self.offload if offload is None else offload)
 
     def lending(self) -> StageTables:
         """Tables where other pipelines may own all optimizer states of a stage."""
-        return self._shared(
-            StageTables(self.costs, self.pool, self.layers, self.depth, self.offload, True, self.away)
-        )
+        return self._changed(lent=True)
 
     def on_chips(self) -> StageTables:
         """Tables where no activations go to host memory."""
-        return self._shared(StageTables(self.costs, self.pool, self.layers, self.depth, self.offload, self.lent))
+        return self._changed(away=frozenset())
 
-    def _shared(self, made: StageTables) -> StageTables:
-        """``made``, of which only the bytes of states may differ, with all else that is known of kinds of stages."""
-        computing = ("_affine_seconds", "_activations", "_away_seconds", "_away_bytes")
-        share_results(self, made, *computing, "boundary", "message_seconds")
+    def _changed(
+        self, pool: DevicePool | None = None, costs: CostModel | None = None, **options: Any
+    ) -> StageTables:
+        """With other ``options`` (those of :meth:`__init__`), which change bytes of states at most: of the same chips
+        and costs, all else that is known of kinds of stages is shared."""
+        chosen: dict[str, Any] = {"offload": self.offload, "lent": self.lent, "away": self.away} | options
+        made = StageTables(costs or self.costs, pool or self.pool, self.layers, self.depth, **chosen)
+        if made.pool is self.pool and made.costs is self.costs:
+            computing = ("_affine_seconds", "_activations", "_away_seconds", "_away_bytes")
+            share_results(self, made, *computing, "boundary", "message_seconds")
         return made
 
     def owners(self, replicas: float) -> float:

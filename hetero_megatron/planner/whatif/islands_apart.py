@@ -18,13 +18,13 @@ from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import Progress, SimulatedPlan
 from hetero_megatron.planner.template.placement import renumbered
 from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.planner.whatif.chip_speeds import ChipSpeeds
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.canonical import Outer
 from hetero_megatron.plans.experts import Islands
 from hetero_megatron.plans.islands import divisions
 from hetero_megatron.plans.outer import COMPRESS
-from hetero_megatron.predictor.cost.cost_options import StageChoice
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.outer_exchange import exchange_seconds, waiting_seconds
 from hetero_megatron.predictor.simulate.step import Prediction, predict
@@ -79,6 +79,7 @@ class _Search:
         self._say = progress or (lambda text: None)
         made_for = problem.model, problem.cluster, problem.seq_length, problem.dtype
         self._costs = CostModel(*made_for, problem.options.costs)
+        self._speeds = ChipSpeeds(self._costs)
         self._found: dict[tuple[tuple[int, ...], int, float | None], SimulatedPlan] = {}
 
     def best(self) -> IslandsApart:
@@ -122,7 +123,7 @@ class _Search:
         """The islands' plans as one, without exchanges; each has the part of the batch that makes the slowest one as
         fast as can be."""
         batch = self._problem.global_batch_size
-        sizes = _sizes(batch, [sum(1 / self._layer_seconds(rank) for rank in ranks) for ranks in islands])
+        sizes = _sizes(batch, [sum(map(self._speeds.of, ranks)) for ranks in islands])
         best = self._of_islands(islands, sizes, margin)
         for _ in range(ROUNDS):  # by what the islands took
             sizes = _sizes(batch, [size / one.step_seconds for size, one in zip(sizes, best, strict=True)])
@@ -155,10 +156,6 @@ class _Search:
 
     def _of_islands(self, islands: Islands, sizes: Sequence[int], margin: float | None) -> list[SimulatedPlan]:
         return [self._of_island(ranks, size, margin) for ranks, size in zip(islands, sizes, strict=True)]
-
-    def _layer_seconds(self, rank: int) -> float:
-        place = self._problem.cluster.ranks[rank]
-        return self._costs.forward_seconds(StageChoice(place.chip, 1, 1, 1, False, False, home=place.group), 1)
 
     def _of_island(self, ranks: tuple[int, ...], batch: int, margin: float | None) -> SimulatedPlan:
         key = ranks, batch, margin

@@ -22,11 +22,11 @@ from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.incumbent import Progress
 from hetero_megatron.planner.template.placement import renumbered
 from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.planner.whatif.chip_speeds import ChipSpeeds
 from hetero_megatron.planner.whatif.forward_plans import ForwardPlan, ForwardPlans, ForwardQuestion
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.forward_only import role_of
 from hetero_megatron.plans.islands import with_islands_where_quick
-from hetero_megatron.predictor.cost.cost_options import StageChoice
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.beside import predict_beside
 from hetero_megatron.predictor.simulate.step import Prediction
@@ -93,9 +93,8 @@ class RoleSearch:
     ) -> None:
         self._problem, self._asked, self._epochs = problem, asked, epochs
         self._say = progress or (lambda text: None)
-        self._budget, self._speeds = TimeBudget(problem.options.time_limit), dict[str, float]()
-        made_for = problem.model, problem.cluster, problem.seq_length, problem.dtype
-        self._costs = CostModel(*made_for, problem.options.costs)
+        self._budget, made_for = TimeBudget(problem.options.time_limit), (problem.model, problem.cluster)
+        self._speeds = ChipSpeeds(CostModel(*made_for, problem.seq_length, problem.dtype, problem.options.costs))
 
     def placed(self) -> RolePlacement:
         """All alternatives.
@@ -169,7 +168,7 @@ class RoleSearch:
         for rank in cluster.ranks:
             kinds.setdefault(rank.group, {}).setdefault(rank.rank if by_chip else rank.node, []).append(rank.rank)
         units = {group: list(of_group.values()) for group, of_group in kinds.items()}
-        slow_first = sorted(units, key=lambda group: self._speed(units[group][0][0]))
+        slow_first = sorted(units, key=lambda group: self._speeds.of(units[group][0][0]))
         counts = [tuple(len(units[g]) * (g == whole) for g in slow_first) for whole in slow_first]
         every = itertools.product(*(range(len(units[group]) + 1) for group in slow_first))
         if math.prod(len(units[group]) + 1 for group in slow_first) <= MOST_SPLITS:
@@ -189,19 +188,11 @@ class RoleSearch:
             if 0 < len(ranks) < cluster.world_size:
                 yield ranks
 
-    def _speed(self, rank: int) -> float:
-        """Sequences per second of a layer of the model that is trained, forward, on the chip of a rank."""
-        place = self._problem.cluster.ranks[rank]
-        if place.group not in self._speeds:
-            one = StageChoice(place.chip, 1, 1, 1, False, False, home=place.group)
-            self._speeds[place.group] = 1 / self._costs.forward_seconds(one, 1)
-        return self._speeds[place.group]
-
     def _on_own(self, whole: SearchResult, splits: Sequence[frozenset[int]]) -> tuple[Alternative, int]:
         """(the best split, how many were searched): those first whose longer part is shortest by an estimate, which
         takes the step on all chips as work that the faster chips do in proportion."""
         cluster, problem = self._problem.cluster, "the role fits on no part of the cluster"
-        work = whole.best.step_seconds * sum(self._speed(rank.rank) for rank in cluster.ranks)
+        work = whole.best.step_seconds * sum(self._speeds.of(rank.rank) for rank in cluster.ranks)
         estimated: list[tuple[float, int, frozenset[int], ForwardPlan]] = []
         for i, ranks in enumerate(splits):
             keep = sorted(ranks)
@@ -210,7 +201,7 @@ class RoleSearch:
             except UserError as error:
                 problem = error.problem
                 continue
-            left = sum(self._speed(rank.rank) for rank in cluster.ranks if rank.rank not in ranks)
+            left = sum(self._speeds.of(rank.rank) for rank in cluster.ranks if rank.rank not in ranks)
             estimated.append((max(forward.seconds, work / left), i, ranks, forward))
         best: tuple[float, frozenset[int], ForwardPlan] | None = None
         searched = 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, with_counts
 from hetero_megatron.plans.canonical import Plan, Stage
 from hetero_megatron.plans.context_plan import has_context
-from hetero_megatron.plans.memory.activations import RankWork, backward_moments, forward_bytes
+from hetero_megatron.plans.memory.activations import RankWork, backward_moments, embedding_gradients, forward_bytes
 from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes
 from hetero_megatron.plans.memory.divided_moments import BucketBytes, ChunkSteps, DividedMoments, PartBytes, Step
 from hetero_megatron.plans.program import moments_by_stages
@@ -78,14 +79,13 @@ def _chunk_steps(
         if stage.head and number + 1 == len(stage.chunks):
             used["head"] = ("head", "embed") if spec.tied else ("head",)
         held = sum(bucket.held for bucket in parts.get("embed", PartBytes()).buckets)
-        trained = spec.lora is None and stage.embed
-        narrow = round(spec.vocab_size * spec.hidden_size * item / chunk.tp) if trained else 0
-        tied = spec.tied and stage.embed and "head" in used
-        # Autograd keeps a tied head's gradient until it adds the embedding's; chunks of logits add theirs to the sum.
-        summed = tied and chunk.limit is not None
-        embedding = max(3 * narrow - held, narrow) if tied and not summed else narrow
+        brought, embedding = embedding_gradients(spec, replace(chunk, embed=stage.embed))
+        if brought:
+            embedding = max(embedding - held, brought)  # their sum is where the others' is
+        elif spec.tied and stage.embed and "head" in used and chunk.limit is not None:
+            brought = held
         moments, forward = (backward_moments(spec, chunk), forward_bytes(spec, chunk)) if known else (None, ())
-        chunks.append(ChunkSteps(used, moments, forward, embedding, held if summed else narrow if tied else 0))
+        chunks.append(ChunkSteps(used, moments, forward, embedding, brought))
     return chunks
 
 

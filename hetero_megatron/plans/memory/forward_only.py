@@ -46,11 +46,10 @@ def _on_own_ranks(
     layer's forward of one micro-batch works with beside the inputs of the others."""
     forward = forward_memory(role.compiled, dtype, logits_bytes)
     said = {**_head_positions(plan), **_head_positions(role.compiled.plan)}
-    own = {rank: replace(m, second_model=m.second_model + 4 * role.words * said.get(rank, 0))
-           for rank, m in memory.items()}  # fmt: skip
-    apart = {rank: replace(m, second_model=m.second_model + 4 * role.words * said.get(rank, 0))
-             for rank, m in forward.items()}  # fmt: skip
-    return dict(sorted((own | apart).items()))
+    return {
+        rank: replace(m, second_model=m.second_model + 4 * role.words * said.get(rank, 0))
+        for rank, m in sorted({**memory, **forward}.items())
+    }
 
 
 def forward_memory(compiled: CompiledPlan, dtype: str, logits_bytes: int) -> dict[int, MemoryBytes]:
