@@ -131,6 +131,7 @@ def test_a_terminal_that_is_closed_saves(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
 
     def own_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
