@@ -1,6 +1,6 @@
 """The predictor and the planner against measurement, on clusters emulated by the testbed.
 
-    python benchmarks/bench_testbed.py [--cases plans|bound] [--chips clock|soft] [--links namespaces|paced]
+    python benchmarks/bench_testbed.py [--cases plans|bound|hybrid] [--chips clock|soft] [--links namespaces|paced]
                                        [--only NAME …] [--out FILE]
 
 For each cluster, in one run: chips and links are calibrated; the planner's plan, the two best uniform plans (of all),
@@ -12,6 +12,9 @@ rank was behind its emulated chip when it next waited for others, the worst one'
 ``--cases bound``: only the planner's plan and each type alone, where HETHUB's bound can be asked for: replicas side
 by side with a step of at least 40 x the exposed synchronisation, a model that has to be cut across chip types, and H2's
 superlinear case, a chip type short of memory.
+
+``--cases hybrid``: a model with three layers of Gated DeltaNet for each one with attention, over tokens so many that
+these cost unlike much; beside the planner's plan, pipelines with equal numbers of layers and with layers by speed.
 """
 
 from __future__ import annotations
@@ -33,6 +36,13 @@ MODEL = {
     "hidden_size": 128, "ffn_hidden_size": 352, "num_heads": 8,
     "num_kv_heads": 4, "head_dim": 16, "vocab_size": 257, "max_position_embeddings": 2048,
 }  # fmt: skip
+HYBRID = {
+    "model_type": "qwen3_next", "num_hidden_layers": 8, "hidden_size": 128, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 352, "vocab_size": 257,
+    "max_position_embeddings": 2048, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
 SEQ_LENGTH = 128  # under an emulated clock, whose nominal seconds are long
 
 
@@ -47,6 +57,8 @@ class Case:
         long: the cluster where sequences are long (``MODES``), if its memory is not to be the same.
         alone_memory: bytes that each chip of a type alone may use, where it could not hold the model.
         goal: least share of the sum of the types alone.
+        hf_config: of another model than ``MODEL``.
+        seq_length: other than the mode's.
     """
 
     cluster: dict[str, Any]
@@ -56,6 +68,8 @@ class Case:
     long: dict[str, Any] | None = None
     alone_memory: int | None = None
     goal: float | None = None
+    hf_config: dict[str, Any] | None = None
+    seq_length: int | None = None
 
 
 def two_types(
@@ -98,6 +112,22 @@ BOUNDS = {
         batch=64, kinds=(), goal=1.05,
     ),
 }  # fmt: skip
+EQUAL = ("uniform", "equal", "other")
+HYBRIDS = {
+    "hybrid, 3:1, 2+2": Case(
+        two_types((2, 1, 0.6, "1 GiB"), (2, 1, 0.2, "1 GiB"), "25 MB/s"), batch=16, kinds=EQUAL, hf_config=HYBRID,
+        seq_length=512,
+    ),
+    # No chip holds the whole model with its states: it has to be cut, and where matters.
+    "hybrid, 3:1, 2+2, small memory": Case(
+        two_types((2, 1, 0.6, "64 MiB"), (2, 1, 0.2, "64 MiB"), "25 MB/s"), batch=16, kinds=EQUAL, hf_config=HYBRID,
+        seq_length=512,
+    ),
+    "hybrid, four alike": Case(
+        emulated_cluster([("a", 4, 1, 0.4, "64 MiB")]), batch=16, kinds=EQUAL, hf_config=HYBRID, seq_length=512
+    ),
+}
+CASES = {"plans": PLANS, "bound": BOUNDS, "hybrid": HYBRIDS}
 # Where CPU time counts, sequences are longer and batches smaller: a layer of 128 tokens takes 1 ms, most of it in small
 # operators, and such a millisecond repeats within 10 %. Chips are slower, so that a core which is slower than usual can
 # keep up. And what real work takes does not grow with the micro-batch as a clock's nominal seconds do.
@@ -131,6 +161,7 @@ def measure(case: Case, name: str, args: argparse.Namespace) -> dict[str, Any]:
         "model": {**MODEL, "num_layers": case.layers}, "batch": case.batch, "kinds": case.kinds,
         "alone_memory": case.alone_memory, **MODES[args.chips],
     }  # fmt: skip
+    work |= {k: v for k in ("hf_config", "seq_length") if (v := getattr(case, k)) is not None}
     return run_job(name, "testbed_job.py", case.cluster, work, args.chips, args.links, args.verbose)
 
 
@@ -198,12 +229,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", default="clock", choices=("clock", "soft"))
     parser.add_argument("--links", default="namespaces", choices=("namespaces", "paced", "none"))
-    parser.add_argument("--cases", default="plans", choices=("plans", "bound"))
+    parser.add_argument("--cases", default="plans", choices=tuple(CASES))
     parser.add_argument("--only", nargs="*", metavar="NAME", help="some of the cases")
     parser.add_argument("--out", help="write everything as JSON")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
-    chosen = PLANS if args.cases == "plans" else BOUNDS
+    chosen = CASES[args.cases]
     cases = {name: adapted(case, MODES[args.chips]) for name, case in chosen.items()}
     names = args.only or list(cases)
     if unknown := [name for name in names if name not in cases]:

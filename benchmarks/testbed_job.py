@@ -63,14 +63,16 @@ def choose(cluster: Cluster, spec: ModelSpec, work: Work) -> list[Choice]:
         except UserError:  # too little memory alone
             continue
         plans.append((f"{chip} alone", "alone", renumbered(alone.best.plan, dict(enumerate(ranks)))))
-    for name, data in others(cluster, spec, seq_length, batch) if "other" in work["kinds"] else ():
+    for kind, name, data in others(cluster, spec, seq_length, batch):
+        if kind not in work["kinds"]:
+            continue
         try:
             plan = plan_from_dict(data, spec, cluster)
             predict(plan, spec, cluster, DTYPE).require_fit()
         except UserError as error:
             print(f"{name}: left out, {error}", flush=True)
             continue
-        plans.append((name, "other", plan))
+        plans.append((name, kind, plan))
     return [predicted(name, kind, to_dict(plan), spec, cluster) for name, kind, plan in plans]
 
 
@@ -80,9 +82,9 @@ def predicted(name: str, kind: str, data: dict[str, Any], spec: ModelSpec, clust
     return {"name": name, "kind": kind, "predicted": found.step_seconds, "parts": dict(found.parts)}, data
 
 
-def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> list[tuple[str, dict[str, Any]]]:
-    """One pipeline of all ranks with layers by speed, alone and in TP groups of two of a type; one replica per rank
-    with shares by speed."""
+def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> list[tuple[str, str, dict[str, Any]]]:
+    """(kind, name, plan) of one pipeline of all ranks with layers by speed, alone and in TP groups of two of a type;
+    one replica per rank with shares by speed; one pipeline of all ranks with equal numbers of layers."""
     everyone = range(cluster.world_size)
     pairs = [pair for found in tp_groups(cluster, 2).values() for pair in found]
     alone = set(everyone) - {r for pair in pairs for r in pair}
@@ -100,12 +102,18 @@ def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
         "replicas": replicas,
     }
     head = {"version": 1, "seq_length": seq_length, "global_batch_size": batch, "schedule": "1f1b"}
-    return [(name, {**head, "pipelines": pipelines}) for name, pipelines in kinds.items()]
+    equal = _pipeline(cluster, spec, batch, [(r,) for r in everyone], by_speed=False)
+    return [
+        *(("other", name, {**head, "pipelines": pipelines}) for name, pipelines in kinds.items()),
+        ("equal", "one pipeline, equal layers", {**head, "pipelines": [equal]}),
+    ]
 
 
-def _pipeline(cluster: Cluster, spec: ModelSpec, batch: int, groups: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-    """A stage on each TP group, with layers by speed."""
-    speeds = [sum(cluster.chip_of(r).speed or 1.0 for r in group) for group in groups]
+def _pipeline(
+    cluster: Cluster, spec: ModelSpec, batch: int, groups: Sequence[tuple[int, ...]], by_speed: bool = True
+) -> dict[str, Any]:
+    """A stage on each TP group, with layers by speed or equally many."""
+    speeds = [sum(cluster.chip_of(r).speed or 1.0 for r in group) if by_speed else 1.0 for group in groups]
     cuts = cuts_by_speed(spec.num_layers, speeds)
     stages: list[dict[str, Any]] = [
         {"ranks": list(group), "tp": len(group), "layers": [a, b]}
