@@ -164,6 +164,7 @@ class Export:
         """Like :func:`~hetero_megatron.comm.group.together`, for actions that write."""
 
         def attempt() -> Any:
+            self.world.comm.fence()  # a rank that hung writes nothing once its job went on without it
             try:
                 return action()
             except OSError as error:
@@ -215,6 +216,7 @@ class Export:
                 line.add(box.size * self.plan[self.table[name].name].dtype.itemsize)
 
     def _put(self, name: str, box: Box, stored: np.ndarray) -> None:
+        self.world.comm.fence()
         put_box(self.work, self.plan[self.table[name].name], self.table[name], box, stored)
 
     def _stored(self, values: torch.Tensor, source: HFSource) -> np.ndarray:

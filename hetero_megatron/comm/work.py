@@ -92,6 +92,7 @@ class Transport(Protocol):
     accelerator: Accelerator | None
     clock: Clock
     sent_bytes: dict[int, int]
+    fence: Callable[[], None]
 
     def start(
         self,

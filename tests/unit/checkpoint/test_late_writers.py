@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from hetero_megatron.checkpoint.hf_save import save_hf
 from hetero_megatron.comm import CommError
 from hetero_megatron.comm.epochs import SCOPE, Epoch, EpochStore, Fence
 from hetero_megatron.comm.job_store import JobStore
+from hetero_megatron.layout import Box
 from hetero_megatron.monitoring.metrics import MetricsWriter, Resumed, StepMetrics
-from tests.support.tiny_checkpoint import load, save, values
+from hetero_megatron.spec import ModelSpec, logical_tensors
+from tests.support.tiny_checkpoint import alone, load, save, values
 
 LATE = "writes nothing more: epoch 1 of the job is over"
 
@@ -65,3 +69,37 @@ def test_what_hung_writes_nothing_when_it_wakes_up(steps: list[int], tmp_path: P
         seed = 10 + steps[-1] if steps else found[0]
         assert all(torch.equal(found[2][name], tensor) for name, tensor in values(seed).items())
     assert at >= 5
+
+
+def export(directory: Path, weight: float, fence: Callable[[], None]) -> None:
+    """One layer of Llama, all of whose numbers are ``weight``."""
+    spec = ModelSpec("one", "llama", 1, 8, 16, 2, 2, 4, 16, 8)
+    world = alone()
+    world.comm.fence = fence
+    owned = ((t.name, Box.whole(t.shape), torch.full(t.shape, weight)) for t in logical_tensors(spec))
+    save_hf(str(directory), spec, owned, torch.float32, world)
+
+
+def test_an_export_that_hung_writes_nothing_when_it_wakes_up(tmp_path: Path) -> None:
+    """At whatever moment of it: others have exported meanwhile, through the same folder beside."""
+    for at in range(1, 100):
+        store, asked, left = EpochStore(JobStore().keys(SCOPE), b""), 0, dict[str, bytes]()
+        late, directory = Fence(store, 1, 0), tmp_path / str(at)
+
+        def hang(late: Fence = late, directory: Path = directory, at: int = at, store: EpochStore = store) -> None:
+            nonlocal asked, left
+            asked += 1
+            if asked == at:
+                store.publish(Epoch(2, [1], "", "", [], "lost rank 0", 0.0, 0.0))
+                export(directory, 2.0, Fence(store, 2, 0).check)
+                left = content(tmp_path)
+            late.check()
+
+        try:
+            export(directory, 1.0, hang)
+        except CommError as error:
+            assert LATE in str(error), error
+        if asked < at:
+            break
+        assert content(tmp_path) == left, at
+    assert at >= 10
