@@ -128,7 +128,8 @@ def export_and_watch(comm: Comm, spec: ModelSpec, root: str) -> int | None:
     interval = sys.getswitchinterval()
     with node(root, comm.rank):
         # What an export imports when it is the first one, 4 MiB, is none of its tensors'.
-        save_hf("small", replace(spec, vocab_size=8), rows_of(replace(spec, vocab_size=8), comm.rank), torch.float32, group)
+        small = replace(spec, vocab_size=8)
+        save_hf("small", small, rows_of(small, comm.rank), torch.float32, group)
         gc.collect()
         before = anonymous_bytes()
         watcher = threading.Thread(target=look)
