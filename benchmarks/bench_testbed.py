@@ -64,7 +64,7 @@ class Case:
     cluster: dict[str, Any]
     layers: int = 8
     batch: int = 48
-    kinds: tuple[str, ...] = ("uniform", "other")
+    kinds: tuple[str, ...] = ("uniform", "other", "tp")
     long: dict[str, Any] | None = None
     alone_memory: int | None = None
     goal: float | None = None
@@ -116,15 +116,15 @@ EQUAL = ("uniform", "equal", "other")
 HYBRIDS = {
     "hybrid, 3:1, 2+2": Case(
         two_types((2, 1, 0.6, "1 GiB"), (2, 1, 0.2, "1 GiB"), "25 MB/s"), batch=16, kinds=EQUAL, hf_config=HYBRID,
-        seq_length=512,
+        seq_length=256,
     ),
     # No chip holds the whole model with its states: it has to be cut, and where matters.
     "hybrid, 3:1, 2+2, small memory": Case(
         two_types((2, 1, 0.6, "64 MiB"), (2, 1, 0.2, "64 MiB"), "25 MB/s"), batch=16, kinds=EQUAL, hf_config=HYBRID,
-        seq_length=512,
+        seq_length=256,
     ),
     "hybrid, four alike": Case(
-        emulated_cluster([("a", 4, 1, 0.4, "64 MiB")]), batch=16, kinds=EQUAL, hf_config=HYBRID, seq_length=512
+        emulated_cluster([("a", 4, 1, 0.4, "64 MiB")]), batch=16, kinds=EQUAL, hf_config=HYBRID, seq_length=256
     ),
 }
 CASES = {"plans": PLANS, "bound": BOUNDS, "hybrid": HYBRIDS}

@@ -104,7 +104,7 @@ def others(cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int) -> li
     head = {"version": 1, "seq_length": seq_length, "global_batch_size": batch, "schedule": "1f1b"}
     equal = _pipeline(cluster, spec, batch, [(r,) for r in everyone], by_speed=False)
     return [
-        *(("other", name, {**head, "pipelines": pipelines}) for name, pipelines in kinds.items()),
+        *(("tp" if "TP" in name else "other", name, {**head, "pipelines": rows}) for name, rows in kinds.items()),
         ("equal", "one pipeline, equal layers", {**head, "pipelines": [equal]}),
     ]
 

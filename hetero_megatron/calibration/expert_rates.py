@@ -21,6 +21,7 @@ from hetero_megatron.plans import Pipeline, Plan, Stage, Unit
 from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember
 from hetero_megatron.predictor.cost.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec, Share, shares
+from hetero_megatron.spec.model_spec import layers_by_kind
 
 MEMBERS = (2, 4)  # ranks of the groups that exchange tokens
 ExpertTables = tuple[list[list[float | str]], float]  # rows as in the rates, and their spread
@@ -52,7 +53,7 @@ def measure_experts(job: Job, spec: ModelSpec, tp: Sequence[int], tokens: int, c
             [partial(_experts, job, spec, replace(share, experts=(0, e)), n, kernels) for e, n in points], calls,
         )  # fmt: skip
         seconds = [s for pair in (*per_amount, *exchanged, once) for s in pair]
-        rows.append([model_fingerprint(spec), columns, *seconds])
+        rows += [[model_fingerprint(model), columns, *seconds] for model, _ in layers_by_kind(spec)]
         spread = max(spread, varied)
     return rows, spread
 

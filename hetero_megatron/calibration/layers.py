@@ -25,7 +25,8 @@ from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.step_numbers import StepStats
 
 TABLES = ("layers", "embed", "head")
-ByKey = dict[tuple[int, int], dict[str, tuple[float, float]]]  # (TP degree, micro-batch size), table -> seconds
+Key = tuple[str, int, int]  # fingerprint of the model, TP degree, micro-batch size
+ByKey = dict[Key, dict[str, tuple[float, float]]]  # by table: seconds
 NOISE = 3  # standard deviations of an action by which a straggler is slower, at least
 
 
@@ -67,7 +68,8 @@ class StageTimes:
     """What one rank saw of its stage in one run; seconds are medians, by the chip's own clock.
 
     Attributes:
-        ranks: of its TP group; parts: number of layers, embeddings and heads; alone: without other pipelines beside it.
+        fingerprint: of the model; ranks: of its TP group; parts: number of layers, embeddings and heads.
+        alone: without other pipelines beside it.
         forward, backward: compute seconds of an action; spread: the larger of both, relative; waited: what a forward
             and a backward took besides, in exchanges with the TP group.
         split: compute seconds of B_INPUT and W.
@@ -76,6 +78,7 @@ class StageTimes:
     """
 
     chip: str
+    fingerprint: str
     ranks: tuple[int, ...]
     micro_batch_size: int
     parts: tuple[int, int, int]
@@ -90,9 +93,8 @@ class StageTimes:
     alone: bool = True
 
     @property
-    def key(self) -> tuple[int, int]:
-        """(TP degree, micro-batch size)."""
-        return len(self.ranks), self.micro_batch_size
+    def key(self) -> Key:
+        return self.fingerprint, len(self.ranks), self.micro_batch_size
 
     @property
     def tp_collectives(self) -> int:
@@ -130,7 +132,7 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> StageTimes | None:
     parts = stage.num_layers, int(stage.embed), int(stage.head)
     held_bytes = sum(p.numel() * p.element_size() for p in runtime.stage_model.module.parameters())
     return StageTimes(
-        chip, stage.ranks, run.plan.pipelines[0].micro_batch_size, parts,
+        chip, run.fingerprint, stage.ranks, run.plan.pipelines[0].micro_batch_size, parts,
         median(seconds["F"]), median(seconds["B"]), max(relative_spread(seconds[kind]) for kind in "FB"),
         (median(waited["F"]), median(waited["B"])), (median(seconds["B_INPUT"]), median(seconds["W"])),
         median(saved) / held_bytes, median(outside),
@@ -139,8 +141,8 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> StageTimes | None:
 
 
 def fit_stages(seen: Sequence[StageTimes], fixed: float | None = None) -> tuple[float, ByKey, float]:
-    """Costs of one chip type: (seconds of an action besides its layers, which may be known as ``fixed``; by (TP degree,
-    micro-batch size): seconds (forward, backward) of each of ``TABLES``; the relative spread of stages around them)."""
+    """Costs of one chip type: (seconds of an action besides its layers, which may be known as ``fixed``; by key:
+    seconds (forward, backward) of each of ``TABLES``; the relative spread of stages around them)."""
     fixed_pair = None if fixed is None else (fixed, fixed)
     (forward, backward), by_key, spread = _fit(seen, [(o.forward, o.backward) for o in seen], fixed_pair)
     return (forward + backward) / 2 if fixed is None else fixed, by_key, spread

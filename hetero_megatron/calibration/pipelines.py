@@ -15,6 +15,7 @@ from typing import TypeVar
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.program import ADAPTIVE
+from hetero_megatron.predictor.cost.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec
 
 FEW, MANY = 1, 3  # layers of a stage; many on the fastest chip type, on others as many as take about as long
@@ -26,10 +27,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Run:
-    """A plan, of a model with as many layers; ``warm_up``: sequences of a first step, which fill its pipelines."""
+    """A plan, of a model with as many layers; ``warm_up``: sequences of a first step, which fill its pipelines.
+    ``fingerprint``: of the model whose layers they are."""
 
     plan: Plan
     spec: ModelSpec
+    fingerprint: str
     title: str
     warm_up: int
 
@@ -78,7 +81,8 @@ class Runs:
         small = replace(self.spec, num_layers=sum(layers))
         chips = [[f"{self.cluster.ranks[g[0]].chip} x{n}" for g, n in zip(p, layers, strict=True)] for p in pipelines]
         title = f"tp {self.tp}, micro-batch {size}: " + " | ".join(dict.fromkeys(map(", ".join, chips)))
-        return Run(plan_from_dict(data, small, self.cluster), small, title, size * len(layers) * len(pipelines))
+        plan, warm_up = plan_from_dict(data, small, self.cluster), size * len(layers) * len(pipelines)
+        return Run(plan, small, model_fingerprint(self.spec), title, warm_up)
 
 
 def half_split(plan: Plan) -> Plan:

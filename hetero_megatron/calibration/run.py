@@ -19,9 +19,10 @@ from hetero_megatron.calibration.pipelines import Run, Runs, depths
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.neighbours import tp_groups
 from hetero_megatron.predictor.cost.link_model import LinkModel
-from hetero_megatron.predictor.cost.rates import LinkRates, Rates, model_fingerprint
+from hetero_megatron.predictor.cost.rates import LinkRates, Rates
 from hetero_megatron.predictor.cost.rates_document import link_document
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.model_spec import layers_by_kind
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 
 STRAGGLER = 0.1  # slower than its fellows by more than this share
@@ -69,8 +70,10 @@ def calibrate(
         log("links")
         links = dict(measure_links(comm, cluster))
 
-    def runs(tp: int, micro_batch_size: int, without: Collection[int] = ()) -> Runs:
-        return Runs(cluster, spec, options.seq_length, tp, micro_batch_size, tp_groups(cluster, tp, without))
+    models = [model for model, _ in layers_by_kind(spec)]
+
+    def runs(model: ModelSpec, tp: int, micro_batch_size: int, without: Collection[int] = ()) -> Runs:
+        return Runs(cluster, model, options.seq_length, tp, micro_batch_size, tp_groups(cluster, tp, without))
 
     def observed(planned: Sequence[Run]) -> list[StageTimes]:
         observations = list[StageTimes]()
@@ -80,7 +83,7 @@ def calibrate(
             observations += [o for o in world.gather_objects(stage_times, StageTimes | None) if o is not None]
         return observations
 
-    slow, out, stages = _all_stages(observed, cluster, options, runs)
+    slow, out, stages = _all_stages(observed, cluster, options, models, runs)
     log("attention alone")
     operators = world.gather_objects(measure_operators(job, spec, options.lengths, CALLS * options.steps), Tables)
     if job.fp8:
@@ -96,11 +99,11 @@ def calibrate(
     experts = world.gather_objects(own_experts, ExpertTables)
     log("exchange of gradients and parameters")
     phases: list[list[Phase]] = [[] for _ in everyone]
-    for run in runs(1, 1, out).exchanges():
+    for run in runs(models[0], 1, 1, out).exchanges():
         phase = observe_exchange(run, job, EXCHANGES * options.steps)
         phases = [a + b for a, b in zip(phases, world.gather_objects(phase, list[Phase]), strict=True)]
     network = LinkModel(Rates(cluster, options.dtype, {}, links))
-    shape = model_fingerprint(spec), options.seq_length, options.seq_length * spec.hidden_size * job.dtype.itemsize
+    shape = options.seq_length, options.seq_length * spec.hidden_size * job.dtype.itemsize
     chips: dict[str, Any] = {}
     for chip in dict.fromkeys(rank.chip for rank in cluster.ranks):
         ranks = [rank.rank for rank in cluster.ranks if rank.chip == chip and rank.rank not in out]
@@ -124,35 +127,37 @@ def calibrate(
 
 def _all_stages(
     observed: Callable[[Sequence[Run]], list[StageTimes]], cluster: Cluster, options: CalibrationOptions,
-    runs: Callable[..., Runs],
+    models: Sequence[ModelSpec], runs: Callable[..., Runs],
 ) -> tuple[dict[tuple[int, ...], float], set[int], list[StageTimes]]:  # fmt: skip
-    """(slow groups of ranks and how slow they are, their ranks, what all others see of their stages)."""
-    first, *other_shapes = [(tp, n) for tp in options.tp for n in options.micro_batch_sizes]
+    """(slow groups of ranks and how slow they are, their ranks, what all others see of their stages). ``models``: of
+    each kind of layer."""
+    first, *other_shapes = [(m, tp, n) for m in models for tp in options.tp for n in options.micro_batch_sizes]
     survey = observed([runs(*first).alone()])
     slow = stragglers(survey, STRAGGLER)
     out = {rank for ranks in slow for rank in ranks}
     kept = [o for o in survey if not out & set(o.ranks)]
     layers_by_chip = depths(cluster, {o.chip: o.forward + o.backward for o in kept})
     planned = runs(*first, out).pipelines(layers_by_chip)
-    for tp, n in other_shapes:
-        kind = runs(tp, n, out)
-        planned += [kind.alone(1), *kind.pipelines(layers_by_chip)] if kind.groups else []
+    for shape in other_shapes:
+        others = runs(*shape, out)
+        planned += [others.alone(1), *others.pipelines(layers_by_chip)] if others.groups else []
     return slow, out, kept + observed(planned)
 
 
 def _stage_rates(
-    seen: Sequence[StageTimes], network: LinkModel, fixed: float | None, fingerprint: str, length: int, size: int
+    seen: Sequence[StageTimes], network: LinkModel, fixed: float | None, length: int, size: int
 ) -> dict[str, Any]:
-    """Rates of one chip type from its stages. ``fixed``: see :func:`calibrate`; ``fingerprint``: of the model;
-    ``length``: tokens per sequence; ``size``: bytes of one sequence's activations."""
+    """Rates of one chip type from its stages. ``fixed``: see :func:`calibrate`; ``length``: tokens per sequence;
+    ``size``: bytes of one sequence's activations."""
     rates, spread = dict[str, Any](), dict[str, float]()
     rates["action_seconds"], by_key, residuals = fit_stages(seen, fixed)
     spread["layers"] = max(residuals, median(o.spread for o in seen))
     put_off, split, spread["split"] = fit_split(seen)
     rates["split_seconds"] = put_off if put_off > LEAST else 0.0
-    for (tp, rows), seconds_by_table in by_key.items():
-        seconds_by_table |= {f"split_{table}": split[tp, rows][table] for table in ("layers", "head")}
-        if exchanged := [o for o in seen if o.tp_collectives and o.key == (tp, rows)]:
+    for key, seconds_by_table in by_key.items():
+        fingerprint, tp, rows = key
+        seconds_by_table |= {f"split_{table}": split[key][table] for table in ("layers", "head")}
+        if exchanged := [o for o in seen if o.tp_collectives and o.key == key]:
             links = median(network.tp_exchange(o.ranks, rows * size)[0] for o in exchanged)
             counts = [[float(o.tp_collectives)] for o in exchanged]
             ways = [robust_fit(counts, [max(o.waited[i], 0.0) for o in exchanged], relative=False) for i in (0, 1)]

@@ -7,6 +7,7 @@ is no class per family.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
@@ -375,6 +376,16 @@ def layers_alone(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
     """A model of these layers and no others, of a model with linear attention in some: for what an average one of them
     costs, as layers with and without it cost unlike much. Any other model, and of no layers, as it is."""
     return spec if spec.delta is None or not layers else _layers_alone(spec, tuple(map(spec.layer, layers)))
+
+
+@lru_cache(maxsize=1024)
+def layers_by_kind(spec: ModelSpec) -> tuple[tuple[ModelSpec, float], ...]:
+    """(a model of layers of one kind, their share of the layers) of each kind, for a model with linear attention in
+    some layers; any other model, whose average layer is measured, as it is."""
+    if spec.delta is None:
+        return ((spec, 1.0),)
+    counts = Counter(map(spec.layer, range(spec.num_layers)))
+    return tuple((_layers_alone(spec, (kind,)), count / spec.num_layers) for kind, count in counts.items())
 
 
 @lru_cache(maxsize=1024)

@@ -27,6 +27,7 @@ from hetero_megatron.spec.flops import (
     mean_attention_pairs,
     visible_pairs,
 )
+from hetero_megatron.spec.model_spec import layers_by_kind
 from hetero_megatron.utils.cached_method import cached_method
 
 Seconds = tuple[float, float]  # forward, backward
@@ -73,7 +74,8 @@ class ModelledOperators:
     @cached_method
     def experts(self, load: ExpertLoad) -> Seconds:
         """(forward, backward) of the routed experts of one mixture-of-experts layer, without links."""
-        return expert_seconds(self.model, self.rates, self.item, self.fingerprint, load, self.gemm)
+        fingerprint = model_fingerprint(layers_by_kind(self.model)[0][0])
+        return expert_seconds(self.model, self.rates, self.item, fingerprint, load, self.gemm)
 
     def attention(self, share: float, rows: float, length: int) -> Seconds:
         """The attention core: softmax(q k^T) v of this rank's heads."""

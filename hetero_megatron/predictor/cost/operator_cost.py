@@ -7,6 +7,7 @@ micro-batch; ``length``: tokens per sequence.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,7 +16,7 @@ from hetero_megatron.predictor.cost.product_cost import nearest
 from hetero_megatron.predictor.cost.rates import LayerRow
 from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.spec.model_spec import module_layer
+from hetero_megatron.spec.model_spec import layers_by_kind, module_layer
 from hetero_megatron.utils.cached_method import cached_method
 
 IN_FP8 = ("layers", "split_layers")  # tables whose rows differ where linear modules are in fp8
@@ -24,7 +25,20 @@ IN_FP8 = ("layers", "split_layers")  # tables whose rows differ where linear mod
 @dataclass(frozen=True, eq=False)
 class Operators(ModelledOperators):
     """Times of one chip for one model, measured ones first: rows of the chip's tables at exactly their sizes, elsewhere
-    the modelled time, corrected by measured over modelled at the nearest sizes."""
+    the modelled time, corrected by measured over modelled at the nearest sizes. Of a model with layers of linear
+    attention and others, each kind is measured, and the mean is that of its layers."""
+
+    @cached_property
+    def _kinds(self) -> tuple[tuple[Operators, float], ...]:
+        """(of layers of one kind, their share of the layers), where there are several kinds, which were measured."""
+        models = layers_by_kind(self.model)
+        kinds = tuple((replace(self, model=model), share) for model, share in models)
+        return kinds if len(kinds) > 1 and all(kind._layers_measured for kind, _ in kinds) else ()
+
+    @property
+    def _layers_measured(self) -> bool:
+        """In the dtype in question or, of layers in fp8, in that of the run."""
+        return bool(self._measured("layers") or (self.fp8 is not None and self.unquantised._measured("layers")))
 
     def layer(
         self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), host_seconds: float = 0.0,
@@ -41,7 +55,9 @@ class Operators(ModelledOperators):
             plain = self.layer(share, rows, length, exchange, host_seconds)
             extra = self.beyond_plain(share, rows, length, load)
             return plain[0] + extra[0], plain[1] + extra[1]
-        if self._measured("layers") or (self.fp8 is not None and self.unquantised._measured("layers")):
+        if self._kinds:
+            return _mean((x.layer(share, rows, length, exchange, host_seconds), part) for x, part in self._kinds)
+        if self._layers_measured:
             forward, backward = self._measured_layer(share, rows, length)
             return forward + exchange[0], backward + exchange[1]
         return self.layer_by_operators(share, rows, length, exchange, host_seconds) if rows else (0.0, 0.0)
@@ -76,6 +92,12 @@ class Operators(ModelledOperators):
         for a rank with ``length`` tokens of each sequence."""
         if not (rows and length):
             return (0.0, 0.0), (1.0, 1.0)
+        if self._kinds:
+            of_kinds = [(x.split(share, rows, length), part) for x, part in self._kinds]
+            cores = [part * x.attention(share, rows, length)[0] for x, part in self._kinds]
+            of_cores = [(ratio, core) for ((_, ratio), _), core in zip(of_kinds, cores, strict=True) if core]
+            correction = _mean(of_cores) if of_cores else (1.0, 1.0)
+            return _mean((rest, part) for (rest, _), part in of_kinds), correction
         plain = self._modelled()
         layer, core = plain.layer(share, rows, length), plain.attention(share, rows, length)
         correction, ratio = self._corrections(share, rows, length)
@@ -113,14 +135,15 @@ class Operators(ModelledOperators):
     @property
     def split_measured(self) -> bool:
         """Whether B_INPUT and W of this model's layers were measured."""
-        return bool(self._measured("split_layers"))
+        return all(x.split_measured for x, _ in self._kinds) if self._kinds else bool(self._measured("split_layers"))
 
     def split_layer(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> Seconds:
         """(B_INPUT, W) of one layer: measured, else as :func:`_split` has it; ``load``: as for :meth:`layer`."""
         if load is not None and rows:
             plain, extra = self.split_layer(share, rows, length), self.beyond_plain(share, rows, length, load)[1]
             return plain[0] + extra / 2, plain[1] + extra / 2
-
+        if self._kinds:
+            return _mean((x.split_layer(share, rows, length), part) for x, part in self._kinds)
         return self._from_table("split_layers", share, rows, length)
 
     def _split_layer_by_operators(self, share: float, rows: float, length: int) -> Seconds:
@@ -210,7 +233,7 @@ class Operators(ModelledOperators):
     def exchange(self, share: float, rows: float, length: int, seconds: float) -> Seconds:
         """(forward, backward) seconds of one exchange of activations in the TP group, which alone takes ``seconds``:
         plus measured waiting of its ranks for each other."""
-        if not seconds or not self._measured("waiting"):
+        if not seconds or not (self._kinds or [(self, 1.0)])[0][0]._measured("waiting"):
             return seconds, seconds
         forward, backward = self._from_table("waiting", share, rows, length)
         return seconds + forward, seconds + backward
@@ -221,6 +244,8 @@ class Operators(ModelledOperators):
         nearest sizes."""
         if not rows:
             return 0.0, 0.0
+        if self._kinds:
+            return _mean((x._from_table(table, share, rows, length), part) for x, part in self._kinds)
         measured = self._measured(table)
         for row in measured:
             if (row.micro_batch_size, row.seq_length) == (rows, length) and math.isclose(1 / row.tp, share):
@@ -245,6 +270,12 @@ class Operators(ModelledOperators):
     def _measured(self, table: str) -> list[LayerRow]:
         rates = self.rates if self.fp8 is None or table not in IN_FP8 else self.fp8.rates
         return [r for r in getattr(rates, table) if r.fingerprint == self.fingerprint]
+
+
+def _mean(seconds: Iterable[tuple[Seconds, float]]) -> Seconds:
+    """Of kinds of layers, each with its share of them."""
+    forward, backward, whole = (sum(column) for column in zip(*((s[0] * n, s[1] * n, n) for s, n in seconds)))
+    return forward / whole, backward / whole
 
 
 def _split(backward: float, weight_share: float) -> Seconds:

@@ -148,7 +148,7 @@ def seen_at(place: tuple[int, int, int], truth: dict[str, Part] = TRUTH, times: 
     """What a stage with ``place`` (layers, embeddings, heads) takes, ``times`` as long."""
     parts = [truth[name] for name in ("layers", "embed", "head")]
     forward, backward = (truth["fixed"][i] + sum(n * part[i] for n, part in zip(place, parts)) for i in (0, 1))
-    fields = {"chip": "c", "ranks": (0,), "micro_batch_size": 1, **more}
+    fields = {"chip": "c", "fingerprint": "m", "ranks": (0,), "micro_batch_size": 1, **more}
     return StageTimes(parts=place, forward=forward * times, backward=backward * times, **fields)
 
 
@@ -170,7 +170,7 @@ def test_costs_are_recovered(seed: int) -> None:
     assert action == pytest.approx(fixed[0], rel=1e-6) and spread < 1e-6
     for size, costs in exact.items():
         for part, seconds in costs.items():
-            assert seconds == pytest.approx(truth[size[1]][part], rel=1e-6)
+            assert seconds == pytest.approx(truth[size[2]][part], rel=1e-6)
     for known in (None, fixed[0]):
         action, noisy, spread = fit_stages(observed(0.01), known)
         assert known is None or action == known
@@ -178,7 +178,7 @@ def test_costs_are_recovered(seed: int) -> None:
         for size in truth:
             for way in (0, 1):
                 layer = truth[size]["layers"][way]
-                assert action + 3 * noisy[1, size]["layers"][way] == pytest.approx(fixed[0] + 3 * layer, rel=0.05)
+                assert action + 3 * noisy["m", 1, size]["layers"][way] == pytest.approx(fixed[0] + 3 * layer, rel=0.05)
 
 
 def test_parts_of_a_backward_are_recovered() -> None:
@@ -190,7 +190,7 @@ def test_parts_of_a_backward_are_recovered() -> None:
 
     fixed, found, spread = fit_split([seen_at(place, split=took(place)) for place in PLACES])
     assert fixed == pytest.approx(0.1, rel=1e-4) and spread < 1e-5
-    for part, seconds in found[1, 1].items():
+    for part, seconds in found["m", 1, 1].items():
         assert seconds == pytest.approx(parts[part], abs=1e-4)
 
 
@@ -208,7 +208,7 @@ def test_the_runs_tell_every_cost_apart(counts: tuple[int, ...], tp: int, many: 
     for stages in found.values():
         action, costs, _ = fit_stages([seen_at((layers, int(e), int(h))) for e, h, layers in stages])
         assert action == pytest.approx(TRUTH["fixed"][0], rel=1e-6)
-        for part, seconds in costs[1, 1].items():
+        for part, seconds in costs["m", 1, 1].items():
             assert seconds == pytest.approx(TRUTH[part], rel=1e-6)
 
 
