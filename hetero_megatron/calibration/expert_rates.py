@@ -21,7 +21,7 @@ from hetero_megatron.plans import Pipeline, Plan, Stage, Unit
 from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember
 from hetero_megatron.predictor.cost.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec, Share, shares
-from hetero_megatron.spec.model_spec import layers_by_kind
+from hetero_megatron.spec.flops import layers_by_kind
 
 MEMBERS = (2, 4)  # ranks of the groups that exchange tokens
 ExpertTables = tuple[list[list[float | str]], float]  # rows as in the rates, and their spread

@@ -22,7 +22,7 @@ from hetero_megatron.predictor.cost.link_model import LinkModel
 from hetero_megatron.predictor.cost.rates import LinkRates, Rates
 from hetero_megatron.predictor.cost.rates_document import link_document
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.model_spec import layers_by_kind
+from hetero_megatron.spec.flops import layers_by_kind
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 
 STRAGGLER = 0.1  # slower than its fellows by more than this share

@@ -17,8 +17,9 @@ from hetero_megatron.spec.flops import (
     chunk_tokens,
     common_columns,
     linear_layers,
+    module_layer,
 )
-from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec, module_layer
+from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
 from hetero_megatron.spec.tensors import LogicalTensor
 
 

@@ -7,18 +7,58 @@ not counted: these are *model* FLOPs. Backward is twice forward, because each pr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from hetero_megatron.spec.expert_load import (
     expert_adapter_ranks,
 )
-from hetero_megatron.spec.model_spec import ModelSpec, module_layer
+from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors, trained_tensors
 
 TILE = 128  # tokens: a chunk of head and loss is a multiple, because products run at full speed only on whole tiles
 CHUNK_ELEMENTS = 1 << 27  # logits that ``linear_cross_entropy`` has at once: few beside the weights, many to a product
 LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless the user asks (--max-logits-mib)
+
+
+def layers_alone(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
+    """A model of these layers and no others, for what an average one of them costs, where some layers have linear
+    attention, see fewer tokens than others or are mixtures of experts. Any other model, and of no layers, as it is."""
+    if not layers or len({(kind.mixer, kind.reach, kind.mlp) for kind in spec.layer_kinds}) == 1:
+        return spec
+    return _layers_alone(spec, tuple(map(spec.layer, layers)))
+
+
+def layers_cost_unlike(spec: ModelSpec, length: int) -> bool:
+    """Whether some layers have linear attention, or see fewer of ``length`` tokens, and others do not."""
+    return len({(kind.mixer, min(kind.reach or length, length)) for kind in spec.layer_kinds}) > 1
+
+
+@lru_cache(maxsize=1024)
+def layers_by_kind(spec: ModelSpec) -> tuple[tuple[ModelSpec, float], ...]:
+    """(a model of layers of one kind, their share of the layers) of each kind that costs otherwise; a model with one
+    kind, as it is."""
+    by_shape: dict[tuple[Any, ...], list[LayerKind]] = {}
+    for kind in spec.layers:
+        by_shape.setdefault(kind.shape(spec.head_dim), []).append(kind)
+    if len(by_shape) == 1:
+        return ((spec, 1.0),)
+    alone = ((_layers_alone(spec, (kinds[0],)), len(kinds)) for kinds in by_shape.values())
+    return tuple((model, count / spec.num_layers) for model, count in alone)
+
+
+@lru_cache(maxsize=1024)
+def _layers_alone(spec: ModelSpec, kinds: tuple[LayerKind, ...]) -> ModelSpec:
+    return replace(spec, num_layers=len(kinds), layer_kinds=kinds, notices=())
+
+
+@lru_cache(maxsize=256)
+def module_layer(spec: ModelSpec) -> ModelSpec:
+    """A model of one layer as modules that predict further tokens have it, and no modules: for what such a layer costs,
+    where formulas are of an average layer."""
+    return replace(spec, num_layers=1, layer_kinds=(spec.layer(spec.num_layers),), mtp_layers=0, notices=())
 
 
 def visible_pairs(length: int, window: int | None = None, chunk: int | None = None) -> int:

@@ -7,10 +7,8 @@ is no class per family.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from hetero_megatron.errors import UserError
@@ -68,6 +66,12 @@ class LayerKind:
     def linear(self) -> bool:
         """Its tokens meet in a state, not pair by pair."""
         return self.mixer == "gated_delta"
+
+    def shape(self, head_dim: int) -> tuple[Any, ...]:
+        """What counts for memory and time."""
+        width = self.rope and self.rope.turned(head_dim)
+        optional = (*(() if self.chunk is None else (self.chunk,)), *((self.mixer,) if self.linear else ()))
+        return self.window, self.mlp, width, *optional
 
     @property
     def reach(self) -> int | None:
@@ -345,13 +349,7 @@ class ModelSpec:
                 values[f.name] = value.shape() if isinstance(value, MoE | MLA | GatedDelta) else value
         if self.lora is not None:
             values["lora"] = self.lora.shape()
-        kinds: list[tuple[Any, ...]] = [
-            (
-                k.window, k.mlp, k.rope and k.rope.turned(self.head_dim), *(() if k.chunk is None else (k.chunk,)),
-                *((k.mixer,) if k.linear else ()),
-            )
-            for k in self.layer_kinds
-        ]  # fmt: skip
+        kinds = [kind.shape(self.head_dim) for kind in self.layer_kinds]
         plain_kind = (None, "dense", self.head_dim if self.position == "rope" else None)
         return values if set(kinds) == {plain_kind} else values | {"layer_kinds": kinds}
 
@@ -370,31 +368,3 @@ def _shortest(kinds: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...
         if all(all_kinds[i] == all_kinds[i - n] for i in range(n, layers)):
             return kinds[:n]
     return kinds
-
-
-def layers_alone(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
-    """A model of these layers and no others, of a model with linear attention in some: for what an average one of them
-    costs, as layers with and without it cost unlike much. Any other model, and of no layers, as it is."""
-    return spec if spec.delta is None or not layers else _layers_alone(spec, tuple(map(spec.layer, layers)))
-
-
-@lru_cache(maxsize=1024)
-def layers_by_kind(spec: ModelSpec) -> tuple[tuple[ModelSpec, float], ...]:
-    """(a model of layers of one kind, their share of the layers) of each kind, for a model with linear attention in
-    some layers; any other model, whose average layer is measured, as it is."""
-    if spec.delta is None:
-        return ((spec, 1.0),)
-    counts = Counter(map(spec.layer, range(spec.num_layers)))
-    return tuple((_layers_alone(spec, (kind,)), count / spec.num_layers) for kind, count in counts.items())
-
-
-@lru_cache(maxsize=1024)
-def _layers_alone(spec: ModelSpec, kinds: tuple[LayerKind, ...]) -> ModelSpec:
-    return replace(spec, num_layers=len(kinds), layer_kinds=kinds, notices=())
-
-
-@lru_cache(maxsize=256)
-def module_layer(spec: ModelSpec) -> ModelSpec:
-    """A model of one layer as modules that predict further tokens have it, and no modules: for what such a layer costs,
-    where formulas are of an average layer."""
-    return replace(spec, num_layers=1, layer_kinds=(spec.layer(spec.num_layers),), mtp_layers=0, notices=())

@@ -44,6 +44,7 @@ from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes, without_fp8
 from hetero_megatron.predictor.simulate.step import predict
+from hetero_megatron.spec.flops import layers_cost_unlike
 
 WORTH = 0.01  # part of a step that activations in host memory save at least, unless they are asked for
 MARGIN = 0.1  # largest share of memory kept free in retries when no template fits as a concrete plan
@@ -123,7 +124,7 @@ def _search_all(
     result = _search(problem, scorer, budget, progress)
     with budget.catching():
         _improve(result, ScheduleSearch(result.by_groups), problem, budget, progress)
-        if problem.model.delta is not None:
+        if layers_cost_unlike(problem.model, problem.seq_length):
             from hetero_megatron.planner.search.unlike_layers import UnlikeLayers
 
             _improve(result, UnlikeLayers(), problem, budget, progress)

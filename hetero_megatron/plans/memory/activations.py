@@ -31,9 +31,8 @@ from hetero_megatron.spec.backward_bytes import (
     scatter_bytes,
 )
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.spec.flops import LOGITS_BYTES, common_columns, linear_layers
+from hetero_megatron.spec.flops import LOGITS_BYTES, common_columns, layers_alone, linear_layers, module_layer
 from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
-from hetero_megatron.spec.model_spec import layers_alone, module_layer
 
 NUMBERS = 16  # bytes of each token that norms and the like keep of a layer beside its activations
 DATA = 128  # bytes of each token for its number, label, place and the like

@@ -28,8 +28,7 @@ from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.plans.shares import has_context
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.adapted_model import stored_bytes
-from hetero_megatron.spec.flops import LOGITS_BYTES
-from hetero_megatron.spec.model_spec import layers_alone
+from hetero_megatron.spec.flops import LOGITS_BYTES, layers_alone
 from hetero_megatron.spec.tensors import untrained_layers
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}

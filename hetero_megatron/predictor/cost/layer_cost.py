@@ -24,7 +24,7 @@ from hetero_megatron.predictor.cost.product_cost import Fp8Products
 from hetero_megatron.predictor.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad, plain_load
-from hetero_megatron.spec.model_spec import module_layer
+from hetero_megatron.spec.flops import module_layer
 from hetero_megatron.utils.cached_method import cached_method
 
 HOST_SHARE = 0.8  # of the bandwidth of a chip's link to its host, that large copies reach
@@ -127,15 +127,16 @@ class CostModel:
     @cached_method
     def operators(self, chip: str, fp8: bool = False, model: ModelSpec | None = None) -> Operators:
         """``fp8``: with linear modules in fp8, on a chip that has it; ``model``: of the layers in question, None: of
-        all."""
-        products = None
+        all. Where kinds of layers were not measured apart, but all together were, each is like the average."""
+        products, recipe = None, self.options.fp8
         if fp8:
-            assert self.options.fp8 is not None and chip in self.rates.fp8, f"{chip} has no fp8"
-            products = Fp8Products(self.rates.fp8[chip], self.options.fp8.recipe, self.item)
-        return Operators(
-            model or self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel,
-            self.options.softmax_batches, products, self.options.logits_bytes,
-        )  # fmt: skip
+            assert recipe is not None and chip in self.rates.fp8, f"{chip} has no fp8"
+            products = Fp8Products(self.rates.fp8[chip], recipe.recipe, self.item)
+        options, rates = self.options, self.chip_rates(chip)
+        arguments = options.sequence_parallel, options.softmax_batches, products, options.logits_bytes
+        operators = Operators(model or self.model, rates, self.item, *arguments)
+        whole = operators if model in (None, self.model) else self.operators(chip, fp8)
+        return whole if whole.layers_measured and not operators.layers_measured else operators
 
     def computes_in_fp8(self, stage: Stage) -> bool:
         """Whether a stage of a plan has its linear modules in fp8."""
@@ -276,9 +277,8 @@ class CostModel:
         return self.cluster.groups[stage.home] if stage.home else self._home[stage.chip]
 
     def tp_link(self, home: NodeGroup, tp: int) -> LinkRates:
-        """The slowest link inside a TP group of several ranks, which fill nodes of ``home`` one after the other; there
-        may be fewer of them than that takes, as a template's group has nodes of several, and nodes are added on
-        trial."""
+        """The slowest link inside a TP group of several ranks, which fill nodes of ``home`` one after the other, also
+        where it has fewer: a template's group has nodes of several, and nodes are added on trial."""
         if tp <= home.chips_per_node:
             return self.rates.between(home.name, home.name, same_node=True)
         link = self.rates.between(home.name, home.name)

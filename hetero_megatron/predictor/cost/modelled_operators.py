@@ -23,11 +23,11 @@ from hetero_megatron.spec.flops import (
     common_columns,
     delta_flops,
     layer_attention_flops,
+    layers_by_kind,
     linear_layers,
     mean_attention_pairs,
     visible_pairs,
 )
-from hetero_megatron.spec.model_spec import layers_by_kind
 from hetero_megatron.utils.cached_method import cached_method
 
 Seconds = tuple[float, float]  # forward, backward

@@ -16,7 +16,7 @@ from hetero_megatron.predictor.cost.product_cost import nearest
 from hetero_megatron.predictor.cost.rates import LayerRow
 from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.spec.model_spec import layers_by_kind, module_layer
+from hetero_megatron.spec.flops import layers_by_kind, module_layer
 from hetero_megatron.utils.cached_method import cached_method
 
 IN_FP8 = ("layers", "split_layers")  # tables whose rows differ where linear modules are in fp8
@@ -25,20 +25,21 @@ IN_FP8 = ("layers", "split_layers")  # tables whose rows differ where linear mod
 @dataclass(frozen=True, eq=False)
 class Operators(ModelledOperators):
     """Times of one chip for one model, measured ones first: rows of the chip's tables at exactly their sizes, elsewhere
-    the modelled time, corrected by measured over modelled at the nearest sizes. Of a model with layers of linear
-    attention and others, each kind is measured, and the mean is that of its layers."""
+    the modelled time, corrected by measured over modelled at the nearest sizes. Where layers are of several kinds,
+    each is measured, and the average layer is their mean."""
 
     @cached_property
     def _kinds(self) -> tuple[tuple[Operators, float], ...]:
         """(of layers of one kind, their share of the layers), where there are several kinds, which were measured."""
         models = layers_by_kind(self.model)
         kinds = tuple((replace(self, model=model), share) for model, share in models)
-        return kinds if len(kinds) > 1 and all(kind._layers_measured for kind, _ in kinds) else ()
+        return kinds if len(kinds) > 1 and all(kind.layers_measured for kind, _ in kinds) else ()
 
     @property
-    def _layers_measured(self) -> bool:
+    def layers_measured(self) -> bool:
         """In the dtype in question or, of layers in fp8, in that of the run."""
-        return bool(self._measured("layers") or (self.fp8 is not None and self.unquantised._measured("layers")))
+        in_fp8 = self.fp8 is not None and self.unquantised._measured("layers")
+        return bool(self._kinds or self._measured("layers") or in_fp8)
 
     def layer(
         self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), host_seconds: float = 0.0,
@@ -57,7 +58,7 @@ class Operators(ModelledOperators):
             return plain[0] + extra[0], plain[1] + extra[1]
         if self._kinds:
             return _mean((x.layer(share, rows, length, exchange, host_seconds), part) for x, part in self._kinds)
-        if self._layers_measured:
+        if self.layers_measured:
             forward, backward = self._measured_layer(share, rows, length)
             return forward + exchange[0], backward + exchange[1]
         return self.layer_by_operators(share, rows, length, exchange, host_seconds) if rows else (0.0, 0.0)

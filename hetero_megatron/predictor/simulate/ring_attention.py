@@ -21,8 +21,7 @@ from hetero_megatron.predictor.simulate.member_cost import MemberCost
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic, Passage, Volumes
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.spec.flops import mean_attention_pairs
-from hetero_megatron.spec.model_spec import layers_alone
+from hetero_megatron.spec.flops import layers_alone, mean_attention_pairs
 from hetero_megatron.utils.cached_method import cached_method
 
 Pair = tuple[float, float]  # forward, backward

@@ -27,8 +27,13 @@ from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.schedule import Costs, Schedule
 from hetero_megatron.schedule.simulate import ChunkSeconds
 from hetero_megatron.spec.expert_load import INDEX, ExpertLoad
-from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs, mlp_columns
-from hetero_megatron.spec.model_spec import layers_alone
+from hetero_megatron.spec.flops import (
+    layer_attention_flops,
+    layer_matmul_flops,
+    layers_alone,
+    mean_attention_pairs,
+    mlp_columns,
+)
 
 Piece = tuple[int, int, int]  # local index upstream, local index downstream, elements
 
@@ -181,7 +186,7 @@ class StageCosts:
         )
         routed = (0.0, 0.0) if loads is None else self._routed_seconds(stage, loads)
         by_rank = {
-            unit.ranks[t]: self._rank_seconds(stage, unit, t, loads=loads, routed=routed)
+            unit.ranks[t]: self._rank_seconds(stage, unit, t, loads=loads, routed=routed, moe=moe)
             for unit in stage.units
             for t in range(unit.tp)
         }
@@ -236,9 +241,10 @@ class StageCosts:
 
     def _rank_seconds(
         self, stage: Stage, unit: Unit, t: int, exchanges: bool = True, loads: LayerLoads | None = None,
-        routed: tuple[float, float] = (0.0, 0.0),
+        routed: tuple[float, float] = (0.0, 0.0), moe: bool = False,
     ) -> UnitSeconds:  # fmt: skip
-        """``loads``: of the kind of layer in question; None: of the stage's average one."""
+        """``loads``: of the layers that are mixtures of experts (``moe``) or of those that are not; None: of the
+        stage's average layer."""
         model, rank = self.model, unit.ranks[t]
         load = self._mean_load(stage, rank) if loads is None else loads.of[rank]
         if has_context(stage, self.plan.seq_length):
@@ -248,7 +254,8 @@ class StageCosts:
         collective, host_seconds = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
         chip = self.network.ranks[unit.ranks[t]].chip
         share = work_share(model, unit.tp_split, t)
-        stage_spec = layers_alone(model.model, tuple(stage.layer_indices()))
+        layers = [i for i in stage.layer_indices() if loads is None or (model.model.layer(i).mlp == "moe") == moe]
+        stage_spec = layers_alone(model.model, layers)
         operators = model.operators(chip, model.computes_in_fp8(stage), stage_spec)
         kind, chunked = stage.recompute.kind, model.head_in_chunks(stage)
         return model.unit_seconds(operators, share, rows, collective, kind, host_seconds, load, routed, chunked)
