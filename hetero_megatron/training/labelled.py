@@ -56,8 +56,8 @@ class LabelledSteps:
     def use(self, known: Mapping[int, tuple[float, float]]) -> None:
         """What the reference says of all examples that a run needs."""
         if self._loss is not None:
-            self._loss.reference.known = {number: (own_logp,) for number, (own_logp, _) in known.items()}
-            self._loss.beside.known = {number: (other_logp,) for number, (_, other_logp) in known.items()}
+            self._loss.reference.logps = {number: (own_logp,) for number, (own_logp, _) in known.items()}
+            self._loss.beside.logps = {number: (other_logp,) for number, (_, other_logp) in known.items()}
             self._loss.reference.begin_step()
             self._loss.beside.begin_step()
 

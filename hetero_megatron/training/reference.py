@@ -102,7 +102,7 @@ def know_reference(runtime: Runtime, logps: Mapping[int, tuple[float, float]]) -
 
         LabelledSteps(runtime).use(logps)
     elif runtime.pairs is not None:
-        runtime.pairs.reference.known = dict(logps)
+        runtime.pairs.reference.logps = dict(logps)
 
 
 def _needed(config: RunConfig, data: NodeData) -> Iterable[tuple[Dataset, int]]:
