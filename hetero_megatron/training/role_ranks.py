@@ -185,8 +185,8 @@ class ReferenceSaid:
             others = beside.recorded()
         if loss is None:
             return
-        own, slots = loss.reference.recorded(), model.here.plan.seq_length
-        logps = {n: (said[0], said[1] if len(said) == 2 else others.get(n, (0.0,))[0]) for n, said in own.items()}
+        recorded, slots = loss.reference.recorded(), model.here.plan.seq_length
+        logps = {n: (said[0], said[1] if len(said) == 2 else others.get(n, (0.0,))[0]) for n, said in recorded.items()}
         for samples, batch in batches.items():
             assert batch.pairs is not None
             rows = packed_answers(batch.pairs.numbers, batch.pairs.by_sample, logps, slots)
@@ -220,8 +220,9 @@ class RoleBatches:
         role, compiled, dtype = config.role, config.compiled_role, DTYPES[config.dtype]
         plan, spec = compiled.plan, compiled.spec
         self._comm, self._world, self._role = comm, comm.group(plan.ranks), role
-        own = replace(config, plan=plan, spec=spec, load_hf=role.hf, adapter=AdapterConfig())
-        weights, node_data = InitialWeights(own, self._world), NodeData(own, comm, self._world, log=False)
+        role_config = replace(config, plan=plan, spec=spec, load_hf=role.hf, adapter=AdapterConfig())
+        weights = InitialWeights(role_config, self._world)
+        node_data = NodeData(role_config, comm, self._world, log=False)
         data = node_data.datasets
         check_tokenizer(role.hf, data.tokenizer, role.flag)
         self.corpora = corpora(data)
