@@ -85,7 +85,7 @@ class ContextStages:
 
 
 class _ContextSearch(StagedSearch):
-    """One search. ``known`` (layouts of stages) and ``speeds`` are caches that it extends."""
+    """One search. ``layouts`` (of stages) and ``speeds`` are caches that it extends."""
 
     most = 24
 
