@@ -65,12 +65,12 @@ def main() -> None:
                 teacher = model(layers, 1024)
                 placed = place_role(student, cluster, "teacher", teacher, seq_length=LENGTH, global_batch_size=BATCH,
                                     more_schedules="never")  # fmt: skip
-                same = next(one for one in placed.found.alternatives if one.way == "same chips").step_seconds
+                same = next(one for one in placed.placement.alternatives if one.way == "same chips").step_seconds
                 old = on_old_chips(cluster, student, teacher)
                 better = min(same, old)
                 gains.append(better / placed.step_seconds)
                 beaten += placed.step_seconds > 1.001 * better
-                chosen = f"{placed.found.best.way} | {placed.step_seconds:.3f}"
+                chosen = f"{placed.placement.best.way} | {placed.step_seconds:.3f}"
                 seconds = f"{same:.3f} | {old:.3f} | {gains[-1]:.2f} x"
                 print(f"| {fast} + {slow} | {layers} | {chosen} | {seconds} |", flush=True)
     mean = math.exp(sum(map(math.log, gains)) / len(gains))

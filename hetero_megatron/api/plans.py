@@ -123,7 +123,7 @@ class Plan:
         dtype = dtype or (made_for.dtype if made_for is not None else DTYPE)
         described = None if cluster is None else cluster.described
         models = {name: Model(m) if isinstance(m, str) else m for name, m in (beside or {}).items()}
-        specs = {name: made.spec for name, made in models.items()}
+        specs = {name: role_model.spec for name, role_model in models.items()}
         plan, notices = load_plan(document, stretched.spec, described, dtype, specs), positions_notice(shapes, length)
         if described is not None:
             written, plan = plan, add_islands(plan, stretched.spec, described)
@@ -334,25 +334,26 @@ def positions_notice(model: Model, seq_length: int) -> list[str]:
     return [f"{model.name} is made for {model.spec.max_position_embeddings} positions; {needs}"]
 
 
-def _model_of(made: MadeFor | None, model: Model | str | None) -> Model:
+def _model_of(made_for: MadeFor | None, model: Model | str | None) -> Model:
     """The one that is given, else the plan's, with its adapters."""
     if isinstance(model, Model):
         return model
-    name = model_name(made, model)
+    name = model_name(made_for, model)
     spec = load_model(name)
-    if made is not None and made.mtp_layers:
-        spec = replace(spec, mtp_layers=made.mtp_layers)
-    if made is not None and made.lora is not None:
-        spec = adapted(spec, made.lora)
+    if made_for is not None and made_for.mtp_layers:
+        spec = replace(spec, mtp_layers=made_for.mtp_layers)
+    if made_for is not None and made_for.lora is not None:
+        spec = adapted(spec, made_for.lora)
     return Model.of(spec, name)
 
 
-def model_name(made: MadeFor | None, asked: str | None) -> str:
+def model_name(made_for: MadeFor | None, asked: str | None) -> str:
     """What is asked for, else what the plan was made for. UserError: neither."""
-    name = asked or (made.known_model() if made is not None else None)
+    name = asked or (made_for.known_model() if made_for is not None else None)
     if name is None:
-        problem = "missing, and the plan names none" if made is None else f"missing, and {made.model} is not here"
-        raise UserError(problem, field="--model", accepted="preset, Hugging Face directory or config.json")
+        why = "the plan names none" if made_for is None else f"{made_for.model} is not here"
+        accepted = "preset, Hugging Face directory or config.json"
+        raise UserError(f"missing, and {why}", field="--model", accepted=accepted)
     return name
 
 

@@ -31,42 +31,43 @@ class Placed:
         plan: of the model that is trained, with ranks for the role where it has chips of its own.
         role_plan: where the role's numbers are computed once, under which ``hetero-megatron score`` writes them; else
             None.
-        found: all alternatives, the best first.
+        placement: all alternatives, the best first.
     """
 
     plan: Plan
     role_plan: Plan | None
-    found: RolePlacement = field(repr=False)
+    placement: RolePlacement = field(repr=False)
 
     @property
     def step_seconds(self) -> float:
         """Predicted, of one optimizer step with its part of what is computed once."""
-        return self.found.best.step_seconds
+        return self.placement.best.step_seconds
 
     @property
     def file(self) -> str:
         """The plan file."""
-        best = self.found.best
-        head = f"{self.plan.model.name} beside a {self.found.asked.name} ({best.way}): "
+        best = self.placement.best
+        head = f"{self.plan.model.name} beside a {self.placement.asked.name} ({best.way}): "
         return f"# {head}{best.step_seconds:.4g} s per step predicted. Written by hetero-megatron plan.\n" + (
             self.plan.text()
         )
 
     def explain(self) -> str:
         """Where the role is and why, each alternative, and the predicted step."""
-        return format_placement(self.found, self.plan.model.spec)
+        return format_placement(self.placement, self.plan.model.spec)
 
     def as_json(self) -> dict[str, Any]:
         """As JSON data."""
         role_plan = {} if self.role_plan is None else {"role_plan": self.role_plan.text()}
-        return {**placement_json(self.found), "step_seconds": self.step_seconds, "plan": self.plan.text(), **role_plan}
+        alternatives = placement_json(self.placement)
+        return {**alternatives, "step_seconds": self.step_seconds, "plan": self.plan.text(), **role_plan}
 
     def page(self) -> str:
         """The report as HTML."""
-        return placement_page(self.found, self.plan.model.spec)
+        return placement_page(self.placement, self.plan.model.spec)
 
     def __str__(self) -> str:
-        return f"{self.found.asked.name} on {self.found.best.way}: {format_seconds(self.step_seconds)} per step"
+        return f"{self.placement.asked.name} on {self.placement.best.way}: {format_seconds(self.step_seconds)} per step"
 
 
 def place_role(
@@ -111,10 +112,10 @@ def place_role(
     forwards, spec = 2 if loss is not None and loss.estimates_kl else 1, second.stretched(seq_length).spec
     words = words_of(role, min(top_k, spec.vocab_size - 1))
     asked = ForwardQuestion(role, spec, seq_length, global_batch_size, dtype, costs, words, forwards)
-    found = RoleSearch(problem, asked, epochs, progress).placed()
-    best = found.best
+    placement = RoleSearch(problem, asked, epochs, progress).placed()
+    best = placement.best
     assert best.plan is not None
     section = made_for(shapes.spec, dtype, optimizer, cluster.described, best.plan.ranks)
     chosen = Plan(replace(best.plan, made_for=section), shapes, dtype, optimizer, beside={role: second}, top_k=top_k)
     written = None if best.role_plan is None else Plan(best.role_plan, second, dtype)
-    return Placed(chosen, written, found)
+    return Placed(chosen, written, placement)

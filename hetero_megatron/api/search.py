@@ -72,13 +72,13 @@ class FoundApart:
     """The best plan with outer steps between islands.
 
     Attributes:
-        found: its islands, and what steps wait for exchanges.
+        islands: its islands, and what steps wait for exchanges.
         without_seconds: predicted, of a step of the best plan without outer steps.
     """
 
     plan: Plan
     prediction: Prediction
-    found: IslandsApart
+    islands: IslandsApart
     without_seconds: float
 
     @property
@@ -99,14 +99,14 @@ class FoundApart:
     def __str__(self) -> str:
         outer, seconds = self.plan.canonical.outer, self.prediction.step_seconds
         assert outer is not None
-        islands = " | ".join(_names(nodes) for nodes in self.found.nodes)
+        islands = " | ".join(_names(nodes) for nodes in self.islands.nodes)
         form = "" if outer.compress == "none" else f" in {outer.compress}"
         parts = "" if outer.fragments == 1 else f", {outer.fragments} fragments in turn"
         late = f", {plural(outer.delay, 'step')} beside the computing" if outer.delay else ""
         return (
             f"outer steps between the islands {islands}: {format_seconds(seconds)} per step, {self.speedup:.2f} x as "
             f"fast as without ({format_seconds(self.without_seconds)}); weights are exchanged every {outer.every} steps"
-            f"{form}{parts}{late}, {self.found.waiting:.1%} of a step waits for it"
+            f"{form}{parts}{late}, {self.islands.waiting:.1%} of a step waits for it"
         )
 
 
@@ -212,12 +212,12 @@ class Found:
         Raises:
             UserError: a model without outer steps, or no part of the cluster can train apart.
         """
-        found = best_apart(self.problem.on(self.cluster.described), every, self.budget, progress)
-        return FoundApart(*self._other(found.plan, found.prediction), found, self.step_seconds)
+        islands_apart = best_apart(self.problem.on(self.cluster.described), every, self.budget, progress)
+        return FoundApart(*self._other(islands_apart.plan, islands_apart.prediction), islands_apart, self.step_seconds)
 
-    def _other(self, found: CanonicalPlan, simulated: step.Prediction) -> tuple[Plan, Prediction]:
+    def _other(self, canonical: CanonicalPlan, simulated: step.Prediction) -> tuple[Plan, Prediction]:
         """Another plan for the same question, and what is predicted of it."""
-        chosen = replace(self.plan, canonical=replace(found, made_for=self.plan.canonical.made_for))
+        chosen = replace(self.plan, canonical=replace(canonical, made_for=self.plan.canonical.made_for))
         asked, compiled = self.prediction.asked, compiled_plan(chosen)
         return chosen, Prediction(chosen, self.cluster, simulated, asked, compiled)
 

@@ -31,7 +31,7 @@ def observe_exchange(run: Run, job: Job, steps: int) -> list[Phase]:
     return phases
 
 
-def _time_phases(exchange: HopExchange, dtype: torch.dtype, found: list[Phase]) -> None:
+def _time_phases(exchange: HopExchange, dtype: torch.dtype, phases: list[Phase]) -> None:
     """Note what each call of ``exchange`` computes."""
     clock, gradient_bytes = exchange.group.comm.clock, torch.promote_types(dtype, torch.float32).itemsize
 
@@ -43,7 +43,7 @@ def _time_phases(exchange: HopExchange, dtype: torch.dtype, found: list[Phase]) 
             seconds_before = clock.computed
             out = plain(*arguments)
             clock.settle()
-            found.append([*moved, clock.computed - seconds_before])
+            phases.append([*moved, clock.computed - seconds_before])
             return out
 
         setattr(exchange, name, call)
@@ -54,7 +54,7 @@ def _time_phases(exchange: HopExchange, dtype: torch.dtype, found: list[Phase]) 
     timed("finish_back", 0, 0, exchange.given * dtype.itemsize, 1)
 
 
-def fit_phases(found: Sequence[Phase]) -> tuple[dict[str, float], float]:
+def fit_phases(phases: Sequence[Phase]) -> tuple[dict[str, float], float]:
     """``RATES`` of one chip type, and the relative spread around them."""
-    values, spread = robust_fit([row[:-1] for row in found], [row[-1] for row in found], relative=False)
+    values, spread = robust_fit([row[:-1] for row in phases], [row[-1] for row in phases], relative=False)
     return dict(zip(RATES, values, strict=True)), spread

@@ -72,39 +72,39 @@ def gate_and_up_joined(directory: str) -> bool:
     return not is_even(experts_patterns(content, "rank_pattern"), content.get("r"))
 
 
-def _switch(found: Mapping[str, Any], key: str, where: str) -> bool:
-    value = found.get(key)
+def _switch(config: Mapping[str, Any], key: str, where: str) -> bool:
+    value = config.get(key)
     if value not in (None, False, True) or type(value) in (int, float):
         raise UserError("is no switch", field=key, value=value, accepted="true, false", where=where)
     return bool(value)
 
 
-def _names(found: Mapping[str, Any], key: str, accepted: str, where: str) -> list[str]:
-    names = found.get(key)
+def _names(config: Mapping[str, Any], key: str, accepted: str, where: str) -> list[str]:
+    names = config.get(key)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError("is no list of names", field=key, value=names, accepted=accepted, where=where)
     return names
 
 
-def _target_modules(found: Mapping[str, Any], where: str, spec: ModelSpec) -> list[str]:
-    if found.get("target_modules") == "all-linear":
+def _target_modules(config: Mapping[str, Any], where: str, spec: ModelSpec) -> list[str]:
+    if config.get("target_modules") == "all-linear":
         return list(all_linear(spec.gated))
-    if found.get("target_modules") is None and found.get("target_parameters"):
+    if config.get("target_modules") is None and config.get("target_parameters"):
         return []
-    if isinstance(found.get("target_modules"), str):  # a regular expression, which with_sites reads
+    if isinstance(config.get("target_modules"), str):  # a regular expression, which with_sites reads
         return [next(iter(module_names(spec)), TARGETS[0])]
-    names = _names(found, "target_modules", f"a regular expression, or a list of {', '.join(EVERY_TARGET)}", where)
+    names = _names(config, "target_modules", f"a regular expression, or a list of {', '.join(EVERY_TARGET)}", where)
     ours = MIXTRAL if spec.moe is not None else {family_name: name for name, family_name in module_names(spec).items()}
     return [ours.get(last, last) for last in (name.rpartition(".")[2] for name in names)]
 
 
-def _target_parameters(found: Mapping[str, Any], where: str) -> list[str]:
+def _target_parameters(config: Mapping[str, Any], where: str) -> list[str]:
     """Projections of the experts whose parameters are named."""
-    if not found.get("target_parameters"):
+    if not config.get("target_parameters"):
         return []
     accepted = f"a list of {', '.join(f'mlp.experts.{name}' for name in PARAMETERS)}"
     out: list[str] = []
-    for name in _names(found, "target_parameters", accepted, where):
+    for name in _names(config, "target_parameters", accepted, where):
         parent, _, last = name.rpartition(".")
         if last not in PARAMETERS or not f".{PARENT}".endswith(f".{parent}" if parent else ""):
             raise UserError(

@@ -61,24 +61,24 @@ _WHY = {
 }
 
 
-def check_keys(found: Mapping[str, Any], where: str) -> None:
+def check_keys(config: Mapping[str, Any], where: str) -> None:
     """UserError: a key says that the adapters are of another kind, or nobody knows what it says."""
-    KEYS.check_fixed(found, where)
-    if unknown := KEYS.unknown(found):
+    KEYS.check_fixed(config, where)
+    if unknown := KEYS.unknown(config):
         raise UserError(
             f"not known to be without effect on an adapter (in no table: {KEYS.named(unknown)})", field=unknown[0],
-            value=found[unknown[0]], where=where,
+            value=config[unknown[0]], where=where,
             accepted="the keys of peft's LoraConfig; remove others if they say nothing about the adapter",
         )  # fmt: skip
 
 
-def residual(found: Mapping[str, Any], where: str) -> str | None:
+def residual(config: Mapping[str, Any], where: str) -> str | None:
     """The decomposition whose first part the base counts without (``Lora.residual``); None: the base counts whole.
 
     Raises:
         UserError: first values that change the base in a way which cannot be repeated, or unknown ones.
     """
-    init = found.get(INIT, True)
+    init = config.get(INIT, True)
     name = init.lower() if isinstance(init, str) else init
     if any(name is literal for literal in (True, False, None)) or (isinstance(name, str) and name in _BESIDE):
         return None

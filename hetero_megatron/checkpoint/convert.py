@@ -284,11 +284,11 @@ def _whole(tensor: LogicalTensor, dtype: torch.dtype) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
 
 
-def _deal(known: dict[str, LogicalTensor], dtypes: dict[str, torch.dtype]) -> list[list[str]]:
+def _deal(tensors: dict[str, LogicalTensor], dtypes: dict[str, torch.dtype]) -> list[list[str]]:
     """Tensor names by file, each of at most SHARD_BYTES (a larger tensor gets its own file); wide dtypes first."""
     files: list[list[str]] = [[]]
     file_bytes = 0
-    for name, tensor in sorted(known.items(), key=lambda entry: -dtypes[entry[1].name].itemsize):
+    for name, tensor in sorted(tensors.items(), key=lambda entry: -dtypes[entry[1].name].itemsize):
         size = tensor.size * dtypes[tensor.name].itemsize
         if files[-1] and file_bytes + size > SHARD_BYTES:
             files.append([])

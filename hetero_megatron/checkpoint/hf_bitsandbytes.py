@@ -129,8 +129,8 @@ def four_bits(files: WeightFiles) -> Replaced:
         _require(files, name, storage, -(-math.prod(state.shape) // (2 * _STORAGE[storage])))
         _require(files, beside[0], "U8" if state.nested else "F32", blocks)
         levels, *more = (_numbers(files, *each) for each in zip(beside[1:], (16, 256, groups), strict=False))
-        made = FourBitSlice(files.tensor(name), files.tensor(beside[0]), state, levels, tuple(more))
-        slices[name] = made, (name, *beside, stored_state)
+        four_bit_slice = FourBitSlice(files.tensor(name), files.tensor(beside[0]), state, levels, tuple(more))
+        slices[name] = four_bit_slice, (name, *beside, stored_state)
     return slices
 
 

@@ -142,12 +142,12 @@ class WeightFiles:
         self.files_of = {names[name]: files for name, files in self.files_of.items()}
         self.indexed = {names.get(name, name): file for name, file in self.indexed.items()}
 
-    def put(self, name: str, made: Any, parts: tuple[str, ...]) -> None:
-        """From here on ``made``, as a slice object of safetensors, is tensor ``name``, in the place of ``parts``."""
+    def put(self, name: str, tensor_slice: Any, parts: tuple[str, ...]) -> None:
+        """From here on ``tensor_slice``, a slice object as of safetensors, is tensor ``name`` instead of ``parts``."""
         files = self.files_of[parts[0]][-1:]
         for part in parts:
             del self.files_of[part]
-        self.files_of[name], self._put[name] = files, made
+        self.files_of[name], self._put[name] = files, tensor_slice
 
     def replacement(self, name: str) -> Any:
         """What was :meth:`put` in a tensor's place; None: it is as stored."""

@@ -245,8 +245,8 @@ class HFWeights:
                 master.copy_(self.read(tensor_of[name], box))
 
 
-def _first(found: list[str], most: int) -> list[str]:
-    return found[:most] + ([f"and {len(found) - most} more"] if len(found) > most else [])
+def _first(problems: list[str], most: int) -> list[str]:
+    return problems[:most] + ([f"and {len(problems) - most} more"] if len(problems) > most else [])
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -85,7 +85,7 @@ def dequantise(files: WeightFiles) -> None:
     for name, (stored_slice, parts) in slices.items():
         files.put(name, stored_slice, parts)
     if slices:
-        to = " and ".join(sorted({dtype_name(str(made.dtype)) for made, _ in slices.values()}))
+        to = " and ".join(sorted({dtype_name(str(weight.dtype)) for weight, _ in slices.values()}))
         tensors = f"{len(slices)} tensors in {format_name(method)}"
         files.notices.append(f"{files.directory}: {tensors} are dequantised to {to}")
 

@@ -139,14 +139,15 @@ def plain_names(names: Collection[str], layer: str, head: str, whole: str | None
     return Names(renamed, tuple(removed), added_prefix, clash, adapters)
 
 
-def _common(names: Collection[str], own: tuple[str, ...], base: str) -> str:
+def _common(names: Collection[str], family_prefixes: tuple[str, ...], base: str) -> str:
     """A wrapper that all names begin with, or "".
 
     Args:
-        own: how names of the family begin, with and without its ``base``, which may be called as a wrapper is.
+        family_prefixes: how names of the family begin, with and without its ``base``, which may be called as a wrapper
+            is.
     """
     for start in _PREFIXES:
-        after_start = tuple(start + begin for begin in own if start != base or begin.startswith(base))
+        after_start = tuple(start + begin for begin in family_prefixes if start != base or begin.startswith(base))
         if all(n.startswith(start) for n in names) and any(n.startswith(after_start) for n in names):
             return start
     return ""

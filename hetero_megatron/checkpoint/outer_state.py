@@ -75,13 +75,13 @@ def outer_state(outer: OuterSteps) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_outer(found: Checkpoint, plan: Plan) -> None:
+def check_outer(checkpoint: Checkpoint, plan: Plan) -> None:
     """Refuse to go on with the optimizers of a checkpoint under other outer steps.
 
     Raises:
         UserError: it was made with other ones, or this run has none.
     """
-    saved, outer = found.state.get(OUTER), plan.outer
+    saved, outer = checkpoint.state.get(OUTER), plan.outer
     if saved is None:  # all islands begin from what it holds
         return
     islands = saved["islands"]
@@ -89,7 +89,7 @@ def check_outer(found: Checkpoint, plan: Plan) -> None:
     if outer is None:
         raise UserError(
             f"the checkpoint is one of outer steps between {plural(islands, 'island')}, and the plan has none",
-            field=found.field, value=str(found.path), accepted=accepted,
+            field=checkpoint.field, value=str(checkpoint.path), accepted=accepted,
         )  # fmt: skip
     changes = [
         f"{key} {saved[key]} (here {getattr(outer, key)})" for key in _PHASE if saved[key] != getattr(outer, key)
@@ -101,7 +101,7 @@ def check_outer(found: Checkpoint, plan: Plan) -> None:
     if changes:
         raise UserError(
             f"the checkpoint was made with other outer steps: {', '.join(changes)}",
-            field=found.field, value=str(found.path), accepted=accepted,
+            field=checkpoint.field, value=str(checkpoint.path), accepted=accepted,
         )  # fmt: skip
 
 
@@ -123,14 +123,14 @@ def _compress(was: Mapping[str, Any]) -> str:
     return str(was.get("compress", Outer.compress))  # older ones have none
 
 
-def load_outer(found: Checkpoint, outer: OuterSteps, spec: ModelSpec, group: Group) -> None:
+def load_outer(checkpoint: Checkpoint, outer: OuterSteps, spec: ModelSpec, group: Group) -> None:
     """Go on where the checkpoint's islands were, after :func:`check_outer`. Called on all ranks.
 
     Raises:
         UserError: it does not hold all of it.
     """
-    check_model(found, spec)
-    outer_saved = found.state[OUTER]
+    check_model(checkpoint, spec)
+    outer_saved = checkpoint.state[OUTER]
     outer.updates = outer_saved["updates"]
     for fragment, tokens in zip(outer.fragments, outer_saved["tokens"], strict=True):
         fragment.tokens = [float(count) for count in tokens]
@@ -139,15 +139,16 @@ def load_outer(found: Checkpoint, outer: OuterSteps, spec: ModelSpec, group: Gro
         current_fragment = outer.under_way()
         assert current_fragment is not None
         outer.exchange.sums = [torch.zeros_like(piece.weights) for piece in current_fragment.pieces]
-    saved = found.state["optimizer"] or {}
-    names = (key.split(".") for key in found.metadata.state_dict_metadata if key.startswith(f"island.0.{OPTIMIZER}."))
+    saved = checkpoint.state["optimizer"] or {}
+    keys = (key for key in checkpoint.metadata.state_dict_metadata if key.startswith(f"island.0.{OPTIMIZER}."))
+    names = (key.split(".") for key in keys)
     make_states(outer.optimizer, sorted({parts[3] for parts in names}), saved.get("numbers", {}))
     tensors, _ = outer_tensors(outer, spec, True, reading=True)
     if _compress(outer_saved) == Outer.compress:  # nothing was lost
         tensors = {key: t for key, t in tensors.items() if not key.startswith(f"island.{outer.index}.{LOST}.")}
     for key, tensor in tensors.items():
-        if found.shape(key) != tensor.shape:
-            damage = Damaged(found.path / METADATA, f"holds no complete state of outer steps: {key[:200]}")
-            raise damaged_error(damage, found.field)
-    found.read_into(tensors, group)
+        if checkpoint.shape(key) != tensor.shape:
+            damage = Damaged(checkpoint.path / METADATA, f"holds no complete state of outer steps: {key[:200]}")
+            raise damaged_error(damage, checkpoint.field)
+    checkpoint.read_into(tensors, group)
     outer.optimizer.all_gather()

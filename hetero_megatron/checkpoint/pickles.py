@@ -71,9 +71,9 @@ def load_tensors(file: BinaryIO, stand_ins: re.Pattern[str] | None = None, path:
         torch.serialization.add_safe_globals(others_allow)
 
 
-def read_pickle(content: bytes, known: Mapping[str, Callable[..., Any]], stand_ins: re.Pattern[str]) -> Any:
-    """Unpickle plain data: every class or function that the pickle refers to is one of ``known`` ("module name"), or
-    ``Inert`` if ``stand_ins`` permits it. Nothing is imported.
+def read_pickle(content: bytes, safe_globals: Mapping[str, Callable[..., Any]], stand_ins: re.Pattern[str]) -> Any:
+    """Unpickle plain data: every class or function that the pickle refers to is one of ``safe_globals`` ("module
+    name"), or ``Inert`` if ``stand_ins`` permits it. Nothing is imported.
 
     Raises:
         UserError: it is damaged, or refers to anything else.
@@ -82,8 +82,8 @@ def read_pickle(content: bytes, known: Mapping[str, Callable[..., Any]], stand_i
     class Reader(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             full = f"{module} {name}"
-            if full in known:
-                return known[full]
+            if full in safe_globals:
+                return safe_globals[full]
             if stand_ins.fullmatch(full):
                 return Inert
             raise UserError(f"not read: {refers(full)}")

@@ -126,8 +126,8 @@ def _run(
     comm.create_groups(groups)
     control = comm.group(all_ranks)
 
-    def tell(found: list[Fault]) -> list[Fault]:
-        return [fault for of_rank in control.gather_objects(found, list[check.Fault]) for fault in of_rank]
+    def tell(local_faults: list[Fault]) -> list[Fault]:
+        return [fault for of_rank in control.gather_objects(local_faults, list[check.Fault]) for fault in of_rank]
 
     if faults := tell(check.check_pairs(comm, world, min(options.bytes, 1 << 16))):
         return faults, []

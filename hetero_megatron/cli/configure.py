@@ -288,7 +288,7 @@ def _beside(
 ) -> dict[str, Any]:  # fmt: skip
     """Of a run with a teacher, with a reference on ranks of its own, that scores data or samples answers, those fields
     of its configuration."""
-    found: dict[str, Any] = {}
+    role_fields: dict[str, Any] = {}
     if args["grpo"]:
         from hetero_megatron.cli.flags.grpo import build_grpo
 
@@ -296,13 +296,13 @@ def _beside(
     if preference is not None and plan.roles:
         from hetero_megatron.cli.flags.preference import build_reference
 
-        found["role"] = build_reference(args, spec, plan, preference, data)
+        role_fields["role"] = build_reference(args, spec, plan, preference, data)
     if not args.has("teacher_hf", "teacher_scores", "save_scores"):
-        return found
+        return role_fields
     from hetero_megatron.cli.flags.distillation import build_scores, build_teacher
 
     distillation, role = build_teacher(args, spec, plan, cluster, data)
-    return found | {
+    return role_fields | {
         "distillation": distillation, **({"role": role} if role is not None else {}), "teacher_hf": args["teacher_hf"],
         "teacher_scores": args["teacher_scores"], "scores": build_scores(args, spec),
     }  # fmt: skip

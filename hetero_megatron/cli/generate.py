@@ -286,8 +286,8 @@ def _in_order(plan: Any, everyone: list[list[list[int]]]) -> list[list[int]]:
     return [answer for rank in leaders for answer in by_rank[rank]]
 
 
-def _print(args: Namespace, made: Generated) -> None:
-    prompts, answers, texts, seconds, tokenizer = made
+def _print(args: Namespace, generated: Generated) -> None:
+    prompts, answers, texts, seconds, tokenizer = generated
     count = sum(map(len, answers))
     if args.json:
         continuations = [

@@ -100,4 +100,5 @@ def _of_model(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of generation among the keys of config.json; those of its language model count where it has none."""
     inner = config.get("text_config")
     parts = (inner if isinstance(inner, dict) else {}, config)
-    return {key: value for part in parts for key, value in part.items() if key in KEYS.known and value is not None}
+    accepted_keys = KEYS.accepted_keys
+    return {key: value for part in parts for key, value in part.items() if key in accepted_keys and value is not None}

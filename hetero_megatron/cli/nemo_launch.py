@@ -97,7 +97,7 @@ def _values(words: Sequence[str], launch: NemoLaunch) -> dict[str, Any]:
             ))  # fmt: skip
         elif word.startswith("-"):
             _hydra_flag(word, words_left, launch)
-        elif (match := _GROUP.fullmatch(word)) and match["key"].lstrip("+") in KEYS.known:
+        elif (match := _GROUP.fullmatch(word)) and match["key"].lstrip("+") in KEYS.accepted_keys:
             values[match["key"].lstrip("+")] = hydra_value(match["value"])
         elif not unresolved(word) or match is not None:
             launch.others.append(Judged(shown(word), [], REFUSED, "names a part of NeMo's YAML, which is not read"
@@ -117,11 +117,11 @@ def _hydra_flag(word: str, words_left: Iterator[str], launch: NemoLaunch) -> Non
         launch.others.append(Judged(name, [shown(value)], REFUSED, "a recipe of NeMo 2, which is not read",
                                     "what it says, as KEY=VALUE"))  # fmt: skip
         return
-    known = option in (*_WITH_VALUE, "multirun", "help", "hydra-help", "version", "run", "info", "resolve")
+    is_hydra_flag = option in (*_WITH_VALUE, "multirun", "help", "hydra-help", "version", "run", "info", "resolve")
     values = [shown(value)] if value else []
     if option in _OF_NEMO_2:
         launch.others.append(Judged(name, values, NOTICED, "of NeMo's command line"))
-    elif known:
+    elif is_hydra_flag:
         launch.others.append(Judged(name, values, NOTICED, "names or shows NeMo's YAML, which is not read"))
     else:
         launch.others.append(Judged(name, values, REFUSED, "no flag of Hydra", "KEY=VALUE"))
@@ -154,7 +154,7 @@ def _read(key: str, value: Any, values: Mapping[str, Any], launch: NemoLaunch) -
             launch.others.append(Judged(key, _words(value), REFUSED, KEYS.problem, accepted))
     elif key in KEYS.harmless:
         launch.others.append(_noticed(key, value, KEYS.harmless[key]))
-    elif key in KEYS.known:
+    elif key in KEYS.accepted_keys:
         words = _chosen(key, value, launch) if key in CHOICES else _joint(key, value, values)
         _add(key, value, words, launch)
     elif section not in SECTIONS and not says_nothing(value):

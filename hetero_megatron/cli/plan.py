@@ -120,9 +120,9 @@ def _without_packed(text: str) -> str:
     return re.sub(r"stages: zlib:[\w=-]+", "stages: in the plan file (--out)", text)
 
 
-def _for_runtime(args: Namespace, found: Found) -> int:
+def _for_runtime(args: Namespace, planned: Found) -> int:
     """The plan that ``--for`` asks for, and what it costs beside the one without its limits."""
-    best = found.best_for(args.runtime, None if args.json or args.quiet else partial(_say, what=args.runtime))
+    best = planned.best_for(args.runtime, None if args.json or args.quiet else partial(_say, what=args.runtime))
     if args.out:
         write_text(args.out, "--out", f"# {best}.\n{best.plan.text()}")
     if args.html:
@@ -132,40 +132,40 @@ def _for_runtime(args: Namespace, found: Found) -> int:
     if args.json:
         print_json({
             "runtime": best.runtime, "slower": best.slower, "considered": best.considered, "file": best.file,
-            "plan": best.plan.text(), "without_limits": {"step_seconds": found.step_seconds},
+            "plan": best.plan.text(), "without_limits": {"step_seconds": planned.step_seconds},
             **best.prediction.as_json(),
         })  # fmt: skip
     else:
-        print(best.file, best.plan.explain(found.cluster), best, sep="\n")
+        print(best.file, best.plan.explain(planned.cluster), best, sep="\n")
     return 0
 
 
-def _apart(args: Namespace, found: Found) -> int:
+def _apart(args: Namespace, planned: Found) -> int:
     """The plan that --allow-outer asks for: with outer steps where they are faster, else without."""
-    apart = found.apart(args.allow_outer, None if args.json or args.quiet else partial(_say, what="islands"))
+    apart = planned.apart(args.allow_outer, None if args.json or args.quiet else partial(_say, what="islands"))
     better = apart.pays
-    file, prediction = (apart.file, apart.prediction) if better else (found.file, found.prediction)
+    file, prediction = (apart.file, apart.prediction) if better else (planned.file, planned.prediction)
     if args.out:
         write_text(args.out, "--out", file)
     if args.html:
         write_text(args.html, "--html", prediction.page())
     if args.json:
         print_json({
-            "outer": better, "speedup": apart.speedup, "waiting": apart.found.waiting, "nodes": apart.found.nodes,
+            "outer": better, "speedup": apart.speedup, "waiting": apart.islands.waiting, "nodes": apart.islands.nodes,
             "without_seconds": apart.without_seconds, "file": file, **prediction.as_json(),
         })  # fmt: skip
         return 0
-    print(_without_packed(file), prediction.plan.explain(found.cluster), "", sep="\n")
+    print(_without_packed(file), prediction.plan.explain(planned.cluster), "", sep="\n")
     said = "the loss then depends on the plan, see docs/outer_steps.md" if better else "so the plan is one without"
     print(f"{apart}; {said}")
     return 0
 
 
-def _tell_of_outer_steps(found: Found) -> None:
+def _tell_of_outer_steps(planned: Found) -> None:
     """Where slow links hold steps up or leave chips idle, what could be asked."""
-    parts, model, cluster = found.result.best.prediction.parts, found.plan.model.spec, found.cluster.described
-    share = (parts["gradients"] + parts["parameters"]) / found.step_seconds
-    idle = cluster.world_size - len(found.plan.canonical.ranks)
+    parts, model, cluster = planned.result.best.prediction.parts, planned.plan.model.spec, planned.cluster.described
+    share = (parts["gradients"] + parts["parameters"]) / planned.step_seconds
+    idle = cluster.world_size - len(planned.plan.canonical.ranks)
     held_up = share > SYNCING or idle > SYNCING * cluster.world_size
     if held_up and model.moe is None and model.lora is None and divisions(range(cluster.world_size), cluster):
         print(f"{share:.0%} of a step passes with gradients and weights between ranks, {plural(idle, 'chip')} idle: "
@@ -321,9 +321,9 @@ def _question(args: Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in _ASKED} | {"fp8": fp8_of(args)} | _exportable(args)
 
 
-def _write_fallbacks(folder: str, found: Found) -> None:
+def _write_fallbacks(folder: str, planned: Found) -> None:
     """Plans for the loss of a node, each as ``without-NODE.yaml``."""
-    losses, settings = found.losses(), found.plan.canonical.made_for
+    losses, settings = planned.losses(), planned.plan.canonical.made_for
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -331,6 +331,6 @@ def _write_fallbacks(folder: str, found: Found) -> None:
         raise UserError(why, field="--fallbacks", value=folder, accepted="a folder") from None
     for loss in losses:
         if loss.plan is not None:
-            head = f"# {found.plan.model.name} without {loss.node}: {loss.step_seconds:.4g} s per step predicted.\n"
+            head = f"# {planned.plan.model.name} without {loss.node}: {loss.step_seconds:.4g} s per step predicted.\n"
             text = head + dump_yaml(replace(loss.plan, made_for=settings))
             write_text(str(Path(folder) / f"without-{loss.node}.yaml"), "--fallbacks", text)

@@ -101,8 +101,8 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _platform_row(found: Plugins, name: str) -> dict[str, Any]:
-    a = found.platforms[name]
+def _platform_row(plugins: Plugins, name: str) -> dict[str, Any]:
+    a = plugins.platforms[name]
     available = a.available()
     return {
         "name": a.name, "vendor": a.vendor, "device": a.device_type, "backends": list(a.backends),

@@ -123,9 +123,9 @@ def _measurement(card: str, entry: Entry) -> Measurement:
     return Measurement(card, keys["by"].text(), facts, dtype, keys["rates"].plain(), keys["rates"], notes)
 
 
-def _refuse_twice(found: Sequence[Measurement]) -> None:
+def _refuse_twice(card_measurements: Sequence[Measurement]) -> None:
     measured_by: dict[tuple[str, str, str], Measurement] = {}
-    for measurement in found:
+    for measurement in card_measurements:
         for key, value in measurement.entry.value.items():
             for row in value.items() if key in TABLES else [value]:
                 sizes = json.dumps([_size(cell) for cell in row.items()[: -TABLES[key][1]]]) if key in TABLES else ""

@@ -146,10 +146,10 @@ class Connectivity:
             return {rank: word for rank, word in zip(ranks, states, strict=True) if word is not None}
 
     @staticmethod
-    def _choose(peers: list[int], known: dict[int, Address]) -> list[int]:
+    def _choose(peers: list[int], addresses: dict[int, Address]) -> list[int]:
         """The peers, then one rank of every host, then the rest."""
-        hosts = {address.host: rank for rank, address in reversed(known.items())}
-        return list(dict.fromkeys([*peers, *hosts.values(), *known]))[:AT_MOST]
+        hosts = {address.host: rank for rank, address in reversed(addresses.items())}
+        return list(dict.fromkeys([*peers, *hosts.values(), *addresses]))[:AT_MOST]
 
 
 def listen(towards: str, one_host: bool = False) -> Beacon | None:

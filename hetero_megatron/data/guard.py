@@ -298,10 +298,10 @@ def _read(blob: bytes) -> Any:
     (length,) = _LENGTH.unpack_from(blob)
     at = _LENGTH.size + length
 
-    def found(one: Any) -> Any:
+    def decoded(one: Any) -> Any:
         nonlocal at
         if isinstance(one, list):
-            return [found(inner) for inner in one]
+            return [decoded(inner) for inner in one]
         if not isinstance(one, dict):
             return one
         kind, size = one[_ARRAY]
@@ -309,7 +309,7 @@ def _read(blob: bytes) -> Any:
         at += array.nbytes
         return array
 
-    return found(json.loads(blob[_LENGTH.size : at]))
+    return decoded(json.loads(blob[_LENGTH.size : at]))
 
 
 def _batches(items: Iterable[Item]) -> Iterator[tuple[list[Item], Exception | None]]:

@@ -104,17 +104,17 @@ class PromptData(ChatData):
             _check(record)
         texts = [i for i, record in enumerate(records) if isinstance(record.value[PROMPT], str)]
         chats = [i for i in range(len(records)) if i not in set(texts)]
-        found: dict[int, list[int]] = {}
+        ids_of_record: dict[int, list[int]] = {}
         if texts:
             encoded = encode_texts([records[i].value[PROMPT] for i in texts], self.tokenizer)
-            found |= {i: ids.tolist() for i, ids in zip(texts, encoded, strict=True)}
+            ids_of_record |= {i: ids.tolist() for i, ids in zip(texts, encoded, strict=True)}
         if chats:
-            found |= zip(chats, self.encoder.prompts([records[i].value[PROMPT] for i in chats]), strict=True)
+            ids_of_record |= zip(chats, self.encoder.prompts([records[i].value[PROMPT] for i in chats]), strict=True)
         for i, record in enumerate(records):
-            if not found[i]:
+            if not ids_of_record[i]:
                 raise UserError("becomes no token", field=PROMPT, accepted=ACCEPTED, where=record.where)
-            check_tokens(np.array(found[i]), self.limit, record.where, "--data-path", lambda _: "")
-        return [found[i] for i in range(len(records))]
+            check_tokens(np.array(ids_of_record[i]), self.limit, record.where, "--data-path", lambda _: "")
+        return [ids_of_record[i] for i in range(len(records))]
 
 
 def _check(record: Record) -> None:

@@ -56,13 +56,13 @@ class ScoredDataset:
 def order_of(dataset: Dataset, samples: int) -> str:
     """Which samples come, of the first ``samples``: 8 hex digits of those with the numbers 0, 1, 2, 4, 8, … each; of
     fewer samples it is the beginning."""
-    found, index = "", 0
+    digits, index = "", 0
     while index < samples:
         sample = dataset[index]
         mask = b"" if sample.loss_mask is None else sample.loss_mask.tobytes()
-        found += hashlib.sha256(sample.tokens.tobytes() + mask).hexdigest()[:8]
+        digits += hashlib.sha256(sample.tokens.tobytes() + mask).hexdigest()[:8]
         index = 2 * index or 1
-    return found
+    return digits
 
 
 def check_scores(

@@ -109,7 +109,7 @@ def _mapped(path: str, places: Mapping[str, Sequence[Any]], start: int, mode: An
     """ValueError: the file is too short, or the places are none."""
     if not isinstance(places, dict):
         raise ValueError(type(places))
-    found = dict[str, np.ndarray]()
+    arrays = dict[str, np.ndarray]()
     size = os.path.getsize(path)
     for name, (dtype, shape, at) in places.items():
         if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in (*shape, at)):
@@ -117,5 +117,5 @@ def _mapped(path: str, places: Mapping[str, Sequence[Any]], start: int, mode: An
         if start + at + math.prod(shape) * np.dtype(dtype).itemsize > size:
             raise ValueError(name)
         there = math.prod(shape) > 0
-        found[name] = np.memmap(path, dtype, mode, start + at, tuple(shape)) if there else np.zeros(shape, dtype)
-    return found
+        arrays[name] = np.memmap(path, dtype, mode, start + at, tuple(shape)) if there else np.zeros(shape, dtype)
+    return arrays

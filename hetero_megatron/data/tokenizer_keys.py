@@ -43,10 +43,10 @@ KEYS = KeyTable(
 
 def unread_keys(tokenizer: Any) -> list[str]:
     """Keys with a value that neither transformers nor the tokenizer's class reads, each with the nearest known one."""
-    known = _of_class(type(tokenizer))
-    found: Mapping[str, Any] = getattr(tokenizer, "init_kwargs", {})
-    table = KeyTable(KEYS.honoured | known, KEYS.fixed, KEYS.harmless)
-    return [f"{key}{table.nearest(key)}" for key in table.unknown(found) if not _names_token(key, found)]
+    class_keys = _of_class(type(tokenizer))
+    init_kwargs: Mapping[str, Any] = getattr(tokenizer, "init_kwargs", {})
+    table = KeyTable(KEYS.honoured | class_keys, KEYS.fixed, KEYS.harmless)
+    return [f"{key}{table.nearest(key)}" for key in table.unknown(init_kwargs) if not _names_token(key, init_kwargs)]
 
 
 def _of_class(kind: type) -> frozenset[str]:
@@ -58,7 +58,7 @@ def _of_class(kind: type) -> frozenset[str]:
     return frozenset(names - {"self", "args", "kwargs"})
 
 
-def _names_token(key: str, found: Mapping[str, Any]) -> bool:
+def _names_token(key: str, init_kwargs: Mapping[str, Any]) -> bool:
     """A special token of a model's own (``image_token``), which transformers takes under any such name."""
-    value = found[key]
+    value = init_kwargs[key]
     return key.endswith("_token") and (isinstance(value, str) or type(value).__name__ == "AddedToken")

@@ -100,25 +100,25 @@ class ScoreSettings:
         return self != unchanged
 
 
-def read_settings(found: Mapping[str, Any], vocabulary: int, where: str, draws: bool = True) -> ScoreSettings:
+def read_settings(config: Mapping[str, Any], vocabulary: int, where: str, draws: bool = True) -> ScoreSettings:
     """The settings of a file.
 
     Args:
-        found: what generation_config.json says, or config.json where there is none.
+        config: what generation_config.json says, or config.json where there is none.
         vocabulary: ids of the model.
         draws: what tokens are drawn from is read, too.
 
     Raises:
         UserError: a setting that is refused, or a value that transformers would refuse.
     """
-    KEYS.check_fixed(found, where, _OR_IGNORE)
-    reader = _Reader({key: value for key, value in found.items() if value is not None}, vocabulary, where)
+    KEYS.check_fixed(config, where, _OR_IGNORE)
+    reader = _Reader({key: value for key, value in config.items() if value is not None}, vocabulary, where)
     decay = reader.value("exponential_decay_length_penalty", None)
     for key in ("forced_bos_token_id", "forced_eos_token_id"):
         if (forced := reader.ids(key)) and set(forced) <= set(reader.ids("suppress_tokens")):
             raise reader.refuse(key, "is also in suppress_tokens", "tokens that may be chosen")
     return ScoreSettings(
-        ends=reader.ids("eos_token_id") if "eos_token_id" in reader.found else None,
+        ends=reader.ids("eos_token_id") if "eos_token_id" in reader.values else None,
         sequence_bias=reader.biases(),
         encoder_repetition_penalty=reader.number("encoder_repetition_penalty", 1.0, above=0),
         repetition_penalty=reader.number("repetition_penalty", 1.0, above=0),
@@ -126,7 +126,7 @@ def read_settings(found: Mapping[str, Any], vocabulary: int, where: str, draws: 
         encoder_no_repeat_ngram_size=reader.count("encoder_no_repeat_ngram_size"),
         bad_words_ids=reader.sequences("bad_words_ids"),
         min_length=reader.count("min_length"),
-        min_new_tokens=reader.count("min_new_tokens") if "min_new_tokens" in reader.found else None,
+        min_new_tokens=reader.count("min_new_tokens") if "min_new_tokens" in reader.values else None,
         forced_bos_token_id=reader.one_id("forced_bos_token_id"),
         forced_eos_token_id=reader.ids("forced_eos_token_id", inside=True),
         remove_invalid_values=reader.switch("remove_invalid_values"),
@@ -144,24 +144,25 @@ def _filters(read: _Reader) -> Filters:
     top_p, typical = read.number("top_p", 1.0, least=0, most=1), read.number("typical_p", 1.0, above=0)
     shares = {key: read.number(key, 0.0) for key in ("epsilon_cutoff", "eta_cutoff")}
     return Filters(
-        top_h=read.number("top_h", 1.0, above=0, most=1) if "top_h" in read.found else None,
+        top_h=read.number("top_h", 1.0, above=0, most=1) if "top_h" in read.values else None,
         top_k=top_k or None, top_p=top_p if top_p < 1 else None, min_p=min_p or None,
         typical_p=typical if typical < 1 else None, **{k: v if 0 < v < 1 else None for k, v in shares.items()},
     )  # fmt: skip
 
 
-def notices(found: Mapping[str, Any], where: str, temperature: float | None) -> list[str]:
+def notices(config: Mapping[str, Any], where: str, temperature: float | None) -> list[str]:
     """What a user should know: keys that nobody knows, and draws that the file alone asks for.
 
     Args:
         temperature: --temperature; None: not given.
     """
     messages = []
-    if unknown := KEYS.unknown(found):
+    if unknown := KEYS.unknown(config):
         messages.append(f"{where}: not known, to transformers neither, and not obeyed: {KEYS.named(unknown)}")
-    if temperature is None and found.get("do_sample") is True:
+    if temperature is None and config.get("do_sample") is True:
         sep = ", "
-        draws = [f"{key} {found[key]}" for key in ("temperature", *_DRAWN.split()) if not says_nothing(found.get(key))]
+        drawing = (key for key in ("temperature", *_DRAWN.split()) if not says_nothing(config.get(key)))
+        draws = [f"{key} {config[key]}" for key in drawing]
         messages.append(
             f"{where} says do_sample{f' ({sep.join(draws)[:200]})' if draws else ''}: without --temperature an answer "
             "is made of the most likely tokens"
@@ -178,16 +179,16 @@ def _is_number(value: Any) -> bool:
 class _Reader:
     """Values of a file, none of them null, checked."""
 
-    found: Mapping[str, Any]
+    values: Mapping[str, Any]
     vocabulary: int
     where: str
 
     def refuse(self, key: str, problem: str, accepted: str) -> UserError:
-        value = self.found[key]
+        value = self.values[key]
         return UserError(problem, field=key, value=value, where=self.where, accepted=accepted + _OR_IGNORE)
 
     def value(self, key: str, default: Any) -> Any:
-        return self.found.get(key, default)
+        return self.values.get(key, default)
 
     def number(
         self, key: str, default: float, above: float = -math.inf, least: float = -math.inf, most: float = math.inf
@@ -220,21 +221,21 @@ class _Reader:
         return tuple(ids)
 
     def one_id(self, key: str) -> int | None:
-        if key not in self.found:
+        if key not in self.values:
             return None
         ids = self.ids(key, inside=True)
-        if len(ids) != 1 or isinstance(self.found[key], list):
+        if len(ids) != 1 or isinstance(self.values[key], list):
             raise self.refuse(key, "is no token id", self._ids())
         return ids[0]
 
     def _ids(self) -> str:
         return f"ids from 0 to {self.vocabulary - 1}"
 
-    def _sequence(self, key: str, found: Any) -> tuple[int, ...]:
-        are_ids = isinstance(found, list) and all(type(i) is int and 0 <= i < self.vocabulary for i in found)
-        if not are_ids or not found:
+    def _sequence(self, key: str, value: Any) -> tuple[int, ...]:
+        are_ids = isinstance(value, list) and all(type(i) is int and 0 <= i < self.vocabulary for i in value)
+        if not are_ids or not value:
             raise self.refuse(key, "holds something else than token ids", f"lists of {self._ids()}")
-        return tuple(found)
+        return tuple(value)
 
     def sequences(self, key: str) -> tuple[tuple[int, ...], ...]:
         lists = self.value(key, [])
@@ -251,11 +252,11 @@ class _Reader:
             biases[self._sequence(key, pair[0])] = float(pair[1])
         return tuple(biases.items())
 
-    def decay(self, found: Any) -> tuple[int, float]:
-        is_pair = isinstance(found, list) and len(found) == 2 and type(found[0]) is int and abs(found[0]) < 2**31
-        if not is_pair or not _is_number(found[1]) or found[1] <= 0:
+    def decay(self, value: Any) -> tuple[int, float]:
+        is_pair = isinstance(value, list) and len(value) == 2 and type(value[0]) is int and abs(value[0]) < 2**31
+        if not is_pair or not _is_number(value[1]) or value[1] <= 0:
             raise self.refuse("exponential_decay_length_penalty", "is no start and factor", "[tokens, factor above 0]")
-        return found[0], float(found[1])
+        return value[0], float(value[1])
 
     def texts(self, key: str) -> tuple[str, ...]:
         texts = self.value(key, [])

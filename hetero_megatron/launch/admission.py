@@ -150,9 +150,9 @@ class Admission:
         return self._program
 
 
-def _too_slow(theirs: Mapping[int, Speed], known: Mapping[int, Speed], least: float) -> str:
+def _too_slow(theirs: Mapping[int, Speed], job_speeds: Mapping[int, Speed], least: float) -> str:
     for speed in theirs.values():
-        rates_of_kind = [rank_speed.flops for rank_speed in known.values() if rank_speed.kind == speed.kind]
+        rates_of_kind = [rank_speed.flops for rank_speed in job_speeds.values() if rank_speed.kind == speed.kind]
         if rates_of_kind and speed.flops < least * median(rates_of_kind):
             comparison = f"where {len(rates_of_kind)} of the job compute {median(rates_of_kind):.3g}"
             accepted = f"accepted: at least {least:g} of that (--least-speed of the job)"

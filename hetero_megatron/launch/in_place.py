@@ -288,14 +288,14 @@ class InPlaceSupervisor:
         if self._sought is None or self._sought[0] != members:
             self._forget_search()
             self._sought = (members, *self._look_for(members))
-        _, found, search = self._sought
+        _, next_epoch, search = self._sought
         if search is None:
-            return found
+            return next_epoch
         if not search.done():
             return None
         if search.problem:
             self.log(f"the search for a plan {search.problem}")
-        self._sought = members, replace(found, plan=search.plan), None
+        self._sought = members, replace(next_epoch, plan=search.plan), None
         return self._sought[1]
 
     def _look_for(self, members: list[int]) -> tuple[NextEpoch, Search | None]:
@@ -312,8 +312,8 @@ class InPlaceSupervisor:
             seats_left = [self._seats[m] for m in members]
         if tuple(seats_left) == self.setup.seats and file == self.setup.cluster:
             return NextEpoch(members, self.setup.plan, file, file), None
-        found = NextEpoch(members, None, cluster, file)
-        return found, self.search(self.planner, seats_left, cluster) if seats_left else None
+        next_epoch = NextEpoch(members, None, cluster, file)
+        return next_epoch, self.search(self.planner, seats_left, cluster) if seats_left else None
 
     def _forget_search(self) -> None:
         if self._sought is not None and self._sought[2] is not None:

@@ -72,8 +72,8 @@ def _search(planner: Planner, seats: Sequence[Seat], cluster: Path | None, answe
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        found, problem = planner(seats, cluster), ""
+        plan, problem = planner(seats, cluster), ""
     except Exception as error:
-        found, problem = None, f"failed: {type(error).__name__}: {error}"
+        plan, problem = None, f"failed: {type(error).__name__}: {error}"
     with suppress(OSError):
-        answer.send((found, problem))
+        answer.send((plan, problem))

@@ -77,14 +77,14 @@ def tiles(
     return _joined(out) if join else sorted(out)
 
 
-def _joined(found: list[Tile]) -> list[Tile]:
+def _joined(all_tiles: list[Tile]) -> list[Tile]:
     """Full tiles that lie side by side as one: first along the keys, then along the queries."""
     for along, across in (((2, 3), (0, 1)), ((0, 1), (2, 3))):
         first, last = along
         out: list[Tile] = []
         # (other axis, end) -> place in out of a full tile that ends there
         ending_at: dict[tuple[int, int, int], int] = {}
-        for tile in sorted(found, key=lambda t: (t[first], t[across[0]])):
+        for tile in sorted(all_tiles, key=lambda t: (t[first], t[across[0]])):
             if tile.kind != FULL:
                 out.append(tile)
                 continue
@@ -99,8 +99,8 @@ def _joined(found: list[Tile]) -> list[Tile]:
                 q0, q1, k0, k1 = sides
                 out[place] = Tile(q0, q1, k0, k1, FULL, k1 - k0)  # any distance at which all keys are visible
             ending_at[(*across_span, sides[last])] = place
-        found = out
-    return sorted(found)
+        all_tiles = out
+    return sorted(all_tiles)
 
 
 def visible(

@@ -75,13 +75,13 @@ def expected_busy(config: RunConfig) -> dict[int, float]:
 
     assert config.cluster is not None
     costs = CostModel(config.spec, config.cluster, config.plan.seq_length, config.dtype, _options(config))
-    own = StepSimulator(config.plan, costs, PreparedPlan(config.compiled)).computing
+    compute_seconds = StepSimulator(config.plan, costs, PreparedPlan(config.compiled)).computing
     if config.forward_role is None or config.forward_role.apart:
-        return own
+        return compute_seconds
     from hetero_megatron.predictor.simulate.beside import role_costs
 
     before = role_costs(config.forward_role, config.cluster, config.dtype, _options(config)).busy
-    return {rank: seconds + before[rank] for rank, seconds in own.items()}
+    return {rank: seconds + before[rank] for rank, seconds in compute_seconds.items()}
 
 
 def _options(config: RunConfig) -> CostOptions:
@@ -96,17 +96,21 @@ def _options(config: RunConfig) -> CostOptions:
 
 
 def start_event(
-    config: RunConfig, found: Prediction | None, busy: Mapping[int, float], chips: Mapping[int, str], first_step: int
+    config: RunConfig, prediction: Prediction | None, busy: Mapping[int, float], chips: Mapping[int, str],
+    first_step: int,
 ) -> dict[str, Any]:
-    """What a report needs to know about this start of the job; ``busy``: :func:`expected_busy`, with ``found``."""
+    """What a report needs to know about this start of the job; ``busy``: :func:`expected_busy`, with ``prediction``."""
     from hetero_megatron.predictor.report.timeline import prediction_charts
 
-    prediction = None
-    if found is not None:
-        prediction = {
-            "step_seconds": found.step_seconds, "parts": dict(found.parts), "assumed": list(found.assumed),
-            "busy": {str(r): s for r, s in busy.items()}, "charts": prediction_charts(found),
-            "memory": {str(r): {"parts": m.parts(), "limit": found.limits[r]} for r, m in found.memory.items()},
+    predicted = None
+    if prediction is not None:
+        predicted = {
+            "step_seconds": prediction.step_seconds, "parts": dict(prediction.parts),
+            "assumed": list(prediction.assumed), "busy": {str(r): s for r, s in busy.items()},
+            "charts": prediction_charts(prediction),
+            "memory": {
+                str(r): {"parts": m.parts(), "limit": prediction.limits[r]} for r, m in prediction.memory.items()
+            },
         }  # fmt: skip
     nodes = {}
     if config.cluster is not None:
@@ -119,7 +123,7 @@ def start_event(
     return {
         **nodes, **outer, "first_step": first_step, "steps": config.steps, "plan": to_dict(config.plan),
         "fingerprint": config.plan.fingerprint(), "model": asdict(config.spec), "dtype": config.dtype,
-        "ranks": list(config.plan.ranks), "chips": {str(r): c for r, c in chips.items()}, "prediction": prediction,
+        "ranks": list(config.plan.ranks), "chips": {str(r): c for r, c in chips.items()}, "prediction": predicted,
     }  # fmt: skip
 
 

@@ -140,14 +140,14 @@ def _copy(spec: OpSpec, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...
     return tuple(a.clone() if n in kernel.overwrites else a for n, a in zip(spec.args, args, strict=True))
 
 
-def _contiguous(made: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(x.contiguous() for x in made)
+def _contiguous(results: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(x.contiguous() for x in results)
 
 
-def _distinct(found: tuple[Any, ...], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _distinct(results: tuple[Any, ...], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Results of a torch operator are tensors, and none is another."""
     out: list[torch.Tensor] = []
-    for x in found:
+    for x in results:
         out.append(like.new_empty(0) if x is None else x.clone() if any(x is y for y in out) else x)
     return tuple(out)
 

@@ -114,9 +114,9 @@ def upgraded(spec: OpSpec, kernel: Kernel) -> Kernel:
     return newer or kernel
 
 
-def unknown(what: str, name: str, known: Iterable[str], field: str) -> UserError:
+def unknown(what: str, name: str, registered_names: Iterable[str], field: str) -> UserError:
     """No such name; the message lists the known ones and guesses which was meant."""
-    names = sorted(known)
+    names = sorted(registered_names)
     problem = f"no such {what}{did_you_mean(name, names)}"
     return UserError(problem, field=field, value=name, accepted=", ".join(names) or "none registered")
 

@@ -60,7 +60,7 @@ class RingProgram:
 
     def own_blocks(self, t: int) -> tuple[int, ...]:
         """Own blocks to compute before the arrival of round ``t - 1``."""
-        return self.schedule.own[self.group][t]
+        return self.schedule.local_blocks[self.group][t]
 
     def next_group(self, hop: Hop, t: int) -> int:
         """Where the gradient of the block of ``hop``, computed in round t, goes."""
@@ -230,7 +230,7 @@ class GradientRing:
         self.program, self.dk, self.dv = program, dk, dv
         self.messages = Messages(program, True, dk, dk.dtype)
         self.sends: list[Work] = []
-        self.made: tuple[Hop, Pair] | None = None  # what this round computed
+        self.visiting_gradient: tuple[Hop, Pair] | None = None  # computed in this round
         self.so_far: Arrival | None = None  # the sum from the groups before, for the block of the next round
         self.returns: list[tuple[int, Arrival]] = []  # own blocks that come back
 
@@ -243,7 +243,7 @@ class GradientRing:
         shape = (self.dk.shape[0], block.size, *self.dk.shape[2:])
         pair = (self.dk.new_zeros(shape), self.dv.new_zeros(shape))
         if visit.hop is not None:
-            self.made = (visit.hop, pair)
+            self.visiting_gradient = (visit.hop, pair)
         return pair
 
     def computed(self, visit: RingBlock, pair: Pair) -> None:
@@ -264,8 +264,8 @@ class GradientRing:
         blocks whose last group was in round t."""
         program = self.program
         sends: list[tuple[Pair, int, int]] = []
-        if self.made is not None:
-            hop, pair = self.made
+        if self.visiting_gradient is not None:
+            hop, pair = self.visiting_gradient
             if self.so_far is not None:
                 self.so_far.add_to(*pair, ((0, pair[0].shape[1]),))
             sends.append((pair, hop.to, program.next_group(hop, t)))
@@ -284,7 +284,7 @@ class GradientRing:
             receives.append((following.block, following.source, following.to))
         self.sends, arrivals = self.messages.post(t, sends, receives)
         self.returns = [(hop.block, arrival) for hop, arrival in zip(ends, arrivals)]
-        self.so_far, self.made = arrivals[-1] if continued else None, None
+        self.so_far, self.visiting_gradient = arrivals[-1] if continued else None, None
 
     def take_returns(self) -> None:
         """Add what came back to the gradients of the own blocks."""

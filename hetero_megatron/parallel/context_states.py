@@ -35,14 +35,14 @@ class OwnRun:
 
     Attributes:
         number: in the chain; tokens: of the sequence.
-        own, seen: where they are among the rank's tokens, and, after ``past`` tokens at which convolutions look back,
-            among all that these look at.
+        local_slice, seen: where they are among the rank's tokens, and, after ``past`` tokens at which convolutions look
+            back, among all that these look at.
         before, after: with whom its first and its last state are exchanged.
     """
 
     number: int
     tokens: tuple[int, int]
-    own: slice
+    local_slice: slice
     seen: slice
     past: int
     before: Peers
@@ -71,9 +71,9 @@ class StageStates:
             (a, b), past = run.tokens, min(delta.kernel - 1, run.tokens[0])
             before = moves[number - 1].receives(comm.rank) if number else []
             after = moves[number].sends(comm.rank) if number < len(moves) else []
-            own, at = place_among(member.tokens, (a, b)), place_among(seen, (a - past, b))
+            local_slice, at = place_among(member.tokens, (a, b)), place_among(seen, (a - past, b))
             peers = [(p.src, self._heads(p)) for p in before], [(p.dst, self._heads(p)) for p in after]
-            self.runs.append(OwnRun(number, (a, b), own, at, past, *peers))
+            self.runs.append(OwnRun(number, (a, b), local_slice, at, past, *peers))
 
     def _heads(self, piece: Piece) -> slice:
         a, b = ((x - self.first_head) * self.values_per_key for x in (piece.box.lo[0], piece.box.hi[0]))
@@ -136,7 +136,7 @@ class ContextDelta(nn.Module):
             convolve = self.inner.kernels.causal_conv
             q, k, v = (convolve(x[:, run.seen], w, looked)[:, run.past :] for x, w in zip(seen, filters, strict=True))
             rows, goes_on = starts_within(documents, start, end), shared.goes_on(run.number, documents)
-            out, *rest = self._run(q, k, v, decay[:, run.own], write[:, run.own], rows, goes_on)
+            out, *rest = self._run(q, k, v, decay[:, run.local_slice], write[:, run.local_slice], rows, goes_on)
             outs.append(out)
             carried += rest
         outs = outs or [seen[2].unflatten(-1, (-1, shared.value_dim))]  # without tokens

@@ -113,17 +113,17 @@ class Results:
         self._add(normed, run, (total,))
         return normed, total
 
-    def _add(self, found: Tensor, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> None:
-        if not torch.is_grad_enabled() or not found.is_contiguous():
+    def _add(self, result: Tensor, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> None:
+        if not torch.is_grad_enabled() or not result.is_contiguous():
             return
-        storage = found.untyped_storage()
-        if storage.nbytes() != found.nbytes:  # a part of something
+        storage = result.untyped_storage()
+        if storage.nbytes() != result.nbytes:  # a part of something
             return
         makers = (self._find(arg) for arg in args)
         inputs = tuple(
             self._keep_else(arg) if maker is None else maker for arg, maker in zip(args, makers, strict=True)
         )
-        self._known[storage._cdata] = StorageWeakRef(storage), _Result(run, inputs, found._version)
+        self._known[storage._cdata] = StorageWeakRef(storage), _Result(run, inputs, result._version)
 
     def _find(self, tensor: Tensor) -> _Result | None:
         """The result whose memory ``tensor`` is, or a view of; None where it was written to since it was made."""

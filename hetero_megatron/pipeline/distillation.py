@@ -71,9 +71,9 @@ class TeacherHead:
 
     def logits(self, x: torch.Tensor, product: object) -> torch.Tensor:
         """[n, h] -> [n, V_local], in at least fp32."""
-        found: torch.Tensor = product(x, self.head.matrix, self.head.bias)[0]  # type: ignore[operator]
-        found = found.to(wide(found.dtype))
-        return found if self.head.softcap is None else softcap(found, self.head.softcap)
+        logits: torch.Tensor = product(x, self.head.matrix, self.head.bias)[0]  # type: ignore[operator]
+        logits = logits.to(wide(logits.dtype))
+        return logits if self.head.softcap is None else softcap(logits, self.head.softcap)
 
 
 class DistillationLoss(ComparedLoss):
@@ -259,11 +259,11 @@ def _normalizers(
     mine = torch.stack([top, *sums, *(() if more is None else more)])
     tops, *every = group.gather_vectors(mine.reshape(-1)).view(group.size, *mine.shape).unbind(1)
     peak = tops.amax(0)
-    found = [
+    log_sum_exps = [
         peak / t + (part * ((tops - peak) / t).exp()).sum(0).log() for t, part in zip(temperatures, every, strict=False)
     ]
     others = every[len(temperatures) :]
-    return (*found, torch.stack(others).sum(1) if others else logits.new_zeros(0, rows))
+    return (*log_sum_exps, torch.stack(others).sum(1) if others else logits.new_zeros(0, rows))
 
 
 def distillation_loss(

@@ -26,8 +26,8 @@ class Likeliest:
         k: how many tokens of each position; temperature: by which logits are divided.
 
     Attributes:
-        found: by the samples of a micro-batch, [b, s, 2 k + 1] int32: ids, then bits of fp32 log-probabilities, the
-            last that of all other tokens.
+        packed_rows: by the samples of a micro-batch, [b, s, 2 k + 1] int32: ids, then bits of fp32 log-probabilities,
+            the last that of all other tokens.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Likeliest:
         self._head, self._product, self._group = model.lm_head, kernels.choices["gemm"].kernel, group
         self._head.in_loss = True
         self._start, self._chunk, self._k, self._temperature = here.share.vocab[0], chunk, k, temperature
-        self.found: dict[tuple[int, ...], torch.Tensor] = {}
+        self.packed_rows: dict[tuple[int, ...], torch.Tensor] = {}
 
     def count(self, batch: Batch) -> int:
         return 0
@@ -47,7 +47,7 @@ class Likeliest:
         parts = [self._of(x) for x in rows.split(max(len(rows) if self._chunk is None else self._chunk, 1))]
         packed = [torch.cat([ids, torch.cat([logps, rest[:, None]], 1).view(torch.int32)], 1)
                   for ids, logps, rest in parts]  # fmt: skip
-        self.found[batch.samples] = torch.cat(packed).view(*out.shape[:2], 2 * self._k + 1)
+        self.packed_rows[batch.samples] = torch.cat(packed).view(*out.shape[:2], 2 * self._k + 1)
         return out.new_zeros(())
 
     def _of(self, x: torch.Tensor) -> Rows:
@@ -66,11 +66,12 @@ class Likeliest:
         best, at = values.topk(self._k, 1)
         chosen = names.gather(1, at).long()
         local = chosen - self._start
-        own = (local >= 0) & (local < logits.shape[1])
+        local_mask = (local >= 0) & (local < logits.shape[1])
         best, others = best - best[:, :1], logits - best[:, :1]  # less the largest of all, of any rank
         other = torch.full_like(best[:, 0], -torch.inf)
         if logits.shape[1]:
-            hidden = torch.zeros_like(others).scatter_add_(1, local.clamp(0, logits.shape[1] - 1), own.to(others.dtype))
+            columns = local.clamp(0, logits.shape[1] - 1)
+            hidden = torch.zeros_like(others).scatter_add_(1, columns, local_mask.to(others.dtype))
             other = others.masked_fill_(hidden > 0, -torch.inf).logsumexp(1)
         rest = self._group.gather_vectors(other).logsumexp(0)  # of a tail that fp32 has no probabilities for, too
         total = torch.logaddexp(rest, best.logsumexp(1))
@@ -83,7 +84,7 @@ def head_ranks(plan: Plan) -> set[int]:
 
 
 def unpacked(rows: torch.Tensor) -> Rows:
-    """[.., 2 k + 1] int32, as :attr:`Likeliest.found` has them: k ids, and k + 1 log-probabilities in fp32."""
+    """[.., 2 k + 1] int32, as :attr:`Likeliest.packed_rows` has them: k ids, and k + 1 log-probabilities in fp32."""
     k = rows.shape[-1] // 2
     logps = rows[..., k:].contiguous().view(torch.float32)
     return rows[..., :k], logps[..., :k], logps[..., k]
@@ -104,15 +105,15 @@ def gather_rows(
             continue
         if comm.rank == source:
             assert mine is not None
-            found = mine.found.pop(tuple(rows)).contiguous()
+            packed_rows = mine.packed_rows.pop(tuple(rows)).contiguous()
             if source != to:
-                sends.append(comm.isend(found, to, tag))
+                sends.append(comm.isend(packed_rows, to, tag))
                 continue
         else:
-            found = torch.empty(len(rows), unit.num_tokens, 2 * k + 1, dtype=torch.int32, device=comm.device)
-            comm.irecv(found, source, tag).wait()
-        yield rows, [t for i, j in unit.tokens for t in range(i, j)], unpacked(found.cpu())
+            packed_rows = torch.empty(len(rows), unit.num_tokens, 2 * k + 1, dtype=torch.int32, device=comm.device)
+            comm.irecv(packed_rows, source, tag).wait()
+        yield rows, [t for i, j in unit.tokens for t in range(i, j)], unpacked(packed_rows.cpu())
     for send in sends:
         send.wait()
     if mine is not None:
-        mine.found.clear()
+        mine.packed_rows.clear()

@@ -94,7 +94,7 @@ class Reference:
     step, or of all that a run needs."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[float, ...]] = {}
+        self.logps: dict[int, tuple[float, ...]] = {}
         self._of_step: dict[tuple[int, ...], torch.Tensor] = {}
 
     def begin_step(self) -> None:
@@ -108,7 +108,7 @@ class Reference:
         """[2 x pairs] or [examples], in the dtype and on the device of ``like``."""
         if numbers in self._of_step:
             return self._of_step[numbers]
-        values = [value for number in numbers for value in self.known[number]]
+        values = [value for number in numbers for value in self.logps[number]]
         return torch.tensor(values, dtype=like.dtype, device=like.device)
 
     def recorded(self) -> dict[int, tuple[float, ...]]:

@@ -18,7 +18,7 @@ from hetero_megatron.pipeline.likeliest import unpacked
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.shares import head_micro_batches
 
-# By the global indices of the samples of a micro-batch: [b, s, words] int32, of a teacher as in ``Likeliest.found``.
+# By the global indices of the samples of a micro-batch: [b, s, words] int32, of a teacher ``Likeliest.packed_rows``.
 Rows = Mapping[tuple[int, ...], torch.Tensor]
 
 
@@ -67,13 +67,13 @@ def packed_answers(
 
 def unpacked_answers(rows: Rows) -> dict[int, tuple[float, float]]:
     """By number, what :func:`packed_answers` packed."""
-    known: dict[int, tuple[float, float]] = {}
+    logps_of_number: dict[int, tuple[float, float]] = {}
     for part in rows.values():
         values = part.cpu().contiguous().view(torch.int64).flatten(0, 1)
         values = values[values[:, 0] >= 0]
         logps = values[:, 1:].contiguous().view(torch.float64).tolist()
-        known |= {number: (a, b) for number, (a, b) in zip(values[:, 0].tolist(), logps, strict=True)}
-    return known
+        logps_of_number |= {number: (a, b) for number, (a, b) in zip(values[:, 0].tolist(), logps, strict=True)}
+    return logps_of_number
 
 
 class _Part(NamedTuple):
@@ -126,15 +126,15 @@ class ScoreTransfer:
         self._known: dict[int, Transfer] = {}
         self._connected: set[int] = set()
 
-    def send(self, found: Rows, first_sample: int, batch_size: int) -> None:
-        """``found``: of this rank's micro-batches of the batch; it is sent when this returns."""
+    def send(self, rows: Rows, first_sample: int, batch_size: int) -> None:
+        """``rows``: of this rank's micro-batches of the batch; it is sent when this returns."""
         parts = head_parts(self._plans[0], batch_size, self._whole).get(self._comm.rank, [])
         works = []
         for peer, boxes in self._boxes(batch_size, sends=True).items():
             pieces = []
             for box in boxes:
                 part, where = _place(parts, box)
-                pieces.append(found[_samples(part, first_sample)][where].reshape(-1))
+                pieces.append(rows[_samples(part, first_sample)][where].reshape(-1))
             works.append(self._comm.isend(torch.cat(pieces), peer, 0))
         for work in works:
             work.wait()

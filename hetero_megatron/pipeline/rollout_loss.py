@@ -91,12 +91,12 @@ class RolloutLoss(ComparedLoss):
             return losses.new_zeros(())
         leaf = losses.detach().requires_grad_(torch.is_grad_enabled())
         policy = torch.where(mask, -leaf, 0.0)
-        known = policy.detach() if self._rehearsing else self._old.setdefault(rows, policy.detach())
+        old_policy = policy.detach() if self._rehearsing else self._old.setdefault(rows, policy.detach())
         reference = None
         if self.grpo.beta:
             reference = policy.detach() if self._rehearsing else torch.where(mask, self._reference[rows], 0.0)
         advantages, weights = (values.to(policy.dtype) for values in (judged.advantages, judged.weights))
-        of_tokens, facts = token_losses(self.grpo, policy, known, reference, advantages)
+        of_tokens, facts = token_losses(self.grpo, policy, old_policy, reference, advantages)
         self._tell((facts * mask).sum((1, 2)))
         value = (of_tokens * weights * mask).sum()
         if not torch.is_grad_enabled():

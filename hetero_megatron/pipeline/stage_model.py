@@ -273,7 +273,7 @@ class StageLoss:
 
     def losses(
         self, out: torch.Tensor, batch: Batch, weights: torch.Tensor | float | None = None, seed: float = 1.0,
-        known: torch.Tensor | None = None,
+        unweighted: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Of each token of a batch, [b, s], in at least fp32.
 
@@ -281,7 +281,7 @@ class StageLoss:
             out: see :meth:`__call__`.
             weights: with which the losses will be added up, [b, s] or one for all, and ``seed`` the gradient of their
                 sum; None: not known yet, so where head and loss are one, the losses have no gradient.
-            known: what this gave without weights, with its gradient where it has one.
+            unweighted: what this gave without weights, with its gradient where it has one.
         """
         kernels, labels = self._kernels, batch.labels
         if self.head is not None:
@@ -294,8 +294,8 @@ class StageLoss:
             head = self._model.lm_head
             with torch.set_grad_enabled(dloss is not None):
                 return in_chunks(self.head, max(chunk, 1), out, head.matrix, labels, dloss, head.bias)
-        if known is not None:
-            return known
+        if unweighted is not None:
+            return unweighted
         if self._group.size > 1:
             return vocab_parallel_cross_entropy(out, labels, self._group, self._vocab, kernels.vocab_cross_entropy)
         return kernels.cross_entropy(out, labels)  # type: ignore[no-any-return]

@@ -195,14 +195,15 @@ class Hop:
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """``rounds[t]``: the hops that arrive in round t, at most one per group; ``own[g][t]``: own blocks computed then.
+    """``rounds[t]``: the hops that arrive in round t, at most one per group; ``local_blocks[g][t]``: blocks of group g
+    that it computes itself then.
 
-    Own blocks fill the rounds in which nothing arrives, so that every group computes one block per round.
+    These fill the rounds in which nothing arrives, so that every group computes one block per round.
     """
 
     blocks: tuple[Block, ...]
     rounds: tuple[tuple[Hop, ...], ...]
-    own: dict[int, tuple[tuple[int, ...], ...]] = field(compare=False)
+    local_blocks: dict[int, tuple[tuple[int, ...], ...]] = field(compare=False)
 
     def arrival(self, t: int, group: int) -> Hop | None:
         return next((hop for hop in self.rounds[t] if hop.to == group), None) if t < len(self.rounds) else None

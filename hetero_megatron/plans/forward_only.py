@@ -50,10 +50,10 @@ def role_of(
     Args:
         top_k: likeliest tokens of a position that a teacher on its own ranks sends.
     """
-    own = role_plan(plan, name)
-    made = plan_beside(plan, spec, model, cluster) if own is None else own
-    compiled = CompiledPlan(made, model, pairs=name == "reference")
-    return ForwardRole(name, compiled, 0 if own is None else words_of(name, top_k), forwards)
+    apart_plan = role_plan(plan, name)
+    forward_plan = plan_beside(plan, spec, model, cluster) if apart_plan is None else apart_plan
+    compiled = CompiledPlan(forward_plan, model, pairs=name == "reference")
+    return ForwardRole(name, compiled, 0 if apart_plan is None else words_of(name, top_k), forwards)
 
 
 def words_of(role: str, top_k: int) -> int:

@@ -64,7 +64,8 @@ def over_libraries(plan: Plan, library: Callable[[int], int], name: Callable[[in
         UserError: a tensor-parallel or context group has ranks of two, which the plan does not say may be.
     """
     if plan.roles:
-        plan = replace(plan, roles=tuple((role, over_libraries(made, library, name)) for role, made in plan.roles))
+        roles = tuple((role, over_libraries(role_plan, library, name)) for role, role_plan in plan.roles)
+        plan = replace(plan, roles=roles)
     if len({library(rank) for rank in plan.ranks}) == 1:
         return plan
     for group in sorted(replicas(plan)):

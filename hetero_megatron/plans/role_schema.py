@@ -36,7 +36,7 @@ def with_roles(
     Raises:
         UserError: a role is unknown, has no model or no ranks, or breaks a law of plans.
     """
-    found = []
+    role_plans = []
     for name, role in entry.mapping(ROLES).items():
         pipelines = role.mapping(("pipelines",), required=("pipelines",))["pipelines"]
         if name not in specs:
@@ -44,14 +44,14 @@ def with_roles(
             role.fail(f"nothing says which model the {name} is", accepted=accepted)
         _refuse_training(pipelines, name)
         expanded, origin = expand(pipelines, plan.seq_length, specs[name].num_heads)
-        made = Plan(
+        role_plan = Plan(
             plan.seq_length, plan.global_batch_size, "1f1b", tuple(expanded), allow_bridge=plan.allow_bridge
         )
-        made = without_plain_experts(made, specs[name])
+        role_plan = without_plain_experts(role_plan, specs[name])
         place = Source(source.file, source.lines, tuple(origin), f"roles.{name}.")
-        validate(made, specs[name], cluster, dtype=dtype, source=place, role=True)
-        found.append((name, made))
-    return replace(plan, roles=tuple(sorted(found)))
+        validate(role_plan, specs[name], cluster, dtype=dtype, source=place, role=True)
+        role_plans.append((name, role_plan))
+    return replace(plan, roles=tuple(sorted(role_plans)))
 
 
 def _refuse_training(pipelines: Entry, name: str) -> None:

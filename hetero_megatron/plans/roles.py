@@ -16,12 +16,12 @@ def role_plan(plan: Plan, role: str) -> Plan | None:
 
 def roles_are_apart(plan: Plan, source: Source) -> None:
     """Every rank has one role."""
-    known = {rank: source.spelled(path) for path, _, stage in stages(plan) for rank in stage.ranks}
+    place_of_rank = {rank: source.spelled(path) for path, _, stage in stages(plan) for rank in stage.ranks}
     for name, other in plan.roles:
         for path, _, stage in stages(other):
             for rank in stage.ranks:
-                if rank in known:
-                    problem = f"rank {rank} has a role already, in {known[rank]}"
+                if rank in place_of_rank:
+                    problem = f"rank {rank} has a role already, in {place_of_rank[rank]}"
                     accepted = "ranks that train nothing, and have no other role"
                     raise source.error(problem, f"roles.{name}.{path}.ranks", rank, accepted)
-        known |= dict.fromkeys(other.ranks, f"roles.{name}")
+        place_of_rank |= dict.fromkeys(other.ranks, f"roles.{name}")

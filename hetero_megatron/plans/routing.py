@@ -234,8 +234,9 @@ def _layer_loads(
 
 
 def _loads(
-    own: Mapping[int, float], rows: Mapping[int, float], shares: Mapping[int, Share], members: Mapping[int, int],
-    first: Mapping[tuple[int, int], float], second: Mapping[tuple[int, int], float], twice: Container[int],
+    tokens_of_rank: Mapping[int, float], rows: Mapping[int, float], shares: Mapping[int, Share],
+    members: Mapping[int, int], first: Mapping[tuple[int, int], float], second: Mapping[tuple[int, int], float],
+    twice: Container[int],
 ) -> dict[int, ExpertLoad]:  # fmt: skip
     """By rank. ``twice``: ranks whose tokens go in two hops, of which the second one is to the experts."""
 
@@ -247,7 +248,7 @@ def _loads(
 
     (out, into), (out2, into2) = ([sums(copies, end) for end in (0, 1)] for copies in (first, second))
     loads = {}
-    for rank, tokens in own.items():
+    for rank, tokens in tokens_of_rank.items():
         (a, b), (c, d) = shares[rank].experts, shares[rank].expert_ffn
         amounts = (out2[rank], into2[rank]) if rank in twice else (out[rank], into[rank])
         relayed = (out[rank], into[rank]) if rank in twice else (0.0, 0.0)

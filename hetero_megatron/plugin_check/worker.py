@@ -67,12 +67,12 @@ class CheckJob:
                 channel.send(event="loading", name=source.name, module=source.module)
                 yield source
 
-        self.found = load_plugins(announced())
+        self.plugins = load_plugins(announced())
         channel.send(event="loading", name="", module="")
-        self.plugin = _plugin(self.found, asked["name"])
+        self.plugin = _plugin(self.plugins, asked["name"])
         for op in asked["operators"] or ():
-            self.found.registry.spec(op)
-        self.accelerator = _accelerator(self.found, self.plugin, asked["platform"])
+            self.plugins.registry.spec(op)
+        self.accelerator = _accelerator(self.plugins, self.plugin, asked["platform"])
         self.sound, self.problems = _registrations(self.plugin)
         self.kernels = [k for k in self.sound if asked["operators"] is None or k.op in asked["operators"]]
         self.dtypes = [getattr(torch, name) for name in asked["dtypes"]]
@@ -118,7 +118,7 @@ class CheckJob:
         dtypes = [d for d in self.dtypes if d in self.accelerator.dtypes]
         device = self.accelerator.device(0)
         steps = kernel_steps(
-            self.found.registry.spec(kernel.op), kernel, device, lambda d: _signature(kernel.op, self.accelerator, d),
+            self.plugins.registry.spec(kernel.op), kernel, device, lambda d: _signature(kernel.op, self.accelerator, d),
             dtypes, self.asked["quick"], CheckHooks(self._begin, self.accelerator.synchronize),
         )  # fmt: skip
         last_step, only_step = request.get("after"), request.get("only")
@@ -151,7 +151,7 @@ class CheckJob:
         if kernel.reasons(_signature(kernel.op, accelerator, dtype)):
             return
         self.channel.send(event="serves")
-        spec, device, sync = self.found.registry.spec(kernel.op), accelerator.device(0), accelerator.synchronize
+        spec, device, sync = self.plugins.registry.spec(kernel.op), accelerator.device(0), accelerator.synchronize
         for measured in measure(spec, kernel, device, dtype, tuple(request["rates"]), sync):
             self.channel.send(event="speed", **asdict(measured), share=measured.share)
         if kernel.op.startswith("gemm"):  # in fp8 too
@@ -160,26 +160,26 @@ class CheckJob:
             self.channel.send(event="rows", op="attention", rows=attention_rows(spec, kernel, device, dtype, sync))
 
 
-def _plugin(found: Plugins, name: str) -> Plugin:
+def _plugin(plugins: Plugins, name: str) -> Plugin:
     """The plugin, or the kernels of torch's own providers as one."""
     if name in ("aten", "reference"):
         kernels = [k for k in torch_registry() if k.provider == name]
         return Plugin(PluginSource(name, "hetero_megatron.ops", "built in"), kernels)
-    return found.find(name)
+    return plugins.find(name)
 
 
-def _accelerator(found: Plugins, plugin: Plugin, platform: str | None) -> Accelerator:
+def _accelerator(plugins: Plugins, plugin: Plugin, platform: str | None) -> Accelerator:
     if platform is not None:
-        if platform not in found.platforms:
-            raise unknown("platform", platform, found.platforms, "--platform")
-        if not found.platforms[platform].available():
-            raise UserError(found.platforms[platform].absence(), field="--platform", value=platform)
-        return found.platforms[platform]
+        if platform not in plugins.platforms:
+            raise unknown("platform", platform, plugins.platforms, "--platform")
+        if not plugins.platforms[platform].available():
+            raise UserError(plugins.platforms[platform].absence(), field="--platform", value=platform)
+        return plugins.platforms[platform]
     available = [a for a in plugin.platforms if a.available()]
     if available or plugin.platforms:
         return available[0] if available else CPU()
-    name_here = platform_here(found.platforms.values())
-    return found.platforms[name_here] if name_here is not None else CPU()
+    name_here = platform_here(plugins.platforms.values())
+    return plugins.platforms[name_here] if name_here is not None else CPU()
 
 
 def _registrations(plugin: Plugin) -> tuple[list[Kernel], list[Finding]]:

@@ -37,11 +37,11 @@ class BackwardMoment(NamedTuple):
     """Bytes while backward is in one operator of a layer.
 
     Attributes:
-        made: gradients and helpers; freed: of what the layer kept, what is gone by then; weight: the gradient of a
+        allocated: gradients and helpers; freed: of what the layer kept, what is gone by then; weight: the gradient of a
             weight before it is added up; waiting: of gradients made before, what waits for W where backward is split.
     """
 
-    made: float
+    allocated: float
     freed: float = 0.0
     weight: float = 0.0
     waiting: float = 0.0
@@ -80,17 +80,17 @@ def layer_backward_bytes(
 
         experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
         freed = mlp_kept + row * spec.hidden_size + experts
-        made = tokens * delta_backward_bytes(spec, itemsize) / tp if cores is None else cores.linear
-        moments.append(BackwardMoment(made, freed, 0.0, row * spec.hidden_size))
+        core_bytes = tokens * delta_backward_bytes(spec, itemsize) / tp if cores is None else cores.linear
+        moments.append(BackwardMoment(core_bytes, freed, 0.0, row * spec.hidden_size))
     if split:
-        return round(2 * shard + max(x.made + x.waiting for x in moments))
-    return round(shard + max(x.made - x.freed + x.weight for x in moments))
+        return round(2 * shard + max(x.allocated + x.waiting for x in moments))
+    return round(shard + max(x.allocated - x.freed + x.weight for x in moments))
 
 
-def norm_backward_bytes(own: float, itemsize: int) -> int:
-    """Gradients and helpers of a norm of ``own`` bytes: the gradient of its output, and three that are as large, of 16
+def norm_backward_bytes(norm_bytes: float, itemsize: int) -> int:
+    """Gradients and helpers of a norm of ``norm_bytes``: the gradient of its output, and three that are as large, of 16
     bits four, which are wide."""
-    return round(own * (9 if itemsize == 2 else 4))
+    return round(norm_bytes * (9 if itemsize == 2 else 4))
 
 
 def scatter_bytes(whole: float, shards: int, itemsize: int, rows: int = 1) -> float:
@@ -150,15 +150,15 @@ def _mlp(x: _Sizes) -> Iterator[BackwardMoment]:
     yield BackwardMoment(x.row * (inputs + h), x.row * mlp_widths(x.spec) * f, x.weight(joint, h))
 
 
-def _attention(x: _Sizes, gone: float, own: float, core: float | None) -> Iterator[BackwardMoment]:
+def _attention(x: _Sizes, gone: float, shard: float, core: float | None) -> Iterator[BackwardMoment]:
     """In the norm before the MLP, in ``o_proj``, and in the attention core; ``gone``: bytes that the MLP kept."""
     spec, waiting = x.spec, x.row * x.spec.hidden_size
-    yield BackwardMoment(norm_backward_bytes(own, x.item), gone)
+    yield BackwardMoment(norm_backward_bytes(shard, x.item), gone)
     q, kv = (n * spec.head_dim / x.tp for n in (spec.num_heads, spec.num_kv_heads))
     values = q if spec.mla is None else spec.num_heads * spec.mla.v_dim / x.tp
-    yield BackwardMoment(x.whole + x.row * values, gone + own, x.weight(spec.hidden_size, values), waiting)
+    yield BackwardMoment(x.whole + x.row * values, gone + shard, x.weight(spec.hidden_size, values), waiting)
     copies = 4 * q if x.item == 2 and kv < q else 0.0  # keys, values and their gradients for each query head
-    yield BackwardMoment(x.row * (2 * q + 2 * kv + copies) if core is None else core, gone + own, 0.0, waiting)
+    yield BackwardMoment(x.row * (2 * q + 2 * kv + copies) if core is None else core, gone + shard, 0.0, waiting)
 
 
 def head_backward_bytes(

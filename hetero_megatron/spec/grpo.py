@@ -82,13 +82,13 @@ class Grpo:
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         """By how much each answer is better than the mean of its group; ``rewards``: group after group; NaN: the answer
         was not judged, so that it is in no mean, and neither better nor worse."""
-        in_batch, found = _deviation(rewards), list[float]()
+        in_batch, advantages = _deviation(rewards), list[float]()
         for group in self._groups(rewards):
             mean = statistics.fmean(_judged(group) or [0.0])
             deviation = _deviation(group) if self.scale_rewards == "group" else in_batch
             scale = 1.0 if self.scale_rewards == "none" else deviation + _LEAST_DEVIATION
-            found += [0.0 if math.isnan(reward) else (reward - mean) / scale for reward in group]
-        return found
+            advantages += [0.0 if math.isnan(reward) else (reward - mean) / scale for reward in group]
+        return advantages
 
     def weights(self, lengths: Sequence[int]) -> list[float]:
         """Of the tokens of each answer, with which their mean over all answers is the loss; ``lengths``: in tokens."""

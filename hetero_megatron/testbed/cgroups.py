@@ -30,7 +30,7 @@ class Hierarchy:
 
     version: int
     root: Path
-    own: Path
+    cgroup: Path
 
 
 def memory_hierarchy() -> Hierarchy | None:
@@ -72,8 +72,8 @@ def parent_for(hierarchy: Hierarchy) -> Path:
         UserError: the kernel refuses.
     """
     if hierarchy.version == 1:
-        return hierarchy.own
-    path, switch = hierarchy.own, f"+{CONTROLLER}"
+        return hierarchy.cgroup
+    path, switch = hierarchy.cgroup, f"+{CONTROLLER}"
     while path != hierarchy.root and _read(path / "cgroup.procs").strip():
         path = path.parent
     if CONTROLLER not in _read(path / "cgroup.subtree_control").split():

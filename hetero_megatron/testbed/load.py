@@ -28,7 +28,7 @@ class _Sample:
     at: float  # seconds
     busy: float  # all that follow: seconds of CPU time since boot
     stolen: float
-    own: float
+    own_processes: float
     kernel: float
 
 
@@ -66,14 +66,14 @@ class LoadMonitor:
     processes: Collection[int] = field(default_factory=lambda: (os.getpid(),))
     foreign: float = 0.0
     peak: float = 0.0
-    known: bool = True
+    measurable: bool = True
     _first: _Sample | None = None
     _last: _Sample | None = None
 
     def sample(self) -> None:
         sample = _sample(self.sessions, self.processes)
         if sample is None:
-            self.known = False
+            self.measurable = False
             return
         if self._first is None or self._last is None:
             self._first = self._last = sample
@@ -92,14 +92,14 @@ class LoadMonitor:
         return {"foreign_cores": self.foreign, "disturbed": self.disturbed}
 
     def summary(self) -> str:
-        if not self.known:
+        if not self.measurable:
             return "foreign load unknown (no /proc/stat): measurements are unchecked"
         verdict = "DISTURBED: do not report what was measured" if self.disturbed else "undisturbed"
         return f"foreign load {self.foreign:.2f} cores (peak {self.peak:.2f}): {verdict}"
 
 
 def _foreign(a: _Sample, b: _Sample) -> float:
-    foreign_busy = (b.busy - a.busy) - (b.own - a.own) - (b.kernel - a.kernel)
+    foreign_busy = (b.busy - a.busy) - (b.own_processes - a.own_processes) - (b.kernel - a.kernel)
     return max(0.0, foreign_busy + (b.stolen - a.stolen)) / max(b.at - a.at, 1e-9)
 
 

@@ -62,7 +62,7 @@ def examine() -> Machine:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     lacks = _probe() if root and not tools else None
     memory = cgroups.memory_hierarchy()
-    usable = root and memory is not None and os.access(memory.own, os.W_OK) and not _read_only(memory.own)
+    usable = root and memory is not None and os.access(memory.cgroup, os.W_OK) and not _read_only(memory.cgroup)
     return Machine(root, tools, lacks, memory.version if memory is not None and usable else 0, tuple(sorted(cores)))
 
 

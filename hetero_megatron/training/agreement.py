@@ -158,12 +158,12 @@ def _plugin_files(module: str) -> Iterable[tuple[str, Path]]:
     return [(top, path)] if path is not None and path.name != "__init__.py" else _files([top])
 
 
-def _refuse(mine: Mapping[str, str], known: Mapping[str, str], rank: int, other: int, accepted: str) -> None:
-    for name, own_fact, other_fact in _unlike(mine, known):
+def _refuse(mine: Mapping[str, str], other_facts: Mapping[str, str], rank: int, other: int, accepted: str) -> None:
+    for name, own_fact, other_fact in _unlike(mine, other_facts):
         raise UserError(f"rank {rank} has {own_fact}, rank {other} has {other_fact}", field=name, accepted=accepted)
 
 
-def _unlike(mine: Mapping[str, str], known: Mapping[str, str]) -> Iterable[tuple[str, str, str]]:
-    for name in dict.fromkeys((*known, *mine)):
-        if mine.get(name) != known.get(name):
-            yield name, mine.get(name, "none"), known.get(name, "none")
+def _unlike(mine: Mapping[str, str], other_facts: Mapping[str, str]) -> Iterable[tuple[str, str, str]]:
+    for name in dict.fromkeys((*other_facts, *mine)):
+        if mine.get(name) != other_facts.get(name):
+            yield name, mine.get(name, "none"), other_facts.get(name, "none")

@@ -189,38 +189,38 @@ class Checkpointing:
 
         config, options = self.config, self.config.checkpoint
         fresh = (config, ConsumedSamples(), config.loss_scale)
-        found, finetune = self._find(), options.finetune
-        if found is None and options.pretrained is not None:
+        checkpoint, finetune = self._find(), options.finetune
+        if checkpoint is None and options.pretrained is not None:
             from hetero_megatron.checkpoint.native import PRETRAINED
 
-            found, finetune = self._open(options.pretrained, PRETRAINED), True
-            if found is None:
+            checkpoint, finetune = self._open(options.pretrained, PRETRAINED), True
+            if checkpoint is None:
                 raise _none_in(PRETRAINED, options.pretrained)
-        together(self.runtime.world, lambda: self._take_along(found))
-        if found is None:
+        together(self.runtime.world, lambda: self._take_along(checkpoint))
+        if checkpoint is None:
             self._begin_outer()
             return fresh
         from hetero_megatron.checkpoint.state import left_out, weight_dtypes
         from hetero_megatron.training.saved_state import check_spec, check_state, same_schedule
 
-        check_state(found)
-        state = found.state
-        check_spec(found, config, finetune)
-        if further := left_out(found, config.spec):
+        check_state(checkpoint)
+        state = checkpoint.state
+        check_spec(checkpoint, config, finetune)
+        if further := left_out(checkpoint, config.spec):
             self._log(notice_line(f"{plural(len(further), 'module')} that predict further tokens are left out"))
         with_optimizer = not (finetune or config.skip_train) and options.load_optim
         if with_optimizer:
-            self._check_optimizer(found)
+            self._check_optimizer(checkpoint)
         if not finetune:
-            self._check_reference(found)
+            self._check_reference(checkpoint)
         self.runtime.comm.activity = "loading a checkpoint"
-        self._load_tensors(found, with_optimizer)
-        self.source_dtypes = weight_dtypes(found, config.spec)
+        self._load_tensors(checkpoint, with_optimizer)
+        self.source_dtypes = weight_dtypes(checkpoint, config.spec)
         if finetune:
-            self._log(f"loaded the weights of {found.path}; training starts at step 0")
+            self._log(f"loaded the weights of {checkpoint.path}; training starts at step 0")
             return fresh
         self.config = config = same_schedule(config, state)
-        self._say_differences(found)
+        self._say_differences(checkpoint)
         together(self.runtime.world, lambda: self.data.load_state_dict(state.get("data") or {}))
         progress = ConsumedSamples(int(state["step"]), int(state["consumed_train_samples"]))
         if options.goes_on:
@@ -229,9 +229,9 @@ class Checkpointing:
         schedule = config.schedule.resumed(progress.step, progress.consumed)
         self.config = config = replace(config, schedule=schedule)
         what = "" if with_optimizer else ", without its optimizer state"
-        self._log(f"loaded {found.path}{what}: step {progress.step}, {plural(progress.consumed, 'sample')}")
-        known = state["loss_scale"] if state["dtype"] == "fp16" else None  # older ones wrote 1 for other dtypes
-        scale = config.loss_scale if known is None else config.loss_scale.with_state(known)
+        self._log(f"loaded {checkpoint.path}{what}: step {progress.step}, {plural(progress.consumed, 'sample')}")
+        scaler_state = state["loss_scale"] if state["dtype"] == "fp16" else None  # older ones wrote 1 for other dtypes
+        scale = config.loss_scale if scaler_state is None else config.loss_scale.with_state(scaler_state)
         return config, progress, scale
 
     def _load_tensors(self, checkpoint: Checkpoint, with_optimizer: bool) -> None:
@@ -287,13 +287,13 @@ class Checkpointing:
             return None
         from hetero_megatron.checkpoint.native import LOAD
 
-        found = self._open(options.load, LOAD, options.step)
-        if found is None:
+        checkpoint = self._open(options.load, LOAD, options.step)
+        if checkpoint is None:
             if options.required:
                 raise _none_in(LOAD, options.load)
             if options.pretrained is None:
                 self._log(notice_line(f"--load {options.load} holds no checkpoint: training starts at step 0"))
-        return found
+        return checkpoint
 
     def _open(self, path: str, field: str, step: int | None = None) -> Checkpoint | None:
         from hetero_megatron.checkpoint.native import open_checkpoint
@@ -364,8 +364,8 @@ class Checkpointing:
 
 def _dropout_rates(config: RunConfig) -> dict[str, float]:
     """By flag."""
-    found = {"--hidden-dropout": config.dropout.hidden, "--attention-dropout": config.dropout.attention}
-    return found if config.spec.lora is None else found | {"--lora-dropout": config.spec.lora.dropout}
+    rates = {"--hidden-dropout": config.dropout.hidden, "--attention-dropout": config.dropout.attention}
+    return rates if config.spec.lora is None else rates | {"--lora-dropout": config.spec.lora.dropout}
 
 
 def _none_in(flag: str, path: str) -> UserError:

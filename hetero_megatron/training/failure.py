@@ -107,7 +107,8 @@ class StepGuard:
         return ""
 
     def _explain(
-        self, runtime: Runtime, number: int, stats: StepStats, rows: torch.Tensor, again: torch.Tensor, found: str
+        self, runtime: Runtime, number: int, stats: StepStats, rows: torch.Tensor, again: torch.Tensor,
+        first_nonfinite: str,
     ) -> None:
         """Say what the second run showed; UserError where the step must not be taken."""
         quantity = self._verdict(stats.loss, stats.grad_norm)
@@ -122,18 +123,18 @@ class StepGuard:
         if finite or (self.rerun and is_finite_again and differing_ranks):
             self.log(notice_line(f"step {number}: {quantity}; {blame}; the step counts as it came out the second time"))
             return
-        place = f"; first {found}" if found else ""
+        place = f"; first {first_nonfinite}" if first_nonfinite else ""
         raise UserError(
             f"{quantity} at step {number}{place}; {blame}; the step was not taken, and nothing is saved or exported "
-            "after it", accepted=_remedy(found, bool(differing_ranks)),
+            "after it", accepted=_remedy(first_nonfinite, bool(differing_ranks)),
         )  # fmt: skip
 
 
-def _remedy(found: str, differ: bool) -> str:
-    """What can be done; ``found``: by :func:`first_place`."""
+def _remedy(first_nonfinite: str, differ: bool) -> str:
+    """What can be done; ``first_nonfinite``: by :func:`first_place`."""
     if differ:
         return "other hardware for that rank, then --load of the latest checkpoint"
-    if found.startswith(f"not finite: {_WEIGHT}"):
+    if first_nonfinite.startswith(f"not finite: {_WEIGHT}"):
         return "weights without NaN or Inf (an earlier checkpoint, another --load-hf), and a smaller --lr"
     return "a smaller --lr, other data, or more range than fp16 has (--bf16), from a checkpoint before it"
 
@@ -199,7 +200,7 @@ def first_place(runtime: Runtime, mine: Sequence[NonFinite]) -> str:
 
 
 @contextmanager
-def _watch(runtime: Runtime, found: list[NonFinite]) -> Iterator[None]:
+def _watch(runtime: Runtime, findings: list[NonFinite]) -> Iterator[None]:
     """Look at the output of the embedding, every layer and the head in forward."""
     handles = []
     for name, module in runtime.stage_model.module.named_modules():
@@ -208,7 +209,7 @@ def _watch(runtime: Runtime, found: list[NonFinite]) -> Iterator[None]:
         if layer or name in ends:
             position = float(layer[1]) if layer else ends[name]
             label = f"output of layer {layer[1]}" if layer else f"output of {name}"
-            handles.append(module.register_forward_hook(_looker(found, NonFinite(1, position, label))))
+            handles.append(module.register_forward_hook(_looker(findings, NonFinite(1, position, label))))
     try:
         yield
     finally:
@@ -216,11 +217,11 @@ def _watch(runtime: Runtime, found: list[NonFinite]) -> Iterator[None]:
             handle.remove()
 
 
-def _looker(found: list[NonFinite], finding: NonFinite) -> Callable[..., None]:
+def _looker(findings: list[NonFinite], finding: NonFinite) -> Callable[..., None]:
     def look(_: object, __: object, output: torch.Tensor | ResidualStream) -> None:
         output = output.sum() if isinstance(output, ResidualStream) else output
         if not torch.isfinite(output.detach()).all():
-            found.append(finding)
+            findings.append(finding)
 
     return look
 
@@ -335,13 +336,18 @@ def differing(ranks: Sequence[int], everyone: Sequence[Mapping[str, str]]) -> di
     return differences
 
 
-def refusal(found: Mapping[str, tuple[list[int], list[int]]], step: int, interval: int) -> UserError:
-    """``found``: by :func:`differing`, of tensors and where in them."""
-    odd_ranks, right_ranks = next(iter(found.values()), ([], []))
+def refusal(differences: Mapping[str, tuple[list[int], list[int]]], step: int, interval: int) -> UserError:
+    """``differences``: by :func:`differing`, of tensors and where in them."""
+    odd_ranks, right_ranks = next(iter(differences.values()), ([], []))
     odd_ranks = sorted(
-        {rank for ranks, compared_with in found.values() if bool(compared_with) == bool(right_ranks) for rank in ranks}
+        {
+            rank
+            for ranks, compared_with in differences.values()
+            if bool(compared_with) == bool(right_ranks)
+            for rank in ranks
+        }
     )
-    names = listed(key.partition("@")[0] for key in found)
+    names = listed(key.partition("@")[0] for key in differences)
     if right_ranks:
         which_ranks = (
             f"on {'rank' if len(odd_ranks) == 1 else 'ranks'} {rank_ranges(odd_ranks)}, unlike on most that hold them"

@@ -53,11 +53,11 @@ class LabelledSteps:
         own_logps, other_logps = self._loss.reference.recorded(), self._loss.beside.recorded()
         return {number: (value, other_logps.get(number, (0.0,))[0]) for number, (value,) in own_logps.items()}
 
-    def use(self, known: Mapping[int, tuple[float, float]]) -> None:
+    def use(self, logps: Mapping[int, tuple[float, float]]) -> None:
         """What the reference says of all examples that a run needs."""
         if self._loss is not None:
-            self._loss.reference.known = {number: (own_logp,) for number, (own_logp, _) in known.items()}
-            self._loss.beside.known = {number: (other_logp,) for number, (_, other_logp) in known.items()}
+            self._loss.reference.logps = {number: (own_logp,) for number, (own_logp, _) in logps.items()}
+            self._loss.beside.logps = {number: (other_logp,) for number, (_, other_logp) in logps.items()}
             self._loss.reference.begin_step()
             self._loss.beside.begin_step()
 

@@ -133,9 +133,9 @@ class WeightDecay:
         return self.start + grown * (self.end - self.start)
 
 
-def _choice(field: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UserError("unknown style", field=field, value=value, accepted=", ".join(known))
+def _choice(field: str, value: str, styles: tuple[str, ...]) -> None:
+    if value not in styles:
+        raise UserError("unknown style", field=field, value=value, accepted=", ".join(styles))
 
 
 def _range(field: str, value: float, good: bool, accepted: str) -> None:

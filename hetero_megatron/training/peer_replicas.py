@@ -76,20 +76,20 @@ class PackedState:
 
     entries: list[list[PackedBox]]
     index: int
-    own: torch.Tensor
+    local_buffer: torch.Tensor
     others: Mapping[int, torch.Tensor]
     moment: Moment | None = None
     complete: bool = False
 
     @property
     def bytes(self) -> int:
-        return self.own.nbytes + sum(flat.nbytes for flat in self.others.values())
+        return self.local_buffer.nbytes + sum(flat.nbytes for flat in self.others.values())
 
-    def held(self, own: bool = True) -> list[Held]:
+    def held(self, with_local: bool = True) -> list[Held]:
         """What can be gone on from."""
         if self.moment is None:
             return []
-        held_states = [Held(self.moment, unpack(self.entries[self.index], self.own))] if own else []
+        held_states = [Held(self.moment, unpack(self.entries[self.index], self.local_buffer))] if with_local else []
         if self.complete:
             held_states += [Held(self.moment, unpack(self.entries[i], flat)) for i, flat in self.others.items()]
         return held_states
@@ -145,8 +145,8 @@ class CopyExchange:
         """Pack ``tensors``, with boxes as in ``entries``, and send them."""
         own_index, empty = self.group.index, torch.empty(0, dtype=torch.uint8)
         copies.moment, copies.complete = moment, False
-        pack(tensors, self.entries[own_index], copies.own)
-        send = [copies.own if i == self.holders[own_index] else empty for i in range(self.group.size)]
+        pack(tensors, self.entries[own_index], copies.local_buffer)
+        send = [copies.local_buffer if i == self.holders[own_index] else empty for i in range(self.group.size)]
         receive = [copies.others.get(i, empty) for i in range(self.group.size)]
         return self.group.exchange(send, receive)
 
@@ -161,7 +161,7 @@ def hand_over(group: Group, node: str, moment: Moment, tensors: Boxed, leaving: 
     copies = exchange.memory()
     exchange.start(copies, moment, tensors if leaving else {}).wait()
     copies.complete = True
-    return copies.held(own=False)
+    return copies.held(with_local=False)
 
 
 class PeerReplicas:

@@ -33,10 +33,10 @@ PLACES, WIDTH = 256, 4096  # of a file of weights that are looked at, and bytes 
 BLOCK = 1 << 16  # pairs that are told to other ranks at once
 
 # By number of a pair: of the chosen and of the rejected answer; of an example: of its answer and of another one's.
-Known = dict[int, tuple[float, float]]
+PairLogps = dict[int, tuple[float, float]]
 
 
-def reference_logps(config: RunConfig, runtime: Runtime, data: NodeData) -> Known:
+def reference_logps(config: RunConfig, runtime: Runtime, data: NodeData) -> PairLogps:
     """See the module docstring. Called on all ranks of a run with a stored reference, whose weights those of
     ``runtime`` are.
 
@@ -44,7 +44,7 @@ def reference_logps(config: RunConfig, runtime: Runtime, data: NodeData) -> Know
         UserError: the file is of another model, tokenizer or data; on all ranks.
     """
     world, path, facts = runtime.world, config.reference_logps, _facts(config, data)
-    stored: list[Known] = []
+    stored: list[PairLogps] = []
     together(world, lambda: stored.append(_read(path, facts) if world.index == 0 and path is not None else {}))
     logps = _spread(world, stored[0])
     stored_count, start = len(logps), time.monotonic()
@@ -61,7 +61,7 @@ def reference_logps(config: RunConfig, runtime: Runtime, data: NodeData) -> Know
     return logps
 
 
-def logps_of_another_model(config: RunConfig, world: Group, build: Callable[..., Runtime], data: NodeData) -> Known:
+def logps_of_another_model(config: RunConfig, world: Group, build: Callable[..., Runtime], data: NodeData) -> PairLogps:
     """What the model in --reference-hf says of the run's pairs, built and given up again before the run's own.
 
     Args:
@@ -74,7 +74,7 @@ def logps_of_another_model(config: RunConfig, world: Group, build: Callable[...,
     return reference_logps(config, runtime, data)
 
 
-def use_reference(config: RunConfig, runtime: Runtime, data: NodeData, logps: Known | None) -> int | None:
+def use_reference(config: RunConfig, runtime: Runtime, data: NodeData, logps: PairLogps | None) -> int | None:
     """Have the loss of preferences know what the reference says; ``logps``: None: the runtime's weights are its.
 
     Returns:
@@ -102,7 +102,7 @@ def know_reference(runtime: Runtime, logps: Mapping[int, tuple[float, float]]) -
 
         LabelledSteps(runtime).use(logps)
     elif runtime.pairs is not None:
-        runtime.pairs.reference.known = dict(logps)
+        runtime.pairs.reference.logps = dict(logps)
 
 
 def _needed(config: RunConfig, data: NodeData) -> Iterable[tuple[Dataset, int]]:
@@ -122,7 +122,7 @@ def covered_samples(config: RunConfig, data: NodeData) -> int | None:
 
 
 def _compute(
-    runtime: Runtime, loader: Fetch, dataset: Dataset, samples: int, batch: int, known: Known
+    runtime: Runtime, loader: Fetch, dataset: Dataset, samples: int, batch: int, logps: PairLogps
 ) -> None:
     """Add what is missing of the first ``samples`` of a data set. Called on all ranks."""
     epoch_samples = getattr(dataset, "num_packs", samples)  # the first epoch has every pair
@@ -130,18 +130,18 @@ def _compute(
     numbers: set[int] = set()
     for index in range(min(samples, epoch_samples)):
         sample_pairs = dataset[index].pairs or ()
-        if missing := [number for number in sample_pairs if number not in known and number not in numbers]:
+        if missing := [number for number in sample_pairs if number not in logps and number not in numbers]:
             batch_samples.append(index)
             numbers.update(missing)
         if len(batch_samples) == batch or (batch_samples and index + 1 == min(samples, epoch_samples)):
-            _record(runtime, loader, batch_samples, batch, sorted(numbers), known)
+            _record(runtime, loader, batch_samples, batch, sorted(numbers), logps)
             batch_samples, numbers = [], set()
     if batch_samples:
-        _record(runtime, loader, batch_samples, batch, sorted(numbers), known)
+        _record(runtime, loader, batch_samples, batch, sorted(numbers), logps)
 
 
 def _record(
-    runtime: Runtime, loader: Fetch, chosen: Sequence[int], batch: int, numbers: Sequence[int], known: Known
+    runtime: Runtime, loader: Fetch, chosen: Sequence[int], batch: int, numbers: Sequence[int], logps: PairLogps
 ) -> None:
     """``chosen``: samples of at most one global batch, which the last one fills up; ``numbers``: the pairs of them that
     are wanted."""
@@ -158,7 +158,7 @@ def _record(
     # Several ranks may know a pair, and all the same.
     first_known = (~gathered.isnan()).to(torch.int8).argmax(0, keepdim=True)
     values = gathered.gather(0, first_known).view(-1, 2).tolist()
-    known.update((number, (chosen, rejected)) for number, (chosen, rejected) in zip(numbers, values, strict=True))
+    logps.update((number, (chosen, rejected)) for number, (chosen, rejected) in zip(numbers, values, strict=True))
 
 
 def _recorded(runtime: Runtime, fetch: Fetch, batch: int) -> Mapping[int, tuple[float, ...]]:
@@ -173,11 +173,11 @@ def _recorded(runtime: Runtime, fetch: Fetch, batch: int) -> Mapping[int, tuple[
     return runtime.pairs.reference.recorded() if runtime.pairs is not None else {}
 
 
-def _spread(world: Group, known: Known) -> Known:
+def _spread(world: Group, logps: PairLogps) -> PairLogps:
     """What the first rank of the group knows, on all of them."""
-    own_rows = torch.tensor([[n, *values] for n, values in known.items()], dtype=torch.float64).view(-1, 3)
+    own_rows = torch.tensor([[n, *values] for n, values in logps.items()], dtype=torch.float64).view(-1, 3)
     count = int(world.gather_vectors(torch.tensor([len(own_rows)]))[0, 0])
-    spread: Known = {}
+    spread: PairLogps = {}
     for start in range(0, count, BLOCK):
         size = min(BLOCK, count - start)
         block = own_rows[start : start + size] if world.index == 0 else torch.zeros(size, 3, dtype=torch.float64)
@@ -228,7 +228,7 @@ def weights_fingerprint(directory: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _read(path: str, facts: Mapping[str, str]) -> Known:
+def _read(path: str, facts: Mapping[str, str]) -> PairLogps:
     """UserError: the file is damaged, or of something else."""
     if not os.path.lexists(path):
         return {}
@@ -246,10 +246,10 @@ def _read(path: str, facts: Mapping[str, str]) -> Known:
     return {number: (first, second) for number, (first, second) in zip(numbers.tolist(), logps.tolist(), strict=True)}
 
 
-def _write(path: str, facts: Mapping[str, str], known: Known) -> None:
-    numbers = sorted(known)
-    shapes = {"numbers": ("<i8", (len(known),)), "logps": ("<f8", (len(known), 2))}
+def _write(path: str, facts: Mapping[str, str], logps: PairLogps) -> None:
+    numbers = sorted(logps)
+    shapes = {"numbers": ("<i8", (len(logps),)), "logps": ("<f8", (len(logps), 2))}
     scores = create_scores(path, FLAG, {"kind": KIND, "made_for": dict(facts)}, shapes)
     scores.arrays["numbers"][:] = numbers
-    scores.arrays["logps"][:] = [known[number] for number in numbers]
+    scores.arrays["logps"][:] = [logps[number] for number in numbers]
     scores.complete()

@@ -230,12 +230,12 @@ class RoleClient:
         began = self._comm.clock.wait_begins()
         try:
             answer = meet(self._meeting, self._first, instruction)[1] if self._meeting is not None else None
-            found: Answer = self._world.gather_objects(answer, Answer | None)[0]
+            shared_answer: Answer = self._world.gather_objects(answer, Answer | None)[0]
         finally:
             self._comm.clock.wait_ends(began, True)
-        if found.stop:
-            self._stop(found.stop)
-        return found
+        if shared_answer.stop:
+            self._stop(shared_answer.stop)
+        return shared_answer
 
 
 def beside_role(config: RunConfig, comm: Comm, run: Callable[[RoleClient], int]) -> int:

@@ -95,7 +95,7 @@ def _serve(
             continue  # at the start, or in a batch that is wanted: the ranks that train raise it, and end the run
         assert batches is not None
         if instruction.send and request is not None:
-            transfer.send(batches.found, request.first, request.size)
+            transfer.send(batches.packed_rows, request.first, request.size)
         request = instruction.next
         answer = Answer() if request is None else batches.work_on(request)
 
@@ -105,11 +105,11 @@ class Said(Protocol):
 
     Attributes:
         options: of the kernels that it needs.
-        found: by the samples of a micro-batch of the last batch, what travels; empty on ranks without a head.
+        packed_rows: by the samples of a micro-batch of the last batch, what travels; empty on ranks without a head.
     """
 
     options: RuntimeOptions
-    found: dict[tuple[int, ...], torch.Tensor]
+    packed_rows: dict[tuple[int, ...], torch.Tensor]
 
     def ending(self, here: RankStage, built: StageModel) -> LossFunction:
         """In place of the loss of a stage with a head."""
@@ -126,7 +126,7 @@ class TeacherSaid:
 
     def __init__(self, config: RunConfig, comm: Comm, kernels: Callable[[], KernelPlan]) -> None:
         self.options = RuntimeOptions(logits_bytes=config.logits_bytes)
-        self.found = dict[tuple[int, ...], torch.Tensor]()
+        self.packed_rows = dict[tuple[int, ...], torch.Tensor]()
         self._config, self._comm, self._kernels = config, comm, kernels
 
     def ending(self, here: RankStage, built: StageModel) -> LossFunction:
@@ -135,15 +135,15 @@ class TeacherSaid:
         group, chunk = self._comm.group(here.unit.ranks), here.loss_chunk(dtype, config.logits_bytes // 4)
         temperature = config.distillation.temperature
         likeliest = Likeliest(here, built.module, self._kernels(), group, chunk, config.role.top_k, temperature)
-        self.found = likeliest.found
+        self.packed_rows = likeliest.packed_rows
         return likeliest
 
     def hear(self, model: ForwardModel, batches: Mapping[tuple[int, ...], Batch], first: int, size: int) -> None:
-        self.found.clear()
+        self.packed_rows.clear()
         model.run(lambda rows: batches[tuple(rows)], first, size)
 
     def unsound(self) -> int | None:
-        for samples, rows in self.found.items():
+        for samples, rows in self.packed_rows.items():
             _, logps, others = unpacked(rows)
             if logps.isnan().any() or others.isnan().any():
                 return samples[0]
@@ -157,7 +157,7 @@ class ReferenceSaid:
     def __init__(self, config: RunConfig, comm: Comm, kernels: Callable[[], KernelPlan]) -> None:
         assert config.preference is not None
         self.options = RuntimeOptions(logits_bytes=config.logits_bytes, preference=config.preference)
-        self.found = dict[tuple[int, ...], torch.Tensor]()
+        self.packed_rows = dict[tuple[int, ...], torch.Tensor]()
         self._config, self._comm, self._kernels, self._preference = config, comm, kernels, config.preference
         self._loss: PairLoss | None = None
 
@@ -169,7 +169,7 @@ class ReferenceSaid:
         return self._loss
 
     def hear(self, model: ForwardModel, batches: Mapping[tuple[int, ...], Batch], first: int, size: int) -> None:
-        self.found.clear()
+        self.packed_rows.clear()
 
         def fetch(rows: Sequence[int]) -> Batch:
             return batches[tuple(rows)]
@@ -185,15 +185,15 @@ class ReferenceSaid:
             others = beside.recorded()
         if loss is None:
             return
-        own, slots = loss.reference.recorded(), model.here.plan.seq_length
-        logps = {n: (said[0], said[1] if len(said) == 2 else others.get(n, (0.0,))[0]) for n, said in own.items()}
+        recorded, slots = loss.reference.recorded(), model.here.plan.seq_length
+        logps = {n: (said[0], said[1] if len(said) == 2 else others.get(n, (0.0,))[0]) for n, said in recorded.items()}
         for samples, batch in batches.items():
             assert batch.pairs is not None
             rows = packed_answers(batch.pairs.numbers, batch.pairs.by_sample, logps, slots)
-            self.found[samples] = rows.to(self._comm.device)
+            self.packed_rows[samples] = rows.to(self._comm.device)
 
     def unsound(self) -> int | None:
-        for samples, rows in self.found.items():
+        for samples, rows in self.packed_rows.items():
             if not all(map(isfinite, chain.from_iterable(unpacked_answers({samples: rows}).values()))):
                 return samples[0]
         return None
@@ -220,8 +220,9 @@ class RoleBatches:
         role, compiled, dtype = config.role, config.compiled_role, DTYPES[config.dtype]
         plan, spec = compiled.plan, compiled.spec
         self._comm, self._world, self._role = comm, comm.group(plan.ranks), role
-        own = replace(config, plan=plan, spec=spec, load_hf=role.hf, adapter=AdapterConfig())
-        weights, node_data = InitialWeights(own, self._world), NodeData(own, comm, self._world, log=False)
+        role_config = replace(config, plan=plan, spec=spec, load_hf=role.hf, adapter=AdapterConfig())
+        weights = InitialWeights(role_config, self._world)
+        node_data = NodeData(role_config, comm, self._world, log=False)
         data = node_data.datasets
         check_tokenizer(role.hf, data.tokenizer, role.flag)
         self.corpora = corpora(data)
@@ -236,9 +237,9 @@ class RoleBatches:
         self._model = ForwardModel(compiled, comm, dtype, weights.values, kernels, self._said.ending)
 
     @property
-    def found(self) -> Mapping[tuple[int, ...], torch.Tensor]:
+    def packed_rows(self) -> Mapping[tuple[int, ...], torch.Tensor]:
         """What is said of this rank's micro-batches of the last batch."""
-        return self._said.found
+        return self._said.packed_rows
 
     def work_on(self, request: BatchRequest) -> Answer:
         """Run forward on a batch. Called on all ranks."""

@@ -86,18 +86,18 @@ class Rollouts:
 
     def facts(self) -> Mapping[str, float]:
         """Of the answers of the step; see :class:`~hetero_megatron.training.runtime_options.StepHooks`."""
-        made = self.rollout
-        assert made is not None
-        return self.grpo.summary(made.rewards, [len(answer) for answer in made.answers], made.cut)
+        rollout = self.rollout
+        assert rollout is not None
+        return self.grpo.summary(rollout.rewards, [len(answer) for answer in rollout.answers], rollout.cut)
 
     def __getitem__(self, index: int) -> Sample:
-        length, pad, made = self.prompts.length, self.prompts.pad, self.rollout
-        if made is None:  # a rehearsal, before anything was sampled
+        length, pad, rollout = self.prompts.length, self.prompts.pad, self.rollout
+        if rollout is None:  # a rehearsal, before anything was sampled
             prompt = self.prompts.prompt(0).ids
             return row_of(prompt, [pad], length, pad)._replace(judged=(0.0, 1.0))
         place = index - self._first
-        row = row_of(made.prompts[place].ids, made.answers[place], length, pad)
-        return row._replace(judged=(made.advantages[place], made.weights[place]))
+        row = row_of(rollout.prompts[place].ids, rollout.answers[place], length, pad)
+        return row._replace(judged=(rollout.advantages[place], rollout.weights[place]))
 
     def close(self) -> None:
         """End the process of the reward function."""
@@ -122,14 +122,14 @@ class Rollouts:
         runtime.comm.activity = "sampling answers"
         decoder.refresh()
         start, stop = pipeline_samples(runtime.here.plan, len(prompts))[decoder.place.pipeline]
-        own: list[list[int]] = []
+        local_answers: list[list[int]] = []
         for a in range(start, stop if decoder.works else start, self.grpo.rows):
             batch = prompts[a : min(a + self.grpo.rows, stop)]
             decoder.rows.length = max(map(len, batch)) + self.grpo.max_new_tokens
-            own += decoder.generate(batch, first + a, self.grpo.max_new_tokens, self._sampling)
+            local_answers += decoder.generate(batch, first + a, self.grpo.max_new_tokens, self._sampling)
         decoder.drop_cache()
         leads = decoder.works and decoder.place.stage == 0 and decoder.place.tp_rank == 0
-        mine = decoder.place.pipeline, own if leads else []
+        mine = decoder.place.pipeline, local_answers if leads else []
         every = decoder.world.gather_objects(mine, tuple[int, list[list[int]]])
         return [answer for _, answers in sorted(every, key=lambda told: told[0]) for answer in answers]
 
@@ -198,9 +198,9 @@ def _ends(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     ends = set[int]() if tokenizer.eod is None else {tokenizer.eod}
     for name in ("generation_config.json", "config.json") if config.load_hf is not None else ():
         path = Path(str(config.load_hf)) / name
-        found = parse_json(read_bytes(path), str(path)) if path.is_file() else {}
-        if isinstance(found, dict) and found.get("eos_token_id") is not None:
-            only = {"eos_token_id": found["eos_token_id"]}
+        generation_config = parse_json(read_bytes(path), str(path)) if path.is_file() else {}
+        if isinstance(generation_config, dict) and generation_config.get("eos_token_id") is not None:
+            only = {"eos_token_id": generation_config["eos_token_id"]}
             ends |= {*(read_settings(only, config.spec.vocab_size, str(path), False).ends or ())}
             break
     return tuple(sorted(ends))

@@ -24,7 +24,7 @@ _END = "<|endoftext|>"
 
 
 def run_model_files(
-    config: RunConfig, data: Datasets, found: Checkpoint | None, log: Callable[[str], None]
+    config: RunConfig, data: Datasets, checkpoint: Checkpoint | None, log: Callable[[str], None]
 ) -> ModelFiles:
     """For --save and --save-hf; on the rank that writes them, which sees all directories that are named.
 
@@ -33,13 +33,13 @@ def run_model_files(
     a config.json, token ids are the tokenizer's.
 
     Args:
-        found: the checkpoint that the weights are from.
+        checkpoint: that the weights are from.
     """
     files = ModelFiles()
     for directory in dict.fromkeys((config.model_directory, config.load_hf)):
         if directory is not None:
             files = from_directory(directory).over(files)
-    carried = found.model_files() if found is not None else ModelFiles()
+    carried = checkpoint.model_files() if checkpoint is not None else ModelFiles()
     files = carried.over(files)
     tokenizer_files = files.tokenizer().files
     if _trains_on_bytes(config, data):

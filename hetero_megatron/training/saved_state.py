@@ -158,13 +158,13 @@ class _State:
             _require(f"dropout.{flag}", rate, 0 <= rate < 1)
 
 
-def check_state(found: Checkpoint) -> None:
+def check_state(checkpoint: Checkpoint) -> None:
     """The state is one that a training run wrote, or ``convert``.
 
     Raises:
         UserError: a value is missing, has another type, or cannot be.
     """
-    state, path = found.state, found.path / METADATA
+    state, path = checkpoint.state, checkpoint.path / METADATA
     try:
         known_fields = {f.name: state[f.name] for f in dataclasses.fields(_State) if f.name in state}
         plan = typed(known_fields.get("plan"), dict[str, Any] | None, "state.plan")
@@ -172,7 +172,7 @@ def check_state(found: Checkpoint) -> None:
             known_fields["plan"] = {"seq_length": plan.get("seq_length")}
         typed(known_fields, _State, "state")
     except UserError as error:
-        raise damaged_error(unusable(path, error), found.field) from None
+        raise damaged_error(unusable(path, error), checkpoint.field) from None
 
 
 def _require(field: str, value: object, good: bool) -> None:
@@ -229,9 +229,9 @@ def _number(value: object) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
-def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:
+def check_spec(checkpoint: Checkpoint, config: RunConfig, finetune: bool) -> None:
     """The checkpoint is of this model; with ``finetune`` only shapes must fit, which loading checks."""
-    saved, spec = stored_spec(found.state["model"]), config.spec
+    saved, spec = stored_spec(checkpoint.state["model"]), config.spec
     if saved.lora is not None and spec.lora is not None:  # a setting of the run
         saved = replace(saved, lora=replace(saved.lora, dropout=spec.lora.dropout))
     differ = [
@@ -241,8 +241,8 @@ def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:
     ]
     if differ and not finetune:
         raise UserError(
-            f"is a checkpoint of another model than {config.spec.name}: {'; '.join(differ)}",
-            field=found.field, value=str(found.path), accepted=f"a checkpoint of {config.spec.name}, or --finetune",
+            f"is a checkpoint of another model than {config.spec.name}: {'; '.join(differ)}", field=checkpoint.field,
+            value=str(checkpoint.path), accepted=f"a checkpoint of {config.spec.name}, or --finetune",
         )  # fmt: skip
 
 

@@ -55,12 +55,12 @@ def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, b
     kernels = rank_kernels(
         config.plan, config.spec, comm.rank, plugins.registry, platform, dtype, options, config.deterministic
     )
-    made: list[Likeliest] = []
+    likeliest: list[Likeliest] = []
 
     def ending(here: RankStage, built: StageModel) -> Likeliest:
         group, chunk = comm.group(here.unit.ranks), here.loss_chunk(dtype, config.logits_bytes // 4)
-        made.append(Likeliest(here, built.module, kernels, group, chunk, asked.top_k, asked.temperature))
-        return made[0]
+        likeliest.append(Likeliest(here, built.module, kernels, group, chunk, asked.top_k, asked.temperature))
+        return likeliest[0]
 
     model = ForwardModel(config.compiled, comm, dtype, weights.values, kernels, ending)
     to, sources = config.plan.ranks[0], head_ranks(config.plan)
@@ -70,7 +70,7 @@ def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, b
     together(world, lambda: files.append(_create(config, data, splits)) if world.index == 0 else None)
     try:
         for name, (dataset, samples) in splits.items():
-            _score_split(config, comm, data, model, made[0] if made else None, files, name, dataset, samples)
+            _score_split(config, comm, data, model, likeliest[0] if likeliest else None, files, name, dataset, samples)
         together(world, lambda: files[0].complete() if world.index == 0 else None)
     except BaseException:
         for file in files:
@@ -84,7 +84,7 @@ def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, b
 
 
 def _score_split(
-    config: RunConfig, comm: Comm, data: NodeData, model: ForwardModel, found: Likeliest | None,
+    config: RunConfig, comm: Comm, data: NodeData, model: ForwardModel, likeliest: Likeliest | None,
     files: Sequence[ScoresFile], name: str, dataset: Dataset, samples: int,
 ) -> None:  # fmt: skip
     """``files``: the one that is written, on the first rank."""
@@ -102,7 +102,7 @@ def _score_split(
         for first in range(0, samples, batch):
             model.run(loader, first, batch)
             loader.advance(batch)
-            for rows, tokens, values in gather_rows(comm, config.plan, first, batch, config.scores.top_k, found):
+            for rows, tokens, values in gather_rows(comm, config.plan, first, batch, config.scores.top_k, likeliest):
                 _fill(files[0], name, rows, tokens, values)
                 if any(part.isnan().any() for part in values[1:]):
                     wrong.append(rows[0])
@@ -167,7 +167,7 @@ def use_scores(config: RunConfig, comm: Comm, data: NodeData) -> tuple[str, int]
         held = len(scores.arrays["train.ids"]) if "train" in splits else 0
         return str(scores.header["made_for"].get("model")), held
 
-    return next(found for found in together(world, read, tuple[str, int]) if found is not None)
+    return next(facts for facts in together(world, read, tuple[str, int]) if facts is not None)
 
 
 def _splits(config: RunConfig, data: NodeData) -> Iterator[tuple[str, tuple[Dataset, int]]]:
@@ -204,12 +204,12 @@ def _order(data: NodeData, dataset: Dataset, samples: int) -> str:
 
 
 def _shapes(samples: Mapping[str, int], length: int, k: int) -> Shapes:
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, n in samples.items():
-        found[f"{name}.ids"] = "<i4", (n, length, k)
-        found[f"{name}.logps"] = "<f4", (n, length, k)
-        found[f"{name}.rest"] = "<f4", (n, length)
-    return found
+        shapes[f"{name}.ids"] = "<i4", (n, length, k)
+        shapes[f"{name}.logps"] = "<f4", (n, length, k)
+        shapes[f"{name}.rest"] = "<f4", (n, length)
+    return shapes
 
 
 def _refuse_streams(data: NodeData, flag: str) -> None:

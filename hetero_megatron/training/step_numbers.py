@@ -151,10 +151,10 @@ class ScalarReader:
         joined = {dtype: torch.cat(tensors) for dtype, tensors in by_dtype.items()}
         host = joined if self._accelerator is None else self._copied(joined, self._accelerator)
         left = {dtype: iter(x.tolist()) for dtype, x in host.items()}
-        found: list[float] = []
+        numbers: list[float] = []
         for x in values:
-            found += islice(left[x.dtype], x.numel()) if isinstance(x, torch.Tensor) else [float(x)]
-        return found
+            numbers += islice(left[x.dtype], x.numel()) if isinstance(x, torch.Tensor) else [float(x)]
+        return numbers
 
     def _copied(
         self, tensors: dict[torch.dtype, torch.Tensor], accelerator: Accelerator

@@ -193,14 +193,14 @@ def set_up(
     return training
 
 
-def _refuse_unknown(config: RunConfig, done: ConsumedSamples, known: int) -> None:
+def _refuse_unknown(config: RunConfig, done: ConsumedSamples, known_samples: int) -> None:
     """UserError where a run that goes on, perhaps with batches of another size, comes to training samples after those
     of which is known what another model says."""
     last = config.batch_size.samples_after(max(config.steps - done.step, 0), done.consumed)
-    if last > known and config.steps > done.step:
+    if last > known_samples and config.steps > done.step:
         raise UserError(
             f"the run goes on to training sample {last:,}, and what its teacher or reference says is known of the "
-            f"first {known:,}", field="--train-iters", value=config.steps,
+            f"first {known_samples:,}", field="--train-iters", value=config.steps,
             accepted="as many as are left, --train-samples, or a file of more samples (hetero-megatron score)",
         )  # fmt: skip
 
@@ -324,13 +324,14 @@ def _memory_history(path: str | None, platform: Platform, rank: int) -> Abstract
 
 
 def agree(
-    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation, known: bool = False
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation,
+    programs_compared: bool = False,
 ) -> RunConfig:
     """What all ranks of the job do before those of the plan train: compare what they were told, print it, and create
     the groups in which they communicate.
 
     Args:
-        known: these processes have compared their programs before.
+        programs_compared: these processes have compared their programs before.
 
     Returns:
         ``config`` with the plan as it runs over the ranks' communication libraries.
@@ -340,7 +341,7 @@ def agree(
     """
     everyone = tuple(range(comm.launcher.world_size))
     comm.create_groups([everyone])
-    if not known:
+    if not programs_compared:
         check_program(comm.group(everyone), platform, plugins)  # first: others may not even name the rest alike
     check_agreement(comm.group(everyone), run_facts(config))  # before anything that depends on options
     if comm.rank == 0:

@@ -28,27 +28,27 @@ class KeyTable:
     fixed: Mapping[str, tuple[Any, ...]]
     harmless: Mapping[str, str]
     problem: str = "is not supported"
-    known: frozenset[str] = field(init=False)
+    accepted_keys: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "known", self.honoured | self.fixed.keys() | self.harmless.keys())
+        object.__setattr__(self, "accepted_keys", self.honoured | self.fixed.keys() | self.harmless.keys())
 
-    def check_fixed(self, found: Mapping[str, Any], where: str, more: str = "") -> None:
+    def check_fixed(self, values: Mapping[str, Any], where: str, more: str = "") -> None:
         """UserError for the first key with a value that ``fixed`` does not allow; ``more``: what else would do."""
         for key in self.fixed:
-            if key in found and not is_one_of(found[key], self.fixed[key]):
+            if key in values and not is_one_of(values[key], self.fixed[key]):
                 raise UserError(
-                    self.problem, field=key, value=found[key], where=where,
+                    self.problem, field=key, value=values[key], where=where,
                     accepted=", ".join(dict.fromkeys(map(as_json, self.fixed[key]))) + more,
                 )  # fmt: skip
 
-    def unknown(self, found: Mapping[str, Any]) -> list[str]:
+    def unknown(self, values: Mapping[str, Any]) -> list[str]:
         """Keys in no table whose value says something, sorted."""
-        return sorted(key for key, value in found.items() if key not in self.known and not says_nothing(value))
+        return sorted(key for key, value in values.items() if key not in self.accepted_keys and not says_nothing(value))
 
     def nearest(self, key: str) -> str:
         """`` (did you mean x?)`` for an unknown key, or nothing."""
-        return did_you_mean(key, self.known, 0.75)
+        return did_you_mean(key, self.accepted_keys, 0.75)
 
     def named(self, keys: Iterable[str]) -> str:
         """Unknown keys in a message."""

@@ -26,9 +26,9 @@ def notice_line(text: str) -> str:
     return printable(f"notice: {text}").replace("\n", "\\n")
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known_names: Iterable[str], cutoff: float = 0.6) -> str:
     """`` (did you mean x?)`` with the nearest of the known names; empty: none is near."""
-    nearest = difflib.get_close_matches(name[:_SPELLED], list(known), 1, cutoff)
+    nearest = difflib.get_close_matches(name[:_SPELLED], list(known_names), 1, cutoff)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 

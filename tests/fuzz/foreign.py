@@ -155,7 +155,7 @@ def _keys_of_tokenizers() -> tuple[str, ...]:
     """That transformers reads or writes."""
     from hetero_megatron.data.tokenizer_keys import KEYS
 
-    return tuple(sorted(KEYS.known))
+    return tuple(sorted(KEYS.accepted_keys))
 
 
 @cache

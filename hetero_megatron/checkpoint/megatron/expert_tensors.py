@@ -24,18 +24,19 @@ _EACH = (
 _TRANSPOSED = re.compile(r"(?P<mlp>.*\.mlp)\.experts\.weight(?P<which>[12])")
 
 
-def stacked(found: Mapping[str, Sequence[Part]], experts: int, origin: object) -> dict[str, list[Part]]:
+def stacked(stored_parts: Mapping[str, Sequence[Part]], experts: int, origin: object) -> dict[str, list[Part]]:
     """The tensors with those of experts in the one form; parts are by tensor-parallel rank.
 
     Args:
-        experts: in ``found``, those of one expert-parallel rank in the format torch; needed for GroupedMLP's alone.
+        experts: in ``stored_parts``, those of one expert-parallel rank in the format torch; needed for GroupedMLP's
+            alone.
 
     Raises:
         UserError: an expert is missing, or experts differ in shape.
     """
     tensors: dict[str, list[Part]] = {}
     by_number: dict[str, dict[int, Sequence[Part]]] = {}
-    for name, parts in found.items():
+    for name, parts in stored_parts.items():
         one = next((match for form in _EACH if (match := form.fullmatch(name))), None)
         if one is not None:
             by_number.setdefault(f"{one['mlp']}.experts.experts.{one['rest']}", {})[int(one["expert"])] = parts

@@ -178,10 +178,10 @@ def _part(tensor: torch.Tensor) -> Part:
     return Part(tuple(tensor.shape), tensor.dtype, partial(torch.Tensor.detach, tensor))
 
 
-def _add(found: dict[str, list[Part]], name: str, parts: list[Part], step: Path) -> None:
+def _add(tensors: dict[str, list[Part]], name: str, parts: list[Part], step: Path) -> None:
     """A tied head is in the last stage as well; copies have to be equal."""
-    if name not in found:
-        found[name] = parts
+    if name not in tensors:
+        tensors[name] = parts
         return
-    if not same_values(found[name], parts):
+    if not same_values(tensors[name], parts):
         raise damaged(f"holds two different tensors {name}", step)

@@ -130,9 +130,9 @@ def _end(stored: str) -> int:
     return prefix.end() if prefix else 0
 
 
-def _sizes(found: Any) -> tuple[int, ...]:
-    assert isinstance(found, tuple) and all(type(n) is int and n >= 0 for n in found)
-    return found
+def _sizes(sizes: Any) -> tuple[int, ...]:
+    assert isinstance(sizes, tuple) and all(type(n) is int and n >= 0 for n in sizes)
+    return sizes
 
 
 def _part(

@@ -33,9 +33,9 @@ class MegatronWeights:
         self._check(logical)
         self._check_copies()
 
-    def _check(self, known: tuple[LogicalTensor, ...]) -> None:
+    def _check(self, expected_tensors: tuple[LogicalTensor, ...]) -> None:
         problems, used_names = [], set()
-        for tensor in known:
+        for tensor in expected_tensors:
             entry = self._sources[tensor.name]
             name = self._name(entry)
             if name is None:

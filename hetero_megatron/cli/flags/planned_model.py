@@ -34,11 +34,11 @@ def add_lora(parser: ArgumentParser) -> None:
     add("--mtp-num-layers", type=count(0, 64), metavar="N", help="modules that predict further tokens (0)")
 
 
-def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) -> ModelSpec:
+def with_lora(args: Namespace, model: ModelSpec, made_for: MadeFor | None = None) -> ModelSpec:
     """The model with the adapters, or modules that predict further tokens, that the arguments ask for; what they leave
-    open is as the plan ``made`` for it has it."""
-    if args.mtp_num_layers is None and made is not None:
-        args.mtp_num_layers = made.mtp_layers
+    open is as the plan's ``made_for`` has it."""
+    if args.mtp_num_layers is None and made_for is not None:
+        args.mtp_num_layers = made_for.mtp_layers
     if args.mtp_num_layers:
         if args.fp8_format is not None:
             raise UserError(
@@ -51,8 +51,8 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
             raise UserError(
                 error.problem, field="--mtp-num-layers", value=args.mtp_num_layers, accepted=error.accepted
             ) from None
-    if made is not None and made.lora is not None:
-        for key, value in as_flags(made.lora, [key for key in PLACES if getattr(args, key)]).items():
+    if made_for is not None and made_for.lora is not None:
+        for key, value in as_flags(made_for.lora, [key for key in PLACES if getattr(args, key)]).items():
             if getattr(args, key) is None or getattr(args, key) is False:
                 setattr(args, key, value)
     if args.lora_rank is None:
@@ -97,18 +97,18 @@ def add_beside(parser: ArgumentParser) -> None:
 def models_beside(args: Namespace) -> dict[str, Model]:
     """By role, the models that the arguments name."""
     given = {name: getattr(args, f"{name}_hf") for name in ROLES}
-    found = {}
+    models = {}
     for name, directory in given.items():
         if directory is not None:
             flag = "--model" if directory in preset_names() else f"--{name}-hf"  # what is only planned has no weights
-            found[name] = Model.of(load_model(directory, flag), directory)
-    if len(found) > 1:
+            models[name] = Model.of(load_model(directory, flag), directory)
+    if len(models) > 1:
         problem = "not known beside a teacher: it is that of pairs, which have none"
         raise UserError(problem, field="--reference-hf", value=args.reference_hf, accepted="one of the two")
     if args.reference_hf is not None and args.score_top_k != TOP_K:
         problem, accepted = "has no effect without a teacher", "--teacher-hf DIR, or leave it out"
         raise UserError(problem, field="--score-top-k", value=args.score_top_k, accepted=accepted)
-    return found
+    return models
 
 
 def preference_of(args: Namespace, adapters: bool) -> Preference | None:

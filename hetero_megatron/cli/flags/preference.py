@@ -64,13 +64,14 @@ def build_reference(
     return role
 
 
-def _check_reference(args: Arguments, spec: ModelSpec, found: Preference) -> None:
+def _check_reference(args: Arguments, spec: ModelSpec, preference: Preference) -> None:
     """The reference is what the run begins with: the base, or all of the weights, of --load-hf."""
     reference_hf = args["reference_hf"]
     if spec.lora is not None and spec.lora.residual is not None:
         problem = f"the base without adapters of {spec.lora.residual} is not the model that they began with"
-        raise flag_error("preference", found.loss, problem, "a plain adapter, or a loss without a reference (orpo)")
-    if found.in_step:
+        accepted = "a plain adapter, or a loss without a reference (orpo)"
+        raise flag_error("preference", preference.loss, problem, accepted)
+    if preference.in_step:
         if args["compile"]:
             problem = "compiled layers have their adapters in them, and the reference is the base without"
             raise flag_error("compile", True, problem, "leave the flag out, or --reference-logps FILE")

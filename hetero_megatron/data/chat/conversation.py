@@ -239,24 +239,24 @@ def _one_spelling(turn: Mapping[str, Any], field: str, share: bool, where: str) 
 
     UserError: it says both ``content`` and ``value``, or ``role`` and ``from``, and they differ.
     """
-    found = {key: value for key, value in turn.items() if key not in MARKS}
+    translated = {key: value for key, value in turn.items() if key not in MARKS}
     for old, new in (("from", "role"), ("value", "content")):
-        other = found.pop(old, None)
-        if found.get(new) is None:
+        other = translated.pop(old, None)
+        if translated.get(new) is None:
             if share and other is not None:
-                found[new] = other
+                translated[new] = other
             continue
         meant: str | list[Any] | None = other if isinstance(other, (str, list)) else None
         if old == "from":
             meant = _ROLES.get(other) if isinstance(other, str) else None
         if meant is None:
-            found[old] = other
-        elif meant != "" and found[new] not in (other, meant):
+            translated[old] = other
+        elif meant != "" and translated[new] not in (other, meant):
             raise UserError(
-                f"{new} beside it is {shown(found[new])}", field=f"{field}.{old}", value=shown(other), where=where,
+                f"{new} beside it is {shown(translated[new])}", field=f"{field}.{old}", value=shown(other), where=where,
                 accepted=f"one of {old} and {new}, or both alike",
             )  # fmt: skip
-    return found
+    return translated
 
 
 def _message(

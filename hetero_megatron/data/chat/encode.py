@@ -27,7 +27,10 @@ from hetero_megatron.errors import UserError
 
 ASSISTANT = "assistant"
 WHOLE = "tojson"  # a template with this word writes tools whole, with all of their keys
-_KNOWN = {TURNS: TURN_READ, PARTS: PART.known, CALLS: CALL.known | FUNCTION.known, TOOLS: TOOL.known}
+_KNOWN = {
+    TURNS: TURN_READ, PARTS: PART.accepted_keys, CALLS: CALL.accepted_keys | FUNCTION.accepted_keys,
+    TOOLS: TOOL.accepted_keys,
+}  # fmt: skip
 _Spans = list[tuple[int, int]]
 
 

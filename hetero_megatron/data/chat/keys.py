@@ -84,9 +84,9 @@ def unread_record_keys(record: Mapping[str, Any], form: str, where: str) -> list
     return [("", key) for key in unread]
 
 
-def near(key: str, known: Iterable[str]) -> str:
+def near(key: str, known_keys: Iterable[str]) -> str:
     """`` (NAME?)`` for the other known key that is most like this one; empty if none is."""
-    matches = get_close_matches(key.lower(), [name for name in known if name != key], 1, _LIKE)
+    matches = get_close_matches(key.lower(), [name for name in known_keys if name != key], 1, _LIKE)
     return f" ({matches[0]}?)" if matches else ""
 
 

@@ -127,7 +127,7 @@ class Pieces:
                 raise UserError(f"function.{key} beside it is {shown(inner[key])}", field=f"{name}.{key}",
                                 value=shown(call[key]), accepted="one of them", where=self.where)  # fmt: skip
         inner_mark = turn_mark(inner, inner_name, self.where)
-        self.marks += [found for found in (mark, inner_mark) if found is not None] or [None]
+        self.marks += [call_mark for call_mark in (mark, inner_mark) if call_mark is not None] or [None]
         return self._read(call, CALLS, CALL, name) | {"function": self._read(inner, CALLS, FUNCTION, inner_name)}
 
     def _require(self, call: Mapping[str, Any], table: KeyTable, name: str) -> None:
@@ -144,7 +144,7 @@ class Pieces:
         if value is not None:
             raise UserError("is empty" if value == "" else "is no text" if key != "arguments" else "are no arguments",
                             field=f"{name}.{key}", value=shown(value), accepted=accepted, where=self.where)  # fmt: skip
-        others = [other for other, found in piece.items() if found is not None and other not in table.known]
+        others = [k for k, v in piece.items() if v is not None and k not in table.accepted_keys]
         nearest = next((other for other in others if other.lower() in _OTHER_NAMES[key]), None)
         nearest = nearest or next((other for other in others if did_you_mean(other, (key,), 0.75)), None)
         if nearest is not None:
@@ -156,7 +156,7 @@ class Pieces:
         """Without marks and without keys that have no value."""
         kept = {key: value for key, value in piece.items() if value is not None and key not in MARKS}
         for key in kept:
-            if key not in table.known:
+            if key not in table.accepted_keys:
                 refuse_near_mark(key, kept[key], f"{name}.{key}", self.where)
                 self.unread[kind, key] = None
         return kept

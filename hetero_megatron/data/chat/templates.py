@@ -101,25 +101,25 @@ class Templates:
     """The template that was given, or those of a tokenizer.
 
     Args:
-        own: of the tokenizer: a text, several by name, or None.
+        chat_templates: of the tokenizer: a text, several by name, or None.
         given: Jinja text, the name of one of several, or None.
         tokenizer, name: of the tokenizer and of the file that was given, for messages.
     """
 
     def __init__(
-        self, own: str | Mapping[str, str] | None, given: str | None, tokenizer: str, name: str = "given"
+        self, chat_templates: str | Mapping[str, str] | None, given: str | None, tokenizer: str, name: str = "given"
     ) -> None:
         self._tokenizer = tokenizer
         self._single: Template | None = None
         self._several: Mapping[str, Template] = {}
-        if given is not None and isinstance(own, Mapping) and given in own:
-            given, name = own[given], f"{given} of {tokenizer}"
+        if given is not None and isinstance(chat_templates, Mapping) and given in chat_templates:
+            given, name = chat_templates[given], f"{given} of {tokenizer}"
         if given is not None:
             self._single = Template.of(name, given)
-        elif isinstance(own, str):
-            self._single = Template.of(f"of {tokenizer}", own)
-        elif own is not None:
-            self._several = {key: Template.of(f"{key} of {tokenizer}", text) for key, text in own.items()}
+        elif isinstance(chat_templates, str):
+            self._single = Template.of(f"of {tokenizer}", chat_templates)
+        elif chat_templates is not None:
+            self._several = {key: Template.of(f"{key} of {tokenizer}", text) for key, text in chat_templates.items()}
 
     @property
     def names(self) -> str:

@@ -60,13 +60,13 @@ def read_documents(record: Mapping[str, Any], where: str) -> Sequence[Mapping[st
 
 def _document(document: Any, field: str, where: str, accepted: str) -> Mapping[str, Any]:
     """Without keys that have no value; what templates write of it is text or a number."""
-    found = {key: value for key, value in as_object(document, field, where, accepted).items() if value is not None}
+    contents = {key: value for key, value in as_object(document, field, where, accepted).items() if value is not None}
     for key in _DOCUMENT_TEXTS:
-        if type(found.get(key, "")) not in (str, int, float):
+        if type(contents.get(key, "")) not in (str, int, float):
             raise UserError(
-                "is no text", field=f"{field}.{key}", value=shown(found[key]), accepted="a string", where=where
+                "is no text", field=f"{field}.{key}", value=shown(contents[key]), accepted="a string", where=where
             )
-    return found
+    return contents
 
 
 def read_options(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -96,7 +96,7 @@ def parsed(value: Any, field: str, where: str) -> Any:
 def as_object(value: Any, field: str, where: str, accepted: str) -> Mapping[str, Any]:
     """An object, or the one that JSON text holds. UserError: anything else."""
     is_text = isinstance(value, str) and not value.lstrip().startswith("{")
-    found = None if is_text else parsed(value, field, where)
-    if not isinstance(found, dict):
+    parsed_value = None if is_text else parsed(value, field, where)
+    if not isinstance(parsed_value, dict):
         raise UserError("is no object", field=field, value=shown(value), accepted=accepted, where=where)
-    return found
+    return parsed_value

@@ -194,10 +194,10 @@ def call_backward(
     return out, box.damage()
 
 
-def _require_tensors(names: Sequence[str], made: Sequence[Any], args: Sequence[Any]) -> None:
+def _require_tensors(names: Sequence[str], results: Sequence[Any], args: Sequence[Any]) -> None:
     """TypeError unless everything that a kernel made is a plain tensor where its arguments are."""
     device = next((x.device for x in flatten(list(args))), None)  # none where lists are empty
-    for name, value in zip(names, made):  # a wrong number of them is the caller's to name
+    for name, value in zip(names, results):  # a wrong number of them is the caller's to name
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is of type {type(value).__name__}, not a tensor")
         if (device is not None and value.device != device) or value.layout != torch.strided:

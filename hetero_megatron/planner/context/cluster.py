@@ -125,10 +125,10 @@ def _member(
     )  # fmt: skip
 
 
-def _visit(known: ChipRates, model: ModelSpec, column: int) -> tuple[float, float]:
+def _visit(rates: ChipRates, model: ModelSpec, column: int) -> tuple[float, float]:
     """(seconds, seconds per query and head) of processing one block of keys: a line fitted to measured rows; zeros
     without."""
-    rows = [row for row in known.visits if row[2] == model.head_dim]
+    rows = [row for row in rates.visits if row[2] == model.head_dim]
     if not rows:
         return 0.0, 0.0
     sizes, seconds = np.array([row[0] * row[1] for row in rows]), np.array([row[column] for row in rows])

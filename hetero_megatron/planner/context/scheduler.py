@@ -126,9 +126,9 @@ def _first_block(problem: ContextProblem, groups: int) -> int:
     return max(problem.unit, problem.seq_length // (2 * groups))
 
 
-def _sizes_per_kind(search: _LayoutSearch, known: dict[Grouping, float]) -> None:
+def _sizes_per_kind(search: _LayoutSearch, seconds_of: dict[Grouping, float]) -> None:
     """Coordinate descent over (nodes per group, members of each) of every kind of node, from the best common pair.
-    ``known``: seconds of groupings already tried."""
+    ``seconds_of``: seconds of groupings already tried."""
     problem = search.problem
     kinds = nodes_by_kind(problem)
     if len(kinds) == 1:
@@ -136,9 +136,9 @@ def _sizes_per_kind(search: _LayoutSearch, known: dict[Grouping, float]) -> None
 
     def trial(sizes: dict[int, tuple[int, int]]) -> float:
         grouping = per_kind(problem, sizes)
-        if grouping not in known:
-            known.update(_balanced(search, [grouping]))
-        return known[grouping]
+        if grouping not in seconds_of:
+            seconds_of.update(_balanced(search, [grouping]))
+        return seconds_of[grouping]
 
     options = {kind: _pairs(len(row), max(map(len, row))) for kind, row in kinds.items()}
     common = {pair for row in options.values() for pair in row}

@@ -81,11 +81,11 @@ class StageTables:
         """With other ``options`` (those of :meth:`__init__`), which change bytes of states at most: of the same chips
         and costs, all else that is known of kinds of stages is shared."""
         chosen: dict[str, Any] = {"offload": self.offload, "lent": self.lent, "away": self.away} | options
-        made = StageTables(costs or self.costs, pool or self.pool, self.layers, self.depth, **chosen)
-        if made.pool is self.pool and made.costs is self.costs:
+        tables = StageTables(costs or self.costs, pool or self.pool, self.layers, self.depth, **chosen)
+        if tables.pool is self.pool and tables.costs is self.costs:
             computing = ("_affine_seconds", "_activations", "_away_seconds", "_away_bytes")
-            share_results(self, made, *computing, "boundary", "message_seconds")
-        return made
+            share_results(self, tables, *computing, "boundary", "message_seconds")
+        return tables
 
     def owners(self, replicas: float) -> float:
         """Pipelines by which the optimizer states of a stage are divided."""

@@ -109,9 +109,9 @@ def _recomputed(stage: Stage, pipeline: Pipeline, best: SimulatedPlan, costs: Co
     return min(fitting, key=lambda row: row[0])[1] if fitting else stage
 
 
-def _fits(made: Stage, pipeline: Pipeline, best: SimulatedPlan, costs: CostModel) -> bool:
+def _fits(stage: Stage, pipeline: Pipeline, best: SimulatedPlan, costs: CostModel) -> bool:
     """Whether a stage in the place of that with its ranks does."""
-    stages, options = tuple(made if s.ranks == made.ranks else s for s in pipeline.stages), costs.options
+    stages, options = tuple(stage if s.ranks == stage.ranks else s for s in pipeline.stages), costs.options
     plan = replace(best.plan, pipelines=(replace(pipeline, stages=stages),))
     needs = plan_activations(plan, costs.model, costs.item, options.logits_bytes, options.routing, options.fp8)
     prediction: Prediction = best.prediction
@@ -119,7 +119,7 @@ def _fits(made: Stage, pipeline: Pipeline, best: SimulatedPlan, costs: CostModel
     def total(rank: int) -> int:
         return replace(prediction.memory[rank], activations=needs[rank].activations).total
 
-    return all(total(rank) <= prediction.limits[rank] for rank in made.ranks)
+    return all(total(rank) <= prediction.limits[rank] for rank in stage.ranks)
 
 
 def _unknown(best: SimulatedPlan, problem: PlanningProblem) -> list[str]:

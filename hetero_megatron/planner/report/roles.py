@@ -19,25 +19,25 @@ from hetero_megatron.utils.text import plural, rank_ranges, word
 _BEST, _OTHER = "#34a06f", "#4c8bf5"
 
 
-def format_placement(found: RolePlacement, model: ModelSpec) -> str:
+def format_placement(placement: RolePlacement, model: ModelSpec) -> str:
     """The chosen placement with its plan, and each alternative beside it."""
-    best, name, chips = found.best, found.asked.name, [rank.chip for rank in found.cluster.ranks]
+    best, name, chips = placement.best, placement.asked.name, [rank.chip for rank in placement.cluster.ranks]
     assert best.plan is not None and best.prediction is not None
-    lines = [f"{name}: {_where(best, found)}, {format_seconds(best.step_seconds)} per step: {_why(found)}", ""]
-    lines += [f"  {_line(one, found, best.step_seconds)}" for one in found.alternatives]
-    tried = f"{plural(found.searched, 'split')} of the chips searched, of {found.splits}"
+    lines = [f"{name}: {_where(best, placement)}, {format_seconds(best.step_seconds)} per step: {_why(placement)}", ""]
+    lines += [f"  {_line(one, placement, best.step_seconds)}" for one in placement.alternatives]
+    tried = f"{plural(placement.searched, 'split')} of the chips searched, of {placement.splits}"
     lines += [f"  ({tried}; messages of both models over one network card are not counted together)", ""]
-    lines += [format_plan(best.plan, model, chips), *format_roles(best.plan, {name: found.asked.model}, chips)]
+    lines += [format_plan(best.plan, model, chips), *format_roles(best.plan, {name: placement.asked.model}, chips)]
     if best.role_plan is not None:
-        lines += ["", f"for hetero-megatron score: {format_plan(best.role_plan, found.asked.model, chips)}"]
+        lines += ["", f"for hetero-megatron score: {format_plan(best.role_plan, placement.asked.model, chips)}"]
     return "\n".join([*lines, "", format_prediction(best.prediction)])
 
 
-def _where(one: Alternative, found: RolePlacement) -> str:
+def _where(one: Alternative, placement: RolePlacement) -> str:
     if one.way == "own chips":
         kinds = dict[str, int]()
         for rank in one.ranks:
-            chip = found.cluster.ranks[rank].chip
+            chip = placement.cluster.ranks[rank].chip
             kinds[chip] = kinds.get(chip, 0) + 1
         chips = " and ".join(f"{n} {chip}" for chip, n in kinds.items())
         return f"chips of its own ({word(len(one.ranks), 'rank')} {rank_ranges(one.ranks)}, {chips})"
@@ -46,36 +46,36 @@ def _where(one: Alternative, found: RolePlacement) -> str:
     return "a file, computed once on all chips"
 
 
-def _line(one: Alternative, found: RolePlacement, best: float) -> str:
-    name = found.asked.name
+def _line(one: Alternative, placement: RolePlacement, best: float) -> str:
+    name = placement.asked.name
     if one.step_seconds == math.inf:
         return f"{one.way + ':':<12}none: {one.problem}"
     trained, role = format_seconds(one.trained_seconds), format_seconds(one.role_seconds)
     parts = {
-        "own chips": f"step {trained}, {name} {role} at the same time, {_where(one, found)}",
+        "own chips": f"step {trained}, {name} {role} at the same time, {_where(one, placement)}",
         "same chips": f"step {trained} and before it {name} {role}",
-        "file": f"step {trained}, and {role} of each batch once for {_passes(found)}",
+        "file": f"step {trained}, and {role} of each batch once for {_passes(placement)}",
     }[one.way]
     times = f", {one.step_seconds / best:.2f} x as long" if one.step_seconds > best else ""
     return f"{one.way + ':':<12}{format_seconds(one.step_seconds)} per step ({parts}){times}"
 
 
-def _why(found: RolePlacement) -> str:
+def _why(placement: RolePlacement) -> str:
     """In one sentence."""
-    best, name = found.best, found.asked.name
+    best, name = placement.best, placement.asked.name
     if best.way == "own chips":
         longer = "the step" if best.trained_seconds >= best.role_seconds else f"the {name}'s forward"
         return f"both work at the same time, and only the longer of the two counts: {longer}"
     if best.way == "same chips":
         return "the trained model loses more by chips that it has not than by waiting for a forward"
-    return f"all chips train, and the {name}'s forward over the data is done once for {_passes(found)}"
+    return f"all chips train, and the {name}'s forward over the data is done once for {_passes(placement)}"
 
 
-def _passes(found: RolePlacement) -> str:
-    return f"{found.epochs:g} {word(found.epochs, 'pass', 'passes')} over the data"
+def _passes(placement: RolePlacement) -> str:
+    return f"{placement.epochs:g} {word(placement.epochs, 'pass', 'passes')} over the data"
 
 
-def placement_json(found: RolePlacement) -> Mapping[str, Any]:
+def placement_json(placement: RolePlacement) -> Mapping[str, Any]:
     """Seconds; the best alternative first."""
     rows = [
         {
@@ -83,22 +83,22 @@ def placement_json(found: RolePlacement) -> Mapping[str, Any]:
             "trained_seconds": one.trained_seconds, "role_seconds": one.role_seconds, "ranks": list(one.ranks),
             "problem": one.problem,
         }
-        for one in found.alternatives
+        for one in placement.alternatives
     ]  # fmt: skip
-    return {"role": found.asked.name, "model": found.asked.model.name, "alternatives": rows,
-            "searched": found.searched, "splits": found.splits, "epochs": found.epochs}  # fmt: skip
+    return {"role": placement.asked.name, "model": placement.asked.model.name, "alternatives": rows,
+            "searched": placement.searched, "splits": placement.splits, "epochs": placement.epochs}  # fmt: skip
 
 
-def placement_page(found: RolePlacement, model: ModelSpec) -> str:
+def placement_page(placement: RolePlacement, model: ModelSpec) -> str:
     """Self-contained HTML: a bar for each alternative, the plan, memory and timeline of the best, and the text."""
-    best = found.best
+    best = placement.best
     assert best.prediction is not None
     rows = [
         Bar(one.way, format_seconds(one.step_seconds), ((_BEST if one is best else _OTHER, one.step_seconds),))
-        for one in found.alternatives if one.step_seconds < math.inf
+        for one in placement.alternatives if one.step_seconds < math.inf
     ]  # fmt: skip
-    heading = f"{model.name} beside a {found.asked.name}: the best placement found"
+    heading = f"{model.name} beside a {placement.asked.name}: the best placement found"
     parts = [f"<h1>{html.escape(heading)}</h1>", section("Placements", "predicted seconds per step"), bars(rows)]
-    parts.append(prediction_pictures(best.prediction, found.cluster, model))
-    parts += [section("The report"), f"<pre>{html.escape(format_placement(found, model))}</pre>"]
+    parts.append(prediction_pictures(best.prediction, placement.cluster, model))
+    parts += [section("The report"), f"<pre>{html.escape(format_placement(placement, model))}</pre>"]
     return page(heading, "".join(parts))

@@ -28,9 +28,10 @@ class Roomier:
     free: int = 0
 
 
-def least_free(found: Prediction) -> tuple[float, int]:
+def least_free(prediction: Prediction) -> tuple[float, int]:
     """(least share of its limit, least bytes) that a rank has left; not always the same rank."""
-    rows = [(found.limits[rank] - memory.total, found.limits[rank]) for rank, memory in found.memory.items()]
+    limits = prediction.limits
+    rows = [(limits[rank] - memory.total, limits[rank]) for rank, memory in prediction.memory.items()]
     return min(free / limit for free, limit in rows), min(free for free, _ in rows)
 
 

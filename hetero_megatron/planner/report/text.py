@@ -334,8 +334,8 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
     }
 
 
-def plan_text(choice: SimulatedPlan, model: str, made: MadeFor) -> str:
+def plan_text(choice: SimulatedPlan, model: str, made_for: MadeFor) -> str:
     """The plan file with a comment and a ``made_for`` section."""
     return f"# {model}: {choice.step_seconds:.4g} s per step predicted. Written by hetero-megatron plan.\n" + dump_yaml(
-        replace(choice.plan, made_for=made)
+        replace(choice.plan, made_for=made_for)
     )

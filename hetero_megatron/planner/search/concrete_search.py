@@ -118,8 +118,8 @@ class ConcreteSearch(ABC, Generic[Structure]):
     def predict(self, plan: Plan) -> Prediction:
         return predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
 
-    def simulated(self, plan: Plan, found: Prediction, text: str) -> SimulatedPlan:
-        return simulated_plan(self.problem, self.scorer, plan, found, text)
+    def simulated(self, plan: Plan, prediction: Prediction, text: str) -> SimulatedPlan:
+        return simulated_plan(self.problem, self.scorer, plan, prediction, text)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class ContextStages:
 
     def __init__(self) -> None:
         self.why, self.tried = "", False
-        self._known: dict[object, _Layout | None] = {}
+        self._layouts: dict[object, _Layout | None] = {}
         self._speeds: dict[object, StageSpeed] = {}
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
@@ -81,11 +81,11 @@ class ContextStages:
         return outcome.plans[0] if outcome.plans else None
 
     def _search(self, problem: PlanningProblem, scorer: TemplateScorer) -> _ContextSearch:
-        return _ContextSearch(problem.with_space(micro_batch_sizes=(1,)), scorer, self._known, self._speeds)
+        return _ContextSearch(problem.with_space(micro_batch_sizes=(1,)), scorer, self._layouts, self._speeds)
 
 
 class _ContextSearch(StagedSearch):
-    """One search. ``known`` (layouts of stages) and ``speeds`` are caches that it extends."""
+    """One search. ``layouts`` (of stages) and ``speeds`` are caches that it extends."""
 
     most = 24
 
@@ -93,11 +93,11 @@ class _ContextSearch(StagedSearch):
         self,
         problem: PlanningProblem,
         scorer: TemplateScorer,
-        known: dict[object, _Layout | None],
+        layouts: dict[object, _Layout | None],
         speeds: dict[object, StageSpeed],
     ) -> None:
         super().__init__(problem, scorer)
-        self._known, self._speeds = known, speeds
+        self._layouts, self._speeds = layouts, speeds
 
     def speed(self, structure: ChipStructure, s: int) -> StageSpeed:
         """From its members' speeds alone."""
@@ -123,13 +123,13 @@ class _ContextSearch(StagedSearch):
         for kind in self.recompute_kinds:
             recompute = "none" if kind == "elementwise" else kind  # which is settled when the layout is
             key = (chips, structure.tp, layers, s == 0, s == last, alive, recompute, structure.pipelines)
-            if key not in self._known:
+            if key not in self._layouts:
                 options = ContextOptions(
                     layers=layers, embed=s == 0, head=s == last, replicas=structure.pipelines, recompute=recompute,
                     in_flight=alive,
                 )  # fmt: skip
-                self._known[key] = _scheduled(self._stage_problem(structure, s, options))
-            scheduled = self._known[key]
+                self._layouts[key] = _scheduled(self._stage_problem(structure, s, options))
+            scheduled = self._layouts[key]
             if scheduled is not None:
                 return scheduled
         return None
@@ -175,11 +175,11 @@ class _ContextSearch(StagedSearch):
         text = f"{len(pipelines)} x (m {rounds}, b 1) " + " > ".join(words)
         return self.step_seconds(structure, times), plan, text
 
-    def _recompute_less(self, plan: Plan, found: Prediction) -> Plan | None:
+    def _recompute_less(self, plan: Plan, prediction: Prediction) -> Plan | None:
         """Recompute only as many first layers of each stage as memory requires; None: nothing to change."""
-        if self.space.recompute is not None or found.over:
+        if self.space.recompute is not None or prediction.over:
             return None
-        other_memory = {r: replace(m, activations=0) for r, m in found.memory.items()}
+        other_memory = {r: replace(m, activations=0) for r, m in prediction.memory.items()}
         for s in range(len(plan.pipelines[0].stages)):
             layers = plan.pipelines[0].stages[s].num_layers
             if plan.pipelines[0].stages[s].recompute.kind != "full":
@@ -187,26 +187,27 @@ class _ContextSearch(StagedSearch):
             low, high = 0, layers  # high fits
             while low < high:
                 count = (low + high) // 2
-                fits = self._fits(_with(plan, s, first_layers(count, layers)), other_memory, found)
+                fits = self._fits(_with(plan, s, first_layers(count, layers)), other_memory, prediction)
                 low, high = (low, count) if fits else (count + 1, high)
             plan = _with(plan, s, first_layers(high, layers))
         return plan
 
-    def _elementwise(self, plan: Plan, found: Prediction) -> Plan | None:
+    def _elementwise(self, plan: Plan, prediction: Prediction) -> Plan | None:
         """Recompute only elementwise results where that suffices, instead of layers; None: nothing to change."""
-        if self.space.recompute is not None or found.over:
+        if self.space.recompute is not None or prediction.over:
             return None
-        changed, other_memory = plan, {r: replace(m, activations=0) for r, m in found.memory.items()}
+        changed, other_memory = plan, {r: replace(m, activations=0) for r, m in prediction.memory.items()}
         for s, stage in enumerate(plan.pipelines[0].stages):
             trial = _with(changed, s, Recompute("elementwise"))
-            if stage.recomputed and self._fits(trial, other_memory, found):
+            if stage.recomputed and self._fits(trial, other_memory, prediction):
                 changed = trial
         return None if changed is plan else changed
 
-    def _fits(self, plan: Plan, others: dict[int, MemoryBytes], found: Prediction) -> bool:
+    def _fits(self, plan: Plan, others: dict[int, MemoryBytes], prediction: Prediction) -> bool:
         """``others``: by rank, all but activations."""
         needs = plan_activations(plan, self.model, self.costs.item, fp8=self.costs.options.fp8)
-        return all(replace(others[r], activations=m.activations).total <= found.limits[r] for r, m in needs.items())
+        limits = prediction.limits
+        return all(replace(others[r], activations=m.activations).total <= limits[r] for r, m in needs.items())
 
     def _blocks(self, plan: Plan, _: Prediction) -> Plan | None:
         """The plan with the fastest of some block sizes in each ring stage; None: unchanged."""

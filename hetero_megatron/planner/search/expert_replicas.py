@@ -57,7 +57,7 @@ class ReplicaSearch:
         self, popular: Sequence[float], caps: Sequence[int], price: Callable[[Intervals], Price], most: int
     ) -> None:
         self.popular, self.caps, self.price, self.most = popular, caps, price, most
-        self.known: dict[Intervals, Price] = {}
+        self.prices: dict[Intervals, Price] = {}
 
     def best(self, start: Intervals) -> Intervals:
         """The best division found; ``start`` itself where nothing shortens it.
@@ -80,17 +80,17 @@ class ReplicaSearch:
 
     def ranked(self, count: int) -> list[Intervals]:
         """The best divisions that were priced: ``count`` by all, and half as many by their micro-batches alone."""
-        steady = sorted(self.known, key=lambda state: self.known[state].seconds - self.known[state].end)
-        return list(dict.fromkeys((*sorted(self.known, key=self._key)[:count], *steady[: count // 2])))
+        steady = sorted(self.prices, key=lambda state: self.prices[state].seconds - self.prices[state].end)
+        return list(dict.fromkeys((*sorted(self.prices, key=self._key)[:count], *steady[: count // 2])))
 
     @property
     def _spent(self) -> bool:
-        return len(self.known) >= self.most
+        return len(self.prices) >= self.most
 
     def _key(self, state: Intervals) -> tuple[float, float]:
-        if state not in self.known:
-            self.known[state] = self.price(state)
-        return self.known[state].key
+        if state not in self.prices:
+            self.prices[state] = self.price(state)
+        return self.prices[state].key
 
     def _descend(self, state: Intervals) -> Intervals:
         key = self._key(state)
@@ -103,7 +103,7 @@ class ReplicaSearch:
 
     def _slowest(self, state: Intervals) -> int:
         self._key(state)
-        ranks = self.known[state].ranks
+        ranks = self.prices[state].ranks
         return max(range(len(ranks)), key=ranks.__getitem__)
 
     def _filled(self, state: Intervals) -> Iterator[Intervals]:

@@ -201,9 +201,9 @@ class _ExpertSearch(StagedSearch):
             plans.append(replace(plan, pipelines=tuple(pipelines)))
         return [candidate for candidate in dict.fromkeys(plans) if candidate != plan]
 
-    def _lower(self, plan: Plan, found: Prediction, caps: list[dict[int, int]]) -> bool:
+    def _lower(self, plan: Plan, prediction: Prediction, caps: list[dict[int, int]]) -> bool:
         """Lower the caps of ranks that lack memory; whether that may help."""
-        over = {x.rank: x.over for x in found.over}
+        over = {x.rank: x.over for x in prediction.over}
         elements = ROUTED_WIDTHS * self.model.hidden_size * self.moe.ffn_hidden_size * self.model.moe_share
         element_bytes = self.costs.item + self.costs.wide  # optimizer states may move elsewhere
         for pipeline in plan.pipelines:

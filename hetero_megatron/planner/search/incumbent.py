@@ -191,12 +191,12 @@ class SimulatedPlan:
 
 
 def simulated_plan(
-    problem: PlanningProblem, scorer: TemplateScorer, plan: Plan, found: Prediction, text: str
+    problem: PlanningProblem, scorer: TemplateScorer, plan: Plan, prediction: Prediction, text: str
 ) -> SimulatedPlan:
     """A plan that was not made from a template; ``text`` describes it."""
     chips = {rank for group in scorer.pool.groups for node in group.ranks for rank in node}
     idle = tuple(sorted(chips - set(plan.ranks)))
-    return SimulatedPlan(plan, problem.cluster, PlanTemplate(()), found, idle, text)
+    return SimulatedPlan(plan, problem.cluster, PlanTemplate(()), prediction, idle, text)
 
 
 def simulate_best(

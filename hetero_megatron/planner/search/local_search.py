@@ -39,8 +39,8 @@ class LocalSearch:
         """Climb from one template; False where the incumbent said to stop. ``more``: further neighbours."""
         scorer, (best, _, template) = incumbent.scorer, start
 
-        def fitting(known: PlanTemplate) -> Iterator[PlanTemplate]:
-            changed = itertools.chain(neighbours(known, space), more(known) if more is not None else ())
+        def fitting(current: PlanTemplate) -> Iterator[PlanTemplate]:
+            changed = itertools.chain(neighbours(current, space), more(current) if more is not None else ())
             fitted = (_fitted(scorer, neighbour, space) for neighbour in changed)
             return (neighbour for neighbour in fitted if neighbour is not None)
 

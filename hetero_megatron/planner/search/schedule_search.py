@@ -131,13 +131,13 @@ class ScheduleSearch:
         return sorted(best)
 
     def _on_sets_beside(
-        self, known: Sequence[_Candidate], scorer: ScheduleScorer, effort: float, kept: float, incumbent: Incumbent
+        self, candidates: Sequence[_Candidate], scorer: ScheduleScorer, effort: float, kept: float, incumbent: Incumbent
     ) -> Iterator[_Candidate]:
-        """The template on each of a few other sets of node groups than ``known`` are on, however slow it seems before
-        climbing: fewer chips may be faster than all of them, once their schedule is theirs."""
-        sets = {_node_groups(x.template) for x in known}
+        """The template on each of a few other sets of node groups than those of ``candidates``, however slow it seems
+        before climbing: fewer chips may be faster than all of them, once their schedule is theirs."""
+        sets = {_node_groups(x.template) for x in candidates}
         for (template,) in self._on_other_groups(incumbent):
-            if len(sets) >= len(known) + SETS_BESIDE or incumbent.should_stop() or scorer.work.over(kept):
+            if len(sets) >= len(candidates) + SETS_BESIDE or incumbent.should_stop() or scorer.work.over(kept):
                 return
             if _node_groups(template) not in sets:
                 sets.add(_node_groups(template))
@@ -232,11 +232,11 @@ class ScheduleSearch:
                 yield templates
 
 
-def _unlike(found: Sequence[_Candidate]) -> list[_Candidate]:
+def _unlike(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     """The best that differ in more than in how their replicas are spelled, the best first. Of those which only differ
     in that, and hardly in seconds, the one with most pipelines."""
     best: dict[str, _Candidate] = {}
-    for candidate in sorted(found):
+    for candidate in sorted(candidates):
         parts = [(part.copies, part.shape.micro_batch_size, part.shape.stages) for part in candidate.template.parts]
         key = repr([(n * x[0].dp, size // x[0].dp, [(s.group, s.tp, s.layers) for s in x]) for n, size, x in parts])
         listed = best.setdefault(key, candidate)

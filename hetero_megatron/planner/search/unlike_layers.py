@@ -33,10 +33,10 @@ class UnlikeLayers:
         while left > 0 and not incumbent.should_stop():
             plans = list(itertools.islice(_moved(best.plan, incumbent), left))
             left -= len(plans)
-            found = _fastest(plans, best, problem, incumbent)
-            if found is None:
+            fastest = _fastest(plans, best, problem, incumbent)
+            if fastest is None:
                 break
-            best = found
+            best = fastest
         if best is not incumbent.plans[0]:
             incumbent.take_plan(best)
         return left > 0

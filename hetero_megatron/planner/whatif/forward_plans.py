@@ -68,20 +68,20 @@ class ForwardPlans:
             UserError: none does; names the chip that lacks least.
         """
         sizes = [size for size in MICRO_BATCHES if self._asked.global_batch_size % size == 0]
-        tried = [made for pipelines in self._structures() for size in sizes
-                 if (made := self._estimated(pipelines, size)) is not None]  # fmt: skip
-        found: list[ForwardPlan] = []
+        estimates = [estimate for pipelines in self._structures() for size in sizes
+                     if (estimate := self._estimated(pipelines, size)) is not None]  # fmt: skip
+        fitting: list[ForwardPlan] = []
         nearest: OverLimit | None = None
-        for _, data in sorted(tried, key=lambda made: made[0])[:MOST_JUDGED]:
+        for _, data in sorted(estimates, key=lambda estimate: estimate[0])[:MOST_JUDGED]:
             judged = self._judged(data)
             if isinstance(judged, ForwardPlan):
-                found.append(judged)
-                if len(found) == ENOUGH:
+                fitting.append(judged)
+                if len(fitting) == ENOUGH:
                     break
             elif judged is not None and (nearest is None or judged.over < nearest.over):
                 nearest = judged
-        if found:
-            return min(found, key=lambda made: made.seconds)
+        if fitting:
+            return min(fitting, key=lambda forward_plan: forward_plan.seconds)
         raise self._refusal(nearest)
 
     def _refusal(self, nearest: OverLimit | None) -> UserError:
@@ -138,16 +138,17 @@ class ForwardPlans:
     def _estimated(self, pipelines: Sequence[Sequence[Cell]], size: int) -> tuple[float, dict[str, Any]] | None:
         """(seconds without messages, the plan's spelling) with layers by speed and memory, and micro-batches of
         ``size``; None: layers find no room."""
-        asked, made = self._asked, list[tuple[Sequence[Cell], list[int], float]]()
+        asked, divided_pipelines = self._asked, list[tuple[Sequence[Cell], list[int], float]]()
         for cells in pipelines:
             divided = self._layers(cells, size)
             if divided is not None:
-                made.append((cells, *divided))
-        if not made:
+                divided_pipelines.append((cells, *divided))
+        if not divided_pipelines:
             return None
-        counts = _micro_batches([(slowest, len(cells)) for cells, _, slowest in made], asked.global_batch_size // size)
+        speeds = [(slowest, len(cells)) for cells, _, slowest in divided_pipelines]
+        counts = _micro_batches(speeds, asked.global_batch_size // size)
         spelled, seconds = [], 0.0
-        for (cells, layers, slowest), count in zip(made, counts, strict=True):
+        for (cells, layers, slowest), count in zip(divided_pipelines, counts, strict=True):
             ends = [sum(layers[: i + 1]) for i in range(len(layers))]
             stages = [{"ranks": list(cell), "layers": [end - n, end], "tp": len(cell)}
                       for cell, n, end in zip(cells, layers, ends, strict=True)]  # fmt: skip

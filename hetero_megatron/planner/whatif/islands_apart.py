@@ -137,13 +137,13 @@ class _Search:
         return replace(plans[0], global_batch_size=batch, pipelines=pipelines, outer=Outer(islands, self._every))
 
     def _with_moved(
-        self, islands: Islands, found: list[SimulatedPlan], moved: int, margin: float | None
+        self, islands: Islands, plans: list[SimulatedPlan], moved: int, margin: float | None
     ) -> tuple[list[SimulatedPlan], bool]:
         """(with ``moved`` sequences more or less on the slowest island, and so many less or more on the other one that
         is best for it; whether that is faster)."""
-        sizes = [one.plan.global_batch_size for one in found]
-        slow = max(range(len(found)), key=lambda i: found[i].step_seconds)
-        tried = [found]
+        sizes = [one.plan.global_batch_size for one in plans]
+        slow = max(range(len(plans)), key=lambda i: plans[i].step_seconds)
+        tried = [plans]
         for other in (i for i in range(len(sizes)) if i != slow):
             for giving, taking in ((slow, other), (other, slow)):
                 if sizes[giving] > moved:
@@ -152,7 +152,7 @@ class _Search:
                     changed[taking] += moved
                     tried.append(self._of_islands(islands, changed, margin))
         best = min(tried, key=_slowest)
-        return best, _slowest(best) < _slowest(found)
+        return best, _slowest(best) < _slowest(plans)
 
     def _of_islands(self, islands: Islands, sizes: Sequence[int], margin: float | None) -> list[SimulatedPlan]:
         return [self._of_island(ranks, size, margin) for ranks, size in zip(islands, sizes, strict=True)]
@@ -188,8 +188,8 @@ class _Search:
         return predict(plan, problem.model, problem.cluster, problem.dtype, self._costs)
 
 
-def _slowest(found: Sequence[SimulatedPlan]) -> float:
-    return max(one.step_seconds for one in found)
+def _slowest(plans: Sequence[SimulatedPlan]) -> float:
+    return max(one.step_seconds for one in plans)
 
 
 def _sizes(batch: int, speeds: Sequence[float]) -> list[int]:

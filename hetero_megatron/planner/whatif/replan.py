@@ -140,12 +140,12 @@ class WarmPlanner:
             plan, step_seconds = best.plan, best.step_seconds
         return NodeLoss(node, alike, time.monotonic() - started, plan, smaller, step_seconds, warm)
 
-    def _on_ranks(self, found: WarmPlan, pool: DevicePool, number: Mapping[int, int]) -> Plan:
-        """The plan on the ranks of ``pool``, which has the node counts of ``found.pool``, renumbered by ``number``."""
-        if isinstance(found.plan, Plan):
-            ranks = ([r for g in p.groups for node in g.ranks for r in node] for p in (found.pool, pool))
-            return renumbered(found.plan, {a: number[b] for a, b in zip(*ranks, strict=True)})
-        placed = place(found.plan, pool)
+    def _on_ranks(self, warm_plan: WarmPlan, pool: DevicePool, number: Mapping[int, int]) -> Plan:
+        """The plan on the ranks of ``pool``, with node counts as ``warm_plan.pool`` has, renumbered by ``number``."""
+        if isinstance(warm_plan.plan, Plan):
+            ranks = ([r for g in p.groups for node in g.ranks for r in node] for p in (warm_plan.pool, pool))
+            return renumbered(warm_plan.plan, {a: number[b] for a, b in zip(*ranks, strict=True)})
+        placed = place(warm_plan.plan, pool)
         assert placed is not None, "it was evaluated on these chips"
         plan = to_plan(placed, self.cluster, self.problem.seq_length, self.model.num_heads)
         return renumbered(with_dtypes(plan, self.result.scorer.costs), number)

@@ -109,27 +109,27 @@ class RoleSearch:
         if self._asked.name == "teacher":
             others.append(self._on_the_same(whole))
         splits = list(self._splits())
-        own, searched = self._on_own(whole, splits)
-        found = sorted([own, *others], key=lambda one: one.step_seconds)
-        if found[0].step_seconds == math.inf:
+        on_own_chips, searched = self._on_own(whole, splits)
+        alternatives = sorted([on_own_chips, *others], key=lambda one: one.step_seconds)
+        if alternatives[0].step_seconds == math.inf:
             raise UserError(
-                f"no placement fits: {'; '.join(f'{one.way}: {one.problem}' for one in found)}",
+                f"no placement fits: {'; '.join(f'{one.way}: {one.problem}' for one in alternatives)}",
                 field=f"--{self._asked.name}-hf", value=self._asked.model.name, where=cluster.file,
                 accepted="a smaller model, or more chips or memory in the cluster file",
             )  # fmt: skip
-        return RolePlacement(tuple(found), self._asked, cluster, searched, len(splits), self._epochs)
+        return RolePlacement(tuple(alternatives), self._asked, cluster, searched, len(splits), self._epochs)
 
     def _in_a_file(self, whole: SearchResult) -> Alternative:
         """One pass of the role over the data, on all chips, and then steps without it."""
         step = whole.best.step_seconds
         self._say(f"the {self._asked.name}, on all chips")
         try:
-            made = ForwardPlans(self._asked, self._problem.cluster).best()
+            forward_plan = ForwardPlans(self._asked, self._problem.cluster).best()
         except UserError as error:
             return Alternative("file", math.inf, step, problem=error.problem)
-        once = made.seconds / self._epochs
-        return Alternative("file", step + once, step, made.seconds, made.plan.ranks, whole.best.plan, made.plan,
-                           whole.best.prediction)  # fmt: skip
+        once = forward_plan.seconds / self._epochs
+        return Alternative("file", step + once, step, forward_plan.seconds, forward_plan.plan.ranks, whole.best.plan,
+                           forward_plan.plan, whole.best.prediction)  # fmt: skip
 
     def _on_the_same(self, whole: SearchResult) -> Alternative:
         """Cut as the model that is trained, before each of its steps."""
@@ -140,7 +140,7 @@ class RoleSearch:
                     result = search(_quick(problem.with_margin(margin)), budget=self._budget)
                 except UserError:
                     break
-            found: list[Alternative] = []
+            alternatives: list[Alternative] = []
             for choice in (result.best, *result.others):
                 try:
                     role = role_of(choice.plan, problem.model, asked.name, asked.model, 0, problem.cluster)
@@ -153,11 +153,11 @@ class RoleSearch:
                     excess = excess or f"the plan does not fit: {predicted.over[0]}"
                     continue
                 assert predicted.role is not None
-                found.append(Alternative("same chips", predicted.step_seconds, predicted.role.step_seconds,
+                alternatives.append(Alternative("same chips", predicted.step_seconds, predicted.role.step_seconds,
                                          predicted.role.seconds, choice.plan.ranks, choice.plan,
                                          prediction=predicted))  # fmt: skip
-            if found:
-                return min(found, key=lambda one: one.step_seconds)
+            if alternatives:
+                return min(alternatives, key=lambda one: one.step_seconds)
         return Alternative("same chips", math.inf, problem=excess or "no plan leaves room for it")
 
     def _splits(self) -> Iterator[frozenset[int]]:
@@ -241,12 +241,12 @@ class RoleSearch:
         validate(plan, problem.model, cluster, dtype=problem.dtype)
         top_k = (asked.words - 1) // 2
         role = role_of(plan, problem.model, asked.name, asked.model, top_k, cluster, asked.forwards)
-        made = predict_beside(plan, problem.model, cluster, problem.dtype, problem.options.costs, role)
-        assert made.role is not None
-        if made.over:
-            return Alternative("own chips", math.inf, problem=f"the plan does not fit: {made.over[0]}")
-        return Alternative("own chips", made.step_seconds, made.role.step_seconds, made.role.seconds,
-                           role_plan.ranks, plan, prediction=made)  # fmt: skip
+        prediction = predict_beside(plan, problem.model, cluster, problem.dtype, problem.options.costs, role)
+        assert prediction.role is not None
+        if prediction.over:
+            return Alternative("own chips", math.inf, problem=f"the plan does not fit: {prediction.over[0]}")
+        return Alternative("own chips", prediction.step_seconds, prediction.role.step_seconds, prediction.role.seconds,
+                           role_plan.ranks, plan, prediction=prediction)  # fmt: skip
 
 
 def _last(units: list[list[int]], n: int) -> list[list[int]]:

@@ -56,7 +56,8 @@ class RankWork:
         rows: sequences of the tokens.
         untrained: the first layers, to which no gradient goes, so that they keep nothing.
         offloaded: the first layers, whose activations are in host memory; ahead: whose copies are under way at once.
-        own: a model of these layers alone, where layers have unlike mixers; None: they are as the model's average one.
+        layers_spec: a model of these layers alone, where layers have unlike mixers; None: they are as the model's
+            average one.
     """
 
     layers: int
@@ -75,7 +76,7 @@ class RankWork:
     untrained: int = 0
     offloaded: int = 0
     ahead: int = 1
-    own: ModelSpec | None = None
+    layers_spec: ModelSpec | None = None
 
     @property
     def full(self) -> int:
@@ -113,7 +114,7 @@ def boundary_bytes(spec: ModelSpec, held: RankWork) -> int:
 def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps in a stage from forward to backward on the device: in its layers, for all of
     them the rotary tables, and in the head, or the output that the next stage gets."""
-    spec = held.own or spec
+    spec = held.layers_spec or spec
     partial_recompute = held.recompute if held.recompute in ("selective", "elementwise") else "none"
     sizes = (held.item, held.tp, held.shards)
     total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes, held.load)
@@ -203,7 +204,7 @@ def backward_moments(
     """The moments of which :func:`working_bytes` is the worst."""
     from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, layer_moments
 
-    spec = held.own or spec
+    spec = held.layers_spec or spec
     tokens, sizes, boundary = held.tokens, (held.item, held.tp, held.shards), boundary_bytes(spec, held)
     if _runs_forward_alone(held):
         forward = forward_bytes(spec, held)
@@ -276,7 +277,7 @@ def forward_bytes(spec: ModelSpec, held: RankWork) -> tuple[int, ...]:
     out; or what is added up over a TP group. Never more than in backward, unless something else is there as well."""
     from hetero_megatron.plans.memory.offloaded import layer_bytes
 
-    spec = held.own or spec
+    spec = held.layers_spec or spec
     if _runs_forward_alone(held):
         whole = layer_activation_bytes(spec, held.tokens, "none", held.item, held.tp, held.shards, held.load)
         return (whole,) * held.layers
@@ -288,8 +289,10 @@ def forward_bytes(spec: ModelSpec, held: RankWork) -> tuple[int, ...]:
     if spec.moe is None and spec.delta is None:
         attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         again = row * max((mlp_widths(spec) + 1) * spec.ffn_hidden_size, attention) / held.tp
-    made = spec.hidden_size * common_columns(spec, 0.0) / held.tp
-    weight = held.item * made + NF4_MAKING * min(NF4_CHUNK, made) * spec.in_nf4 if spec.in_few_bits else 0.0
+    weight_elements = spec.hidden_size * common_columns(spec, 0.0) / held.tp
+    weight = 0.0
+    if spec.in_few_bits:
+        weight = held.item * weight_elements + NF4_MAKING * min(NF4_CHUNK, weight_elements) * spec.in_nf4
     summed = _summing_bytes(spec, held) if held.tp > 1 else 0.0
     going = [sum(x.host for x in layers[max(i - held.ahead, 0) : i + 1]) for i in range(len(layers))]
     worked = [max(min(layer.again, again) + outputs + weight, summed) for layer in layers]
@@ -333,7 +336,7 @@ def linear_bytes(spec: ModelSpec, held: RankWork) -> Callable[[float, float], fl
 
 def operand_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps in a stage from B_INPUT to W, where backward is split."""
-    spec = held.own or spec
+    spec = held.layers_spec or spec
     sizes = (held.tokens, held.item, held.tp)
     total = held.layers * layer_operand_bytes(spec, *sizes, held.load)
     return total + (ends_operand_bytes(spec, held) if held.head else 0)
@@ -373,7 +376,7 @@ def graph_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[He
     for flying, chunk in zip(most_in_flight, chunks, strict=True):
         if not chunk.layers:
             continue
-        spec = chunk.own or spec
+        spec = chunk.layers_spec or spec
         sizes = (chunk.item, chunk.tp, chunk.shards, chunk.load)
         unrecomputed = layer_activation_bytes(spec, chunk.tokens, "none", *sizes)
         # Recomputed whole, a layer takes the sum of its input: a copy, and two tensors of output where one was kept.

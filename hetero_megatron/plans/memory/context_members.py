@@ -89,7 +89,7 @@ def member_layers(
         return member_bytes(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
 
     input_bytes = own_tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
-    product = product_bytes(chunk.own or context.spec, chunk, own_tokens(member))
+    product = product_bytes(chunk.layers_spec or context.spec, chunk, own_tokens(member))
     return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else input_bytes, product)
 
 
@@ -100,7 +100,7 @@ def own_tokens(member: Member) -> int:
 def member_bytes(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, Cores]:
     """Bytes of one sequence on one rank: (kept by all layers of a chunk without the head, what the cores of one work
     with in backward)."""
-    spec = chunk.own or context.spec
+    spec = chunk.layers_spec or context.spec
     layers = ContextLayers(
         spec, chunk.layers, chunk.full, chunk.recompute == "selective", chunk.item, max(chunk.item, 4),
         chunk.recompute == "elementwise",

@@ -106,13 +106,13 @@ class DividedMoments:
     def most(self) -> int:
         """Most bytes at once, beside what lasts (the sums of gradients among it)."""
         before = self._left_under_way()
-        found = [0]
+        peaks = [0]
         if self._gather == "step":  # before anything else
-            found.append(self._whole(self._parts) + self._together([(part,) for part in self._parts]))
+            peaks.append(self._whole(self._parts) + self._together([(part,) for part in self._parts]))
         for chunk in self._chunks:
-            found += self._forward(chunk, before)
-            found += self._backward(chunk, before)
-        return max(found)
+            peaks += self._forward(chunk, before)
+            peaks += self._backward(chunk, before)
+        return max(peaks)
 
     def weights(self) -> int:
         """Most bytes of whole weights at once."""

@@ -37,9 +37,9 @@ def divided_bytes(
     all_bytes = dict[int, DividedBytes]()
     for rank, parts in _parts(buckets, item).items():
         stage, (backwards, split) = plan.sharding_stages[rank], places[rank]
-        most, known = activations[rank], not (split or has_context(stage, plan.seq_length))
-        chunks = _chunk_steps(stage, spec, work[rank], item, parts, known)
-        held = most - max(c.activations.most for c in chunks if c.activations) if known else most
+        most, has_moments = activations[rank], not (split or has_context(stage, plan.seq_length))
+        chunks = _chunk_steps(stage, spec, work[rank], item, parts, has_moments)
+        held = most - max(c.activations.most for c in chunks if c.activations) if has_moments else most
         moments = DividedMoments(stage, parts, chunks, held, backwards)
         weights = moments.weights()
         if split:
@@ -69,9 +69,10 @@ def _parts(buckets: Iterable[Bucket], item: int) -> dict[int, dict[Step, PartByt
 
 
 def _chunk_steps(
-    stage: Stage, spec: ModelSpec, work: Sequence[RankWork], item: int, parts: Mapping[Step, PartBytes], known: bool
+    stage: Stage, spec: ModelSpec, work: Sequence[RankWork], item: int, parts: Mapping[Step, PartBytes],
+    has_moments: bool,
 ) -> list[ChunkSteps]:
-    """``known``: activations are, moment by moment."""
+    """``has_moments``: activations are known moment by moment."""
     chunks = []
     for number, ((a, b), chunk) in enumerate(zip(stage.chunks, work, strict=True)):
         used: dict[Step, tuple[Step, ...]] = {"embed": ("embed",)} if stage.embed and number == 0 else {}
@@ -84,7 +85,7 @@ def _chunk_steps(
             embedding = max(embedding - held, brought)  # their sum is where the others' is
         elif spec.tied and stage.embed and "head" in used and chunk.limit is not None:
             brought = held
-        moments, forward = (backward_moments(spec, chunk), forward_bytes(spec, chunk)) if known else (None, ())
+        moments, forward = (backward_moments(spec, chunk), forward_bytes(spec, chunk)) if has_moments else (None, ())
         chunks.append(ChunkSteps(used, moments, forward, embedding, brought))
     return chunks
 

@@ -20,12 +20,12 @@ def with_role(
     communicators there."""
     if not role.apart:
         return _on_the_same_ranks(memory, role.compiled, dtype)
-    found = _on_own_ranks(memory, plan, role, dtype, logits_bytes)
+    all_memory = _on_own_ranks(memory, plan, role, dtype, logits_bytes)
     if cluster is None:
-        return found
+        return all_memory
     compiled = role.compiled
-    apart = {rank: found[rank] for rank in compiled.plan.ranks}
-    return {**found, **with_communicators(apart, compiled.plan, compiled.spec, (), cluster)}
+    apart = {rank: all_memory[rank] for rank in compiled.plan.ranks}
+    return {**all_memory, **with_communicators(apart, compiled.plan, compiled.spec, (), cluster)}
 
 
 def _on_the_same_ranks(

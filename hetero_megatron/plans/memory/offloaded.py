@@ -42,7 +42,7 @@ class ChunkWork(Protocol):
     @property
     def offloaded(self) -> int: ...
     @property
-    def own(self) -> ModelSpec | None: ...
+    def layers_spec(self) -> ModelSpec | None: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def chunk_layers(
     """
     rest = held.recompute if held.recompute in ("selective", "elementwise") else "none"
     bytes_of = {kind: kept(kind) for kind in {"none", rest, *(("full",) if held.full else ())}}
-    found = []
+    layers = []
     for i in range(held.layers):
         whole = i < held.full
         each = 0.0 if held.untrained > i and not whole else bytes_of["full" if whole else rest]
@@ -81,15 +81,15 @@ def chunk_layers(
         again = bytes_of["none"] - each if whole or rest == "elementwise" else 0.0
         if not whole and product is not None:
             again = min(again, product)
-        found.append(LayerBytes(each, max(goes, 0.0) if i < held.offloaded else 0.0, again))
-    return tuple(found)
+        layers.append(LayerBytes(each, max(goes, 0.0) if i < held.offloaded else 0.0, again))
+    return tuple(layers)
 
 
 @lru_cache(maxsize=4096)
 def layer_bytes(spec: ModelSpec, held: ChunkWork) -> tuple[LayerBytes, ...]:
     """Those of a stage without context groups."""
     sizes = (held.item, held.tp, held.shards, held.load)
-    spec = held.own or spec
+    spec = held.layers_spec or spec
     given = 0 if input_goes(spec, held) else round(held.tokens * spec.hidden_size * held.item / held.shards)
     lse = 4 * held.tokens * spec.num_heads / held.tp
     few = lse if lse < FEW_BYTES * held.tokens / held.shards else 0.0

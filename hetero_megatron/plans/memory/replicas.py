@@ -52,11 +52,11 @@ def replica_bytes(
     return {rank: (MOMENTS_KEPT * held_bytes[i], sizes[i]) for i, rank in enumerate(ranks)}
 
 
-def format_replicas(found: Mapping[int, tuple[int, int]], every: int) -> str:
+def format_replicas(bytes_of_rank: Mapping[int, tuple[int, int]], every: int) -> str:
     """One line, of the rank that holds most and the one that sends most."""
-    holds_most, sends = (max(found, key=lambda rank: found[rank][column]) for column in (0, 1))
+    holds_most, sends = (max(bytes_of_rank, key=lambda rank: bytes_of_rank[rank][column]) for column in (0, 1))
     steps = "every step" if every == 1 else f"every {every} steps"
     return (
-        f"copies for peers: up to {format_bytes(found[holds_most][0])} of host memory (rank {holds_most}); "
-        f"{steps} up to {format_bytes(found[sends][1])} sent (rank {sends})"
+        f"copies for peers: up to {format_bytes(bytes_of_rank[holds_most][0])} of host memory (rank {holds_most}); "
+        f"{steps} up to {format_bytes(bytes_of_rank[sends][1])} sent (rank {sends})"
     )

@@ -45,7 +45,7 @@ def splitting_bytes(
         layers, kept, cores: of a rank of a context group, whose attention is not that of :class:`RankWork`: bytes of
             the layers, on the device and in host memory; what the chunk keeps on the device; what cores work with.
     """
-    spec = held.own or spec
+    spec = held.layers_spec or spec
     head, of_head = (sum(ends_bytes(spec, held)), ends_operand_bytes(spec, held)) if held.head else (0, 0)
     sizes = (held.item, held.tp, held.shards, held.load, linear_bytes(spec, held))
     cores = linear_cores(spec, held) if cores is None else cores
@@ -75,7 +75,7 @@ def _moving(held: RankWork) -> int:
 
 def _weight_working(spec: ModelSpec, held: RankWork) -> float:
     """While W makes the gradients of weights: the largest one before it is added up, and messages."""
-    spec = held.own or spec
+    spec = held.layers_spec or spec
     if spec.lora is not None:
         return _moving(held) * boundary_bytes(spec, held)
     columns = 2 * max(common_columns(spec, 0.0), spec.num_heads * spec.head_dim) / held.tp

@@ -170,5 +170,5 @@ def check_keys(keys: dict[str, Entry], table: KeyTable, where: str, section: str
     if unknown := table.unknown(plain):
         raise UserError(
             f"unknown: {table.named(unknown)}", field=section or "key", where=where,
-            accepted=", ".join(sorted(table.known)),
+            accepted=", ".join(sorted(table.accepted_keys)),
         )  # fmt: skip

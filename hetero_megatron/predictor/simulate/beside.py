@@ -37,8 +37,8 @@ class RoleCosts:
 def role_costs(role: ForwardRole, cluster: Cluster, dtype: str, options: CostOptions) -> RoleCosts:
     """One price for runs, predictions and searches."""
     compiled = role.compiled
-    own = CostOptions(reference=role.forwards, margin=options.margin, logits_bytes=options.logits_bytes)
-    costs = CostModel(compiled.spec, cluster, compiled.plan.seq_length, dtype, own)
+    forward_options = CostOptions(reference=role.forwards, margin=options.margin, logits_bytes=options.logits_bytes)
+    costs = CostModel(compiled.spec, cluster, compiled.plan.seq_length, dtype, forward_options)
     forward = StepSimulator(compiled.plan, costs, PreparedPlan(compiled))
     busy = {rank: role.forwards * seconds for rank, seconds in forward.computing_forward.items()}
     return RoleCosts(forward.reference_seconds, busy, costs)
@@ -56,21 +56,21 @@ def predict_beside(
     Raises:
         UserError: the plan does not match the cluster, or rates or links are missing.
     """
-    found = role_costs(role, cluster, dtype, options)
-    before = 0.0 if role.apart else found.seconds
+    price = role_costs(role, cluster, dtype, options)
+    before = 0.0 if role.apart else price.seconds
     prediction = predict(plan, model, cluster, dtype, options=replace(options, role_seconds=before), prepared=prepared)
     alone = prediction.step_seconds - before
-    if role.apart and found.seconds > alone:
-        waits = replace(options, role_seconds=found.seconds - alone)
+    if role.apart and price.seconds > alone:
+        waits = replace(options, role_seconds=price.seconds - alone)
         prediction = predict(plan, model, cluster, dtype, options=waits, prepared=prepared)
-    said = RolePrediction(role.name, role.compiled.plan.ranks, found.seconds, alone, role.apart)
-    busy = {rank: seconds + (0.0 if role.apart else found.busy[rank]) for rank, seconds in prediction.busy.items()}
+    said = RolePrediction(role.name, role.compiled.plan.ranks, price.seconds, alone, role.apart)
+    busy = {rank: seconds + (0.0 if role.apart else price.busy[rank]) for rank, seconds in prediction.busy.items()}
     limits, chips = dict(prediction.limits), dict(prediction.chips)
     assumed, dtypes = dict(prediction.assumed), dict(prediction.dtypes)
     memory = with_role(prediction.memory, plan, role, dtype, options.logits_bytes, cluster)
     for rank in role.compiled.plan.ranks if role.apart else ():
         chip = chips[rank] = cluster.ranks[rank].chip
-        rates, limits[rank], busy[rank] = found.costs.chip_rates(chip), found.costs.memory_limit(chip), found.busy[rank]
+        rates, limits[rank], busy[rank] = price.costs.chip_rates(chip), price.costs.memory_limit(chip), price.busy[rank]
         memory[rank] = replace(memory[rank], overhead=int(rates.overhead_bytes))
         if not rates.calibrated:
             assumed[chip] = source_of(cluster.chips[chip], dtype)

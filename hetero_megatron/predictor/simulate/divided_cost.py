@@ -71,11 +71,11 @@ class DividedCost:
         return PartSeconds(gather, (reduced.seconds + reduced.latency, added))
 
     def added(
-        self, stage: Stage, number: int, found: ChunkSeconds, part: UnitSeconds, micro_batches: int
+        self, stage: Stage, number: int, chunk_seconds: ChunkSeconds, part: UnitSeconds, micro_batches: int
     ) -> ChunkSeconds:
         """Seconds of a chunk with what it gathers and sums up; ``part``: of the stage."""
         if stage.weights is None:
-            return found
+            return chunk_seconds
         seconds_of_step = next((self._parts[rank] for rank in stage.ranks if rank in self._parts), {})
         a, b = stage.chunks[number]
         steps: list[tuple[Step, tuple[float, float]]] = [(i, part.layer) for i in range(a, b)]
@@ -94,8 +94,10 @@ class DividedCost:
             backward = 0.0
         # Of a step's gradients, while the step before it in the model has its backward.
         sums = _exposed([p.reduce for p in prices], [seconds[1] for _, seconds in steps])
-        return found._replace(
-            forward=found.forward + forward, backward=found.backward + backward + sums, weight=found.weight + sums
+        return chunk_seconds._replace(
+            forward=chunk_seconds.forward + forward,
+            backward=chunk_seconds.backward + backward + sums,
+            weight=chunk_seconds.weight + sums,
         )
 
 

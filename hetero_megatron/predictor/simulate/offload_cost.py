@@ -28,9 +28,9 @@ class OffloadCost:
             for c in range(len(stage.chunks))
         ]
 
-    def added(self, stage: Stage, found: Sequence[ChunkSeconds], part: UnitSeconds) -> list[ChunkSeconds]:
+    def added(self, stage: Stage, chunk_seconds: Sequence[ChunkSeconds], part: UnitSeconds) -> list[ChunkSeconds]:
         """Seconds of the stage's chunks with the copies of its slowest rank; ``part``: of the stage."""
-        offload, out, recomputed = stage.activations, list(found), stage.recomputed
+        offload, out, recomputed = stage.activations, list(chunk_seconds), stage.recomputed
         if offload is None:
             return out
         for c, (copies, (a, b)) in enumerate(zip(self._copies(stage), stage.chunks, strict=True)):

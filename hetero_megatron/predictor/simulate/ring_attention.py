@@ -207,7 +207,7 @@ class _Ring:
         summed: ByGroup = {}
         for t in range(-1, rounds):
             for g in now:
-                now[g] += sum(self.work[g][b] for b in schedule.own[g][t + 1])
+                now[g] += sum(self.work[g][b] for b in schedule.local_blocks[g][t + 1])
             if t < 0:
                 continue
             self._wait(ready)

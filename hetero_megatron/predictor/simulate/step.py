@@ -188,13 +188,13 @@ class StepSimulator:
     @cached_property
     def timelines(self) -> tuple[Timeline, ...]:
         """Of each pipeline; equal ones are the same object."""
-        known: dict[tuple[object, ...], Timeline] = {}
+        timeline_of: dict[tuple[object, ...], Timeline] = {}
         out = []
         for costs, pipeline in zip(self.pipelines, self.plan.pipelines, strict=True):
             key = (id(costs), pipeline.num_micro_batches, pipeline.orders, pipeline.in_flight)
-            if key not in known:
-                known[key] = simulate(self.prepared.schedule(pipeline), costs.costs)
-            out.append(known[key])
+            if key not in timeline_of:
+                timeline_of[key] = simulate(self.prepared.schedule(pipeline), costs.costs)
+            out.append(timeline_of[key])
         return tuple(out)
 
     @cached_property
@@ -378,12 +378,12 @@ class StepSimulator:
     def memory(self) -> dict[int, MemoryBytes]:
         """Of every rank, including the framework's overhead and communicators."""
         costs, buckets = self.costs, self.buckets
-        found = estimate_memory(
+        needs_of_rank = estimate_memory(
             self.plan, costs.model, costs.dtype, costs.options.moments, buckets,
             logits_bytes=costs.options.logits_bytes, routing=costs.options.routing, fp8=costs.options.fp8,
         )  # fmt: skip
         memory = {}
-        for rank, needs in found.items():
+        for rank, needs in needs_of_rank.items():
             optimizer = needs.optimizer
             if not costs.options.sharded and rank not in self.plan.offloading:
                 held = self.sync.held[rank]

@@ -188,7 +188,7 @@ def test_ring_schedule_brings_every_needed_block_once_without_waiting(seed: int)
             seen[hop.to, hop.block] += 1
     assert seen == {(g, b): 1 for g, b in wanted if blocks[b].group != g}
     for group in groups:
-        mine = [b for row in schedule.own[group.index] for b in row]
+        mine = [b for row in schedule.local_blocks[group.index] for b in row]
         assert sorted(mine) == [b for b, block in enumerate(blocks) if block.group == group.index]
 
 
@@ -200,7 +200,7 @@ def test_rounds_are_blocks_not_the_largest_shard_times_the_ring(counts: list[int
     assert max(sizes) - min(sizes) <= 1
     schedule = ring_schedule(groups, blocks, lambda group, block: True)
     assert len(schedule.rounds) <= 1.15 * len(blocks) + 2 * len(groups)
-    assert all(len(row) <= 1 for rows in schedule.own.values() for row in rows[:-1])
+    assert all(len(row) <= 1 for rows in schedule.local_blocks.values() for row in rows[:-1])
 
 
 # Memory

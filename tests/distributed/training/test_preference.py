@@ -98,7 +98,7 @@ def run_rank(
         _compute(runtime, data.fetch, data, STEPS * size, size, known)
         if runtime.pairs is not None:
             runtime.pairs.reference.begin_step()
-            runtime.pairs.reference.known = known
+            runtime.pairs.reference.logps = known
     stats = []
     for step in range(STEPS):
         loss, count, rewards = runtime.evaluate_pairs(data.fetch, step * size, size)

@@ -35,7 +35,7 @@ def read(folder: Path, **changed: Any) -> Any:
 
 def test_every_key_of_pefts_configuration_is_in_the_table(tmp_path: Path) -> None:
     fields = {f.name for f in dataclasses.fields(peft.LoraConfig)}
-    assert fields <= KEYS.known
+    assert fields <= KEYS.accepted_keys
     peft.LoraConfig(**{k: v for k, v in PLAIN.items() if k != "peft_type"}).save_pretrained(tmp_path)
     lora = read_config(str(tmp_path), "--load-adapter", load_model("tiny"))
     assert (lora.rank, lora.alpha, lora.residual, lora.dora) == (4, 8.0, None, False)

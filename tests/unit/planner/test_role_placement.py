@@ -46,7 +46,7 @@ def test_the_placement_is_never_slower_than_plain_ones(tmp_path: Path) -> None:
         teacher = hm.Model(config)
         placed = place_role(model, cluster, "teacher", teacher, seq_length=128, global_batch_size=8, dtype="fp32",
                             more_schedules="never")  # fmt: skip
-        seconds = {one.way: one.step_seconds for one in placed.found.alternatives}
+        seconds = {one.way: one.step_seconds for one in placed.placement.alternatives}
         assert placed.step_seconds == min(seconds.values()) and len(seconds) == 3
         assert placed.step_seconds <= 1.001 * old_chips(cluster, model, teacher, 128, 8), (layers, seconds)
         best = search(PlanningProblem(model.spec, cluster.described, 128, 8, OPTIONS)).best
@@ -55,7 +55,7 @@ def test_the_placement_is_never_slower_than_plain_ones(tmp_path: Path) -> None:
         assert placed.step_seconds <= 1.001 * everywhere.step_seconds, (layers, seconds)
         (tmp_path / "plan.yaml").write_text(placed.file)
         again = hm.Plan.read(tmp_path / "plan.yaml", cluster, model, dtype="fp32", beside={"teacher": teacher})
-        way = placed.found.best.way
+        way = placed.placement.best.way
         assert bool(again.canonical.roles) == (way == "own chips") and way in str(placed)
         if way != "file":
             assert hm.predict(again, cluster).step_seconds == pytest.approx(placed.step_seconds, rel=0.02)
@@ -91,7 +91,7 @@ def test_a_time_limit_is_no_reason_of_the_cluster() -> None:
     cluster, model = hm.Cluster.read(CLUSTER), hm.Model("tiny")
     placed = place_role(model, cluster, "teacher", model, seq_length=128, global_batch_size=8, dtype="fp32",
                         micro_batch_size=1, more_schedules="never", time_limit=1e-3)  # fmt: skip
-    problems = {one.way: one.problem for one in placed.found.alternatives}
+    problems = {one.way: one.problem for one in placed.placement.alternatives}
     assert "time limit" in problems["own chips"] and "1 pass over the data" in placed.explain(), problems
 
 

@@ -132,7 +132,7 @@ def test_cgroups_v2_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cgroups, "MOUNTS", tmp_path / "mounts")
     monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
     found = cgroups.memory_hierarchy()
-    assert found is not None and (found.version, found.own) == (2, own)
+    assert found is not None and (found.version, found.cgroup) == (2, own)
     group = cgroups.make_group(found, "p1s1", 3)
     assert group == tmp_path / "user" / "hetero-testbed-p1s1" / "rank-3"  # a group with processes has no children
     assert (tmp_path / "user" / "cgroup.subtree_control").read_text() == "+memory"
@@ -184,8 +184,8 @@ def test_the_demo_has_a_cluster_for_one_core() -> None:
 
 
 def test_foreign_load_is_what_is_left_over() -> None:
-    first = load._Sample(at=10.0, busy=100.0, stolen=1.0, own=50.0, kernel=5.0)
-    later = load._Sample(at=20.0, busy=115.0, stolen=1.5, own=63.0, kernel=6.0)
+    first = load._Sample(at=10.0, busy=100.0, stolen=1.0, own_processes=50.0, kernel=5.0)
+    later = load._Sample(at=20.0, busy=115.0, stolen=1.5, own_processes=63.0, kernel=6.0)
     assert load._foreign(first, later) == pytest.approx((15 - 13 - 1 + 0.5) / 10)
 
 
