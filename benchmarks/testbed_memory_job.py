@@ -4,7 +4,6 @@ weights equally, or not at all; compare with prediction."""
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -16,32 +15,32 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.divided_stages import DividedStages
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan
-from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.plans import Plan
+from hetero_megatron.planner.template.plan_template import describe
 from hetero_megatron.plans.dump import to_dict
-from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec
 
 
 def choose(cluster: Cluster, spec: ModelSpec, work: Work) -> list[Choice]:
-    """The planner's plan; of plans that divide weights the best one and the best of equal shares, the latter also with
-    equal sequences; the best plan without divided weights. Plans that are found twice run once per kind."""
+    """The planner's plan; of plans that divide weights the best one and the best of equal shares; the best plan without
+    divided weights. A plan that is several of these runs once, with all ``kinds``."""
     problem = PlanningProblem(spec, cluster, work["seq_length"], work["batch"], SearchOptions(dtype=DTYPE))
-    best = search(problem).best
-    plans: list[tuple[str, str, SimulatedPlan]] = [("planner", "planner", best)]
-    divided = _divided(problem)
-    if divided is not None and divided.plan.fingerprint() != best.plan.fingerprint():
-        plans.append(("divided by room", "divided", divided))
-    if (equal := _divided(problem.with_space(weights="equal"))) is not None:
-        plans.append(("equal shares", "equal", equal))
-    plans.append(("not divided", "whole", search(problem.with_space(weights="never")).best))
-    rows = []
-    for kind, key, found in plans:
-        rows.append(_row(f"{kind}: {found.text}", key, found.plan, spec, cluster))
-    if equal is not None and (same := _equal_rows(equal.plan)) is not None and same != equal.plan:
-        if not predict(same, spec, cluster, DTYPE).over:
-            rows.append(_row("equal shares and sequences", "all equal", same, spec, cluster))
-    return rows
+    found = {
+        "planner": search(problem).best,
+        "divided by room": _divided(problem),
+        "equal shares": _divided(problem.with_space(weights="equal")),
+        "not divided": search(problem.with_space(weights="never")).best,
+    }
+    by_plan: dict[str, Choice] = {}
+    for kind, best in found.items():
+        if best is None:
+            print(f"{kind}: none fits", flush=True)
+            continue
+        key = best.plan.fingerprint()
+        if key not in by_plan:
+            by_plan[key] = predicted("", "", to_dict(best.plan), spec, cluster)
+            by_plan[key][0].update(name=_text(best), kinds=[], limits=best.prediction.limits)
+        by_plan[key][0]["kinds"].append(kind)
+    return list(by_plan.values())
 
 
 def _divided(problem: PlanningProblem) -> SimulatedPlan | None:
@@ -51,22 +50,11 @@ def _divided(problem: PlanningProblem) -> SimulatedPlan | None:
     return incumbent.plans[0] if incumbent.plans else None
 
 
-def _equal_rows(plan: Plan) -> Plan | None:
-    """With equally many sequences for each replica of a stage, where they divide."""
-    (pipeline,) = plan.pipelines
-    if any(pipeline.micro_batch_size % len(stage.units) for stage in pipeline.stages):
-        return None
-
-    def equal(stage):  # type: ignore[no-untyped-def]
-        each = pipeline.micro_batch_size // len(stage.units)
-        units = tuple(replace(u, sequences=(i * each, (i + 1) * each)) for i, u in enumerate(stage.units))
-        return replace(stage, units=units)
-
-    return plan.with_stages(equal)
-
-
-def _row(name: str, kind: str, plan: Plan, spec: ModelSpec, cluster: Cluster) -> Choice:
-    return predicted(name, kind, to_dict(plan), spec, cluster)
+def _text(best: SimulatedPlan) -> str:
+    chips = [node.chip for node in best.cluster.nodes]
+    parts = [f"{x.copies} x (m {x.num_micro_batches}, b {x.shape.micro_batch_size}) {describe(x.shape, chips)}"
+             for x in best.template.parts]  # fmt: skip
+    return best.text or " + ".join(parts)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ from hetero_megatron.spec import stage_tensors
 from hetero_megatron.spec.adapted_model import gathered_bytes
 
 MOST_CHIPS = 64
-WIDE = 24  # structures that are compared before
+LOOKED_AT, WIDE = 48, 12  # structures whose memory is looked at; that fit, and are compared before
 FEW = 4  # structures that are made into plans; four times as many where nothing else fits
+LEAST_WORK = 5 / 8  # of what a search may do in all, which is left for this, however much was done before
 STEPS = 8  # parts of a stage's layers by which the number that recompute, or have activations away, is looked for
 PARTS = 100  # of the state of a stage, which shares are made of
 WAYS = (WeightSharding((1,)), WeightSharding((1,), reshard_after_forward=False), WeightSharding((1,), "step", False))
@@ -52,6 +53,9 @@ class DividedStages:
             return True
         if incumbent.budget is not None and incumbent.budget.over():
             return False
+        work = incumbent.scorer.work
+        if work.most < math.inf:
+            work.most = max(work.most, work.done + LEAST_WORK * problem.options.work * problem.space.schedule_effort)
         none_fit, seconds_before = not plans, plans[0].step_seconds if plans else math.inf
         divided_search = _DividedSearch(problem, incumbent.scorer)
         divided_search.most = 4 * FEW if none_fit else FEW
@@ -195,17 +199,19 @@ class _DividedSearch(StagedSearch):
     def order(
         self, rows: Sequence[tuple[float, int, ChipStructure]], best: float
     ) -> Sequence[tuple[float, int, ChipStructure]]:
-        """By what a step takes if memory were no matter, of the first ``WIDE`` that may fit: gathers and sums come with
-        every micro-batch, of which the bound knows little."""
+        """By what a step takes with least activations, of the first ``WIDE`` that fit so: gathers and sums come with
+        every micro-batch, of which the bound knows little, and less of memory."""
         estimated: list[tuple[float, tuple[float, int, ChipStructure]]] = []
-        for row in rows:
-            if row[0] >= best or len(estimated) == WIDE:
+        for row in rows[:LOOKED_AT]:
+            if row[0] >= best or len(estimated) == WIDE or ((estimated or best < math.inf) and self.scorer.work.over()):
                 break
-            if self._has_no_room(self._plan(row[2], self._levels[0][-1], WAYS[0])):
+            least = (levels[-1] for levels in self._levels)
+            try:
+                step = next((x for level in least if (x := self._fits(row[2], level)) is not None), None)
+            except UserError:  # a rank without any column
                 continue
-            plan = self._plan(row[2], self._levels[0][0], WAYS[0])
-            self.scorer.work.add(simulation_work(plan))
-            estimated.append((StepSimulator(plan, self.costs).times.end, row))
+            if step is not None:
+                estimated.append((step.times.end, row))
         return [row for _, row in sorted(estimated, key=lambda x: (x[0], x[1][1]))]
 
     def best_plan(self, structure: ChipStructure, best: float) -> SimulatedPlan | None:
@@ -227,13 +233,13 @@ class _DividedSearch(StagedSearch):
         return chosen
 
     def _fits(
-        self, structure: ChipStructure, level: Level, islands: Islands, way: WeightSharding = WAYS[0]
+        self, structure: ChipStructure, level: Level, islands: Islands = (), way: WeightSharding = WAYS[0]
     ) -> StepSimulator | None:
         """Of the plan with shares by room; None where it does not fit."""
         plan = replace(self._plan(structure, level, way), islands=islands)
         if self._has_no_room(plan):
             return None
-        self.scorer.work.add(simulation_work(plan))
+        self.scorer.work.add(simulation_work(plan) / 2)
         step = StepSimulator(self._shared_by_room(plan), self.costs)
         return None if step.over else step
 
