@@ -65,11 +65,12 @@ class DividedCost:
             for r, x in rates.items()
         )
         back = model.links.exchange((b, a, n * item) for (a, b), n in moves.items())
-        gather = back.seconds + back.latency, packed
+        messages = model.links.busiest_host(moves)
+        gather = back.seconds + back.latency, packed + messages
         if not bucket.trained:
             return PartSeconds(gather)
         reduced = model.links.exchange((a, b, n * model.wide) for (a, b), n in moves.items())
-        return PartSeconds(gather, (reduced.seconds + reduced.latency, added))
+        return PartSeconds(gather, (reduced.seconds + reduced.latency, added + messages))
 
     def added(
         self, stage: Stage, number: int, found: ChunkSeconds, part: UnitSeconds, micro_batches: int
