@@ -216,6 +216,15 @@ class Operators(ModelledOperators):
         return seconds + forward, seconds + backward
 
     @cached_method
+    def elementwise(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> float:
+        """What a layer takes more with elementwise recompute, as measured where it was and has no routed experts."""
+        if load is None and self._measured("elementwise"):
+            return sum(self._from_table("elementwise", share, rows, length))
+        return super().elementwise(share, rows, length, load)
+
+    def _elementwise_by_operators(self, share: float, rows: float, length: int) -> Seconds:
+        return (super().elementwise(share, rows, length),) * 2
+
     def _from_table(self, table: str, share: float, rows: float, length: int) -> Seconds:
         """Measured rows at exactly their sizes; elsewhere the modelled time, corrected by measured / modelled at the
         nearest sizes."""
@@ -228,7 +237,7 @@ class Operators(ModelledOperators):
         model = {
             "layers": self.layer_by_operators, "waiting": self.layer_by_operators, "embed": self.embed_by_operators,
             "head": self.head_by_operators, "split_layers": self._split_layer_by_operators,
-            "split_head": self._split_head_by_operators,
+            "split_head": self._split_head_by_operators, "elementwise": self._elementwise_by_operators,
         }[table]  # fmt: skip
         forward, backward = model(share, rows, length)
         if not measured:
