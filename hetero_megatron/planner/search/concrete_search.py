@@ -71,7 +71,9 @@ class ConcreteSearch(ABC, Generic[Structure]):
     def best_plan(self, structure: Structure, best: float) -> SimulatedPlan | None:
         """Its plan, simulated; None where none fits or takes less than ``best`` seconds."""
 
-    def order(self, rows: Sequence[tuple[float, int, Structure]], best: float) -> Sequence[tuple[float, int, Structure]]:
+    def order(
+        self, rows: Sequence[tuple[float, int, Structure]], best: float
+    ) -> Sequence[tuple[float, int, Structure]]:
         """Which structures to try first; ``rows``: by bound, (bound, number, structure)."""
         return rows
 
