@@ -1,14 +1,14 @@
 """Weights divided by memory against equal shares and none, on emulated clusters whose memory is unlike their speed.
 
-    python benchmarks/bench_testbed_memory.py [--only NAME …] [--links namespaces|paced] [--out FILE]
+    python benchmarks/bench_testbed_memory.py [--only NAME …] [--links namespaces|paced] [--predict] [--out FILE]
 
 The fast cards are the small ones: 24 beside 48 GiB (and 16), here in MiB beside what the process takes, for a model
 whose state takes half of the memory of the cluster. For each cluster, in one run: chips and links are calibrated, and
 these plans run: the planner's; the best of those that divide weights by room, and of those that divide them equally, if
 any fits; the best of all that do not divide them (pipelines, TP, recompute, shares of the optimizer, activations in
-host memory). Goals:
-at least 1.3 x (geometric mean) over the best equal division and over the best without, never slower than either;
-predictions within 4 %.
+host memory). ``--predict``: plans are chosen at assumed rates of the chips, and none runs. Goals: at least 1.3 x
+(geometric mean) over the best equal division and over the best without, never slower than either; predictions within
+4 %.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
+from benchmarks.testbed_memory_job import choose
 from benchmarks.testbed_run import emulated_cluster, notes, run_job
+from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.spec import ModelSpec
 
 MODEL = {
     "name": "bench", "hf_model_type": "llama", "num_layers": 32,
@@ -84,10 +87,18 @@ def report(name: str, case: Case, found: dict[str, Any]) -> dict[str, float]:
     return {**figures, "mean": sum(errors) / len(errors), "worst": max(errors), "plans": len(errors)}
 
 
+def predict(name: str, case: Case, work: dict[str, Any]) -> None:
+    """Print what is predicted of the plans of one cluster."""
+    print(f"\n### {name} ({case.layers} layers, batch {case.batch}; predicted at assumed rates)\n")
+    for facts, _ in choose(cluster_from_dict(case.cluster), ModelSpec(**work["model"]), work):
+        print(f"| {', '.join(facts['kinds'])}: {facts['name']} | {facts['predicted']:.3f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", default="namespaces", choices=("namespaces", "paced"))
     parser.add_argument("--only", nargs="*", metavar="NAME", choices=CASES, help="some of the clusters")
+    parser.add_argument("--predict", action="store_true", help="choose plans at assumed rates, and run none")
     parser.add_argument("--out", help="write everything as JSON")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
@@ -96,10 +107,15 @@ def main() -> None:
     for name in args.only or CASES:
         case = CASES[name]
         work = {"model": {**MODEL, "num_layers": case.layers}, "batch": case.batch, **WORK}
+        if args.predict:
+            predict(name, case, work)
+            continue
         found[name] = run_job(name, "testbed_memory_job.py", case.cluster, work, "clock", args.links, args.verbose)
         figures[name] = report(name, case, found[name])
         if args.out:
             Path(args.out).write_text(json.dumps(found, indent=1))
+    if args.predict:
+        return
     count = sum(f["plans"] for f in figures.values())
     mean = sum(f["mean"] * f["plans"] for f in figures.values()) / count
     worst = max(f["worst"] for f in figures.values())
