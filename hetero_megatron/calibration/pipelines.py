@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans import Plan, Recompute, plan_from_dict
 from hetero_megatron.plans.program import ADAPTIVE
 from hetero_megatron.predictor.cost.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec
@@ -51,6 +51,12 @@ class Runs:
     def alone(self, count: int | None = None) -> Run:
         """A model of few layers on each of the first ``count`` groups of a type (None: all), side by side."""
         return self._run([[g] for groups in self.groups.values() for g in groups[:count]], [FEW])
+
+    def elementwise(self) -> Run:
+        """The same on one group of a type, with elementwise recompute."""
+        run = self.alone(1)
+        plan = run.plan.with_stages(lambda stage: replace(stage, recompute=Recompute("elementwise")))
+        return replace(run, plan=plan, title=run.title + ", elementwise recompute")
 
     def pipelines(self, many: Mapping[str, int]) -> list[Run]:
         """With every chip type in front once; ``many``: layers by chip type, see :func:`depths`."""

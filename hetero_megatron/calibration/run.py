@@ -84,6 +84,8 @@ def calibrate(
         return observations
 
     slow, out, stages = _all_stages(observed, cluster, options, models, runs)
+    sizes = options.micro_batch_sizes if spec.moe is None and 1 in options.tp else ()
+    recomputed = observed([runs(model, 1, n, out).elementwise() for model in models for n in sizes])
     log("attention alone")
     operators = world.gather_objects(measure_operators(job, spec, options.lengths, CALLS * options.steps), Tables)
     if job.fp8:
@@ -108,6 +110,9 @@ def calibrate(
     for chip in dict.fromkeys(rank.chip for rank in cluster.ranks):
         ranks = [rank.rank for rank in cluster.ranks if rank.chip == chip and rank.rank not in out]
         rates = _stage_rates([o for o in stages if o.chip == chip], network, (fixed or {}).get(chip), *shape)
+        own, again = ([o for o in row if o.chip == chip] for row in (stages, recomputed))
+        if rows := _elementwise(own, again, options.seq_length):
+            rates["elementwise"] = rows
         tables, spread = operators[ranks[0]]
         of_experts, varied = experts[ranks[0]]
         if of_experts:
@@ -174,6 +179,21 @@ def _stage_rates(
         "jitter": median(o.spread * (o.forward + o.backward) ** 0.5 for o in seen),
         "spread": spread,
     }
+
+
+def _elementwise(
+    stages: Sequence[StageTimes], recomputed: Sequence[StageTimes], length: int
+) -> list[list[Any]]:
+    """What a layer alone takes more with elementwise recompute, forward and backward, by model and micro-batch size."""
+    rows = []
+    for key in sorted({o.key for o in recomputed}):
+        these, others = (
+            [o for o in row if o.key == key and o.parts == recomputed[0].parts] for row in (recomputed, stages)
+        )
+        more = [median(getattr(o, way) for o in these) - median(getattr(o, way) for o in others)
+                for way in ("forward", "backward")]  # fmt: skip
+        rows.append([*key, length, *(max(s / these[0].parts[0], LEAST) for s in more)])
+    return rows
 
 
 def _rounded(document: Any) -> Any:

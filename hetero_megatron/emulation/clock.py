@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import platform
 import struct
 import sys
@@ -206,4 +207,5 @@ def _wake_precisely() -> None:
     libc.prctl(29, 1000, 0, 0, 0)
     number = {"x86_64": 314, "aarch64": 274}.get(platform.machine())
     if number is not None:  # size, policy (0: as usual), flags, nice, priority, time slice in ns, deadline, period
-        libc.syscall(number, 0, struct.pack("IIQiIQQQ", 48, 0, 0, 0, 0, SLICE_NS, 0, 0), 0)
+        nice = os.getpriority(os.PRIO_PROCESS, 0)  # would be set, too: kept
+        libc.syscall(number, 0, struct.pack("IIQiIQQQ", 48, 0, 0, nice, 0, SLICE_NS, 0, 0), 0)

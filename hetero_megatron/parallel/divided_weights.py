@@ -90,10 +90,12 @@ class GatheredPart:
             return
         with self._memory():
             self._resize(self._bytes)
+            own = [(self._views[x.name][x.slices], master) for e in self._exchanges
+                   for x, master in zip(e.pieces, self.masters[e.bucket.index], strict=True)]  # fmt: skip
+            if own:  # one launch, however many pieces
+                torch._foreach_copy_([view for view, _ in own], [master for _, master in own])
             for exchange in self._exchanges:
                 index = exchange.bucket.index
-                for piece, master in zip(exchange.pieces, self.masters[index], strict=True):
-                    self._views[piece.name][piece.slices].copy_(master)
                 flat = self._flat[index] if exchange.bucket.dense else None
                 dtype = self._views[exchange.bucket.names[0]].dtype
                 exchange.start_spread(0, self.masters[index], self._views, dtype, flat)

@@ -96,8 +96,9 @@ class PlanningProblem:
                 accepted=f"1 to {model.max_position_embeddings}",
             )  # fmt: skip
         ways, equal = ("auto", "always", "never"), ("no", "layers", "copies")
+        divided = ("auto", "equal", "never")
         for name, values in (("context", ways), ("offload", ways), ("offload_activations", ways),
-                             ("more_schedules", ways), ("equal_pipelines", equal)):  # fmt: skip
+                             ("more_schedules", ways), ("equal_pipelines", equal), ("weights", divided)):  # fmt: skip
             if (value := getattr(self.space, name)) not in values:
                 raise UserError("unknown value", field=name, value=value, accepted=", ".join(values))
         problem = cannot_offload(self.options.costs.moments, self.dtype, self.options.costs.muon)

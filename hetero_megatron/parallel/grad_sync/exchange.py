@@ -62,9 +62,7 @@ class HopExchange:
     @property
     def packed(self) -> tuple[int, int, int]:
         """Elements copied into a message on the way to the owners, into one on the way back, and out of that."""
-        if self.runs is None:
-            return self.given, self.taken, self.given
-        return 0, 0 if self.group.size == 2 else self.taken, 0
+        return (self.given, self.taken, self.given) if self.runs is None else (0, 0, 0)
 
     def _counts(self, mine: int, others: int) -> list[int]:
         return [mine if r == self.me else others for r in self.group.ranks]
@@ -208,21 +206,19 @@ class HopExchange:
             self._handle = self.group.all_to_all(send, self.routes.take_counts, self.routes.give_counts)
             return
         assert memory is not None
-        send, counts = memory[self.runs[self.group.index]], [x.stop - x.start for x in self.runs]
-        if self.group.size == 2:
-            receive, own_size = memory[self.runs[1 - self.group.index]], 0
-            counts[self.group.index] = 0
-        else:
-            send, receive, own_size = send.repeat(self.group.size), memory, self.size
-        self._handle = self.group.all_to_all(send, self._counts(own_size, self.size), counts, receive)
+        own, parts = memory[self.runs[self.group.index]], [memory[run] for run in self.runs]
+        self._handle = self.group.exchange([own] * self.group.size, parts)
 
     def finish_back(self, arrays: Sequence[torch.Tensor]) -> None:
         """Write what came into my sources; the parts that are my own targets are there already. ``arrays``: one per
         source, of its shape [rows, columns]."""
         if self.group.size == 1:
             return
+        if self.runs is not None:
+            self._ended()
+            return
         received = self._wait()
-        if self.runs is not None or not self.fills:
+        if not self.fills:
             return
         targets = [arrays[i][index] for i, index in self.routes.given]
         if targets:  # one launch, however many pieces
@@ -240,10 +236,14 @@ class HopExchange:
 
     def _wait(self) -> torch.Tensor:
         """What came: [elements]."""
-        assert self._handle is not None, "finish without start"
-        received, self._handle = self._handle.wait(), None
+        received = self._ended()
         assert received is not None
         return received
+
+    def _ended(self) -> torch.Tensor | None:
+        assert self._handle is not None, "finish without start"
+        handle, self._handle = self._handle, None
+        return handle.wait()
 
 
 class BucketExchange:

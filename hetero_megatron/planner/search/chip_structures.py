@@ -23,6 +23,7 @@ from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.template.search_space import batch_sizes, tp_degrees
 
 CUTS = (1, 2, 4, 8)  # numbers of equal stages per group of chips
+LARGEST = 32  # sequences of a micro-batch
 FEW_GROUPS = 3  # up to so many groups every subset, and every order, is tried
 Ranks = tuple[int, ...]
 StageRanks = tuple[tuple[Ranks, ...], ...]
@@ -46,9 +47,17 @@ class ChipStructure:
         return len(self.ranks)
 
 
-def structures(problem: PlanningProblem, pool: DevicePool, ordered: bool) -> Iterator[ChipStructure]:
+def structures(
+    problem: PlanningProblem, pool: DevicePool, ordered: bool, every_size: bool = False
+) -> Iterator[ChipStructure]:
     """All structures whose stages have one communication library each, for every number of pipelines, TP degree and
-    micro-batch size; ``ordered``: common stages have the groups in every order, else in one."""
+    micro-batch size.
+
+    Args:
+        ordered: common stages have the groups in every order, else in one.
+        every_size: micro-batches of all sizes that divide the batch, up to ``LARGEST``, where none are asked for:
+            unlike chips of a stage divide 12 sequences as 2 to 1, but not 8 or 16.
+    """
     library, tried_ranks = problem.cluster.library_of, set[StageRanks]()
     for ranks in _stage_ranks(problem.global_batch_size, pool, ordered):
         joined = all(len({library(r) for r in stage}) == 1 for stages in ranks for stage in stages)
@@ -56,7 +65,10 @@ def structures(problem: PlanningProblem, pool: DevicePool, ordered: bool) -> Ite
             continue
         tried_ranks.add(ranks)
         pipeline_batch = problem.global_batch_size // len(ranks)
-        sizes = [size for size in batch_sizes(problem.space, pipeline_batch) if pipeline_batch % size == 0]
+        sizes: Sequence[int] = batch_sizes(problem.space, pipeline_batch)
+        if every_size and problem.space.micro_batch_sizes is None:
+            sizes = range(1, min(pipeline_batch, LARGEST) + 1)
+        sizes = [size for size in sizes if pipeline_batch % size == 0]
         for tp, size in itertools.product(_tp_sizes(problem, pool, ranks), sizes):
             yield ChipStructure(ranks, tp, size)
 

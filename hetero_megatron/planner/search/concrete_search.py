@@ -71,6 +71,12 @@ class ConcreteSearch(ABC, Generic[Structure]):
     def best_plan(self, structure: Structure, best: float) -> SimulatedPlan | None:
         """Its plan, simulated; None where none fits or takes less than ``best`` seconds."""
 
+    def order(
+        self, rows: Sequence[tuple[float, int, Structure]], best: float
+    ) -> Sequence[tuple[float, int, Structure]]:
+        """Which structures to try first; ``rows``: by bound, (bound, number, structure)."""
+        return rows
+
     def run(self, best: float, budget: TimeBudget) -> Outcome:
         """Try structures until none can take less than ``best`` seconds (inf: any plan that fits)."""
         outcome = Outcome(ended=False)
@@ -82,17 +88,19 @@ class ConcreteSearch(ABC, Generic[Structure]):
                 rows.append((self.bound(x), i, x))
             rows.sort(key=lambda row: row[:2])
             outcome.total = sum(bound < math.inf for bound, _, _ in rows)
-            for bound, _, structure in rows[: outcome.total]:
-                outcome.faster = bound < best
-                if not outcome.faster or outcome.tried == self.most:
-                    break
+            tried = set[int]()
+            for bound, number, structure in self.order(rows[: outcome.total], best):
+                if bound >= best or outcome.tried == self.most:
+                    continue
                 if best < math.inf and (budget.over() or self.scorer.work.over()):
                     return outcome
+                tried.add(number)
                 outcome.tried += 1
                 plan = self.best_plan(structure, best)
                 if plan is not None:
                     best = plan.step_seconds
                     outcome.plans.insert(0, plan)
+            outcome.faster = any(bound < best and number not in tried for bound, number, _ in rows)
             outcome.ended = True
         return outcome
 
@@ -135,9 +143,10 @@ class StagedSearch(ConcreteSearch[ChipStructure]):
     """A search over chips by stage (:mod:`chip_structures`); layers are divided by the stages' speeds."""
 
     ordered = False  # the order of the groups in a common stage matters
+    every_size = False  # micro-batches of every size that divides the batch
 
     def structures(self) -> Iterable[ChipStructure]:
-        return structures(self.problem, self.pool, self.ordered)
+        return structures(self.problem, self.pool, self.ordered, self.every_size)
 
     @abstractmethod
     def speed(self, structure: ChipStructure, s: int) -> StageSpeed | None:

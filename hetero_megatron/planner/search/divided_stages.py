@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
@@ -20,7 +21,8 @@ from hetero_megatron.planner.search.concrete_search import StagedSearch, StageSp
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulation_work
 from hetero_megatron.planner.shares import min_max_counts
 from hetero_megatron.plans import Pipeline, Plan, Recompute, Stage, Unit
-from hetero_megatron.plans.canonical import WeightSharding
+from hetero_megatron.plans.canonical import ActivationOffload, WeightSharding
+from hetero_megatron.plans.experts import Islands
 from hetero_megatron.plans.fields import reduced
 from hetero_megatron.plans.memory.divided import owned_bytes
 from hetero_megatron.plans.memory.of_plan import plan_activations
@@ -29,7 +31,10 @@ from hetero_megatron.spec import stage_tensors
 from hetero_megatron.spec.adapted_model import gathered_bytes
 
 MOST_CHIPS = 64
+LOOKED_AT, WIDE = 48, 12  # structures whose memory is looked at; that fit, and are compared before
 FEW = 4  # structures that are made into plans; four times as many where nothing else fits
+LEAST_WORK = 5 / 8  # of what a search may do in all, which is left for this, however much was done before
+STEPS = 8  # parts of a stage's layers by which the number that recompute, or have activations away, is looked for
 PARTS = 100  # of the state of a stage, which shares are made of
 WAYS = (WeightSharding((1,)), WeightSharding((1,), reshard_after_forward=False), WeightSharding((1,), "step", False))
 
@@ -48,6 +53,9 @@ class DividedStages:
             return True
         if incumbent.budget is not None and incumbent.budget.over():
             return False
+        work = incumbent.scorer.work
+        if work.most < math.inf:
+            work.most = max(work.most, work.done + LEAST_WORK * problem.options.work * problem.space.schedule_effort)
         none_fit, seconds_before = not plans, plans[0].step_seconds if plans else math.inf
         divided_search = _DividedSearch(problem, incumbent.scorer)
         divided_search.most = 4 * FEW if none_fit else FEW
@@ -69,7 +77,7 @@ def _cannot(problem: PlanningProblem) -> bool:
     dora = model.lora is not None and model.lora.dora
     costs = problem.options.costs
     refused = model.moe is not None or model.mtp_layers > 0 or dora or costs.muon
-    refused = refused or costs.fp8 is not None or space.equal_pipelines != "no"
+    refused = refused or costs.fp8 is not None or space.equal_pipelines != "no" or space.weights == "never"
     return refused or not space.inner_dp or space.offload == "always" or space.context == "always"
 
 
@@ -106,14 +114,45 @@ def shares_text(best: SimulatedPlan) -> list[str]:
     return texts
 
 
+@dataclass(frozen=True)
+class Level:
+    """What becomes of the activations of a stage: ``recompute``, with ``first`` of all its layers, and the part
+    ``away`` of its layers that has them in host memory."""
+
+    recompute: str = "none"
+    first: float = 0.0
+    away: float = 0.0
+
+    def recomputed(self, layers: int) -> Recompute:
+        count = math.ceil(self.first * layers)
+        return Recompute("first", count) if 0 < count < layers else Recompute("full" if count else self.recompute)
+
+
+KEEP = Level()
+
+
 class _DividedSearch(StagedSearch):
+    every_size = True
+
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
         super().__init__(problem, scorer)
+        self._levels = self._rows_of_levels()
         self._rows: dict[object, list[int] | None] = {}
         self._speeds: dict[object, StageSpeed | None] = {}
         layer = stage_tensors(self.model, (0,), False, False)
         self._trained = sum(t.size for t in layer if t.trained) if self.model.lora is None else 0
         self._frozen = sum(gathered_bytes(t, self.costs.item) for t in layer if not t.trained)
+
+    def _rows_of_levels(self) -> list[list[Level]]:
+        """Rows of levels, of each of which the first that fits is tried; the first row's last one takes least."""
+        if (kind := self.space.recompute) is not None:
+            return [[Level(kind)]]
+        rows = [[KEEP, *(Level(first=n / STEPS) for n in range(1, STEPS + 1))], [Level("elementwise")]]
+        away = self.problem.activations_away()
+        if self.space.offload_activations != "never" and away.issuperset(g.chip for g in self.pool.groups):
+            parts = [n / STEPS for n in range(1, STEPS + 1)]
+            rows += [[Level(kind, away=n) for n in parts] for kind in ("none", "elementwise")]
+        return rows
 
     def bound(self, structure: ChipStructure) -> float:
         """Nor is a step shorter than its messages, of which shares by room may save half."""
@@ -157,37 +196,52 @@ class _DividedSearch(StagedSearch):
             self._speeds[key] = StageSpeed(layer, max(ends), layer)
         return self._speeds[key]
 
+    def order(
+        self, rows: Sequence[tuple[float, int, ChipStructure]], best: float
+    ) -> Sequence[tuple[float, int, ChipStructure]]:
+        """By what a step takes with least activations, of the first ``WIDE`` that fit so: gathers and sums come with
+        every micro-batch, of which the bound knows little, and less of memory."""
+        estimated: list[tuple[float, tuple[float, int, ChipStructure]]] = []
+        for row in rows[:LOOKED_AT]:
+            if row[0] >= best or len(estimated) == WIDE or ((estimated or best < math.inf) and self.scorer.work.over()):
+                break
+            least = (levels[-1] for levels in self._levels)
+            try:
+                step = next((x for level in least if (x := self._fits(row[2], level)) is not None), None)
+            except UserError:  # a rank without any column
+                continue
+            if step is not None:
+                estimated.append((step.times.end, row))
+        return [row for _, row in sorted(estimated, key=lambda x: (x[0], x[1][1]))]
+
     def best_plan(self, structure: ChipStructure, best: float) -> SimulatedPlan | None:
-        """With the recompute and the way of gathering that are fastest."""
+        """With the activations and the way of gathering that are fastest."""
+        try:
+            checked = self.checked(self._plan(structure, self._levels[0][0], WAYS[0]))
+        except UserError:  # a rank without any column
+            return None
         chosen: SimulatedPlan | None = None
-        checked: Plan | None = None  # one of them: islands depend on neither
-        for recompute in self.recompute_kinds:
-            fits = False
-            for way in WAYS:
-                plan = self._plan(structure, recompute, way)
-                if not fits and self._has_no_room(plan):
-                    break
-                if checked is None:
-                    try:
-                        plan = checked = self.checked(plan)
-                    except UserError:  # a rank without any column
-                        return chosen
-                else:
-                    plan = replace(plan, islands=checked.islands)
-                    self.scorer.work.add(simulation_work(plan))
-                step = StepSimulator(self._shared_by_room(plan), self.costs)
-                if step.over and not fits:
-                    break  # other ways take more
-                if not step.over:
-                    fits, prediction = True, step.prediction()
-                    if prediction.step_seconds < best:
-                        best, chosen = (
-                            prediction.step_seconds,
-                            self.simulated(step.plan, prediction, self._text(step.plan)),
-                        )
-            if fits:
-                break  # what recomputes nothing is faster
+        for levels in self._levels:
+            number = bisect_left(levels, True, key=lambda x: self._fits(structure, x, checked.islands) is not None)
+            for way in WAYS if number < len(levels) else ():
+                step = self._fits(structure, levels[number], checked.islands, way)
+                if step is not None and (prediction := step.prediction()).step_seconds < best:
+                    best = prediction.step_seconds
+                    chosen = self.simulated(step.plan, prediction, self._text(step.plan))
+            if number == 0 and levels[0] == KEEP:
+                break  # nothing else is faster
         return chosen
+
+    def _fits(
+        self, structure: ChipStructure, level: Level, islands: Islands = (), way: WeightSharding = WAYS[0]
+    ) -> StepSimulator | None:
+        """Of the plan with shares by room; None where it does not fit."""
+        plan = replace(self._plan(structure, level, way), islands=islands)
+        if self._has_no_room(plan):
+            return None
+        self.scorer.work.add(simulation_work(plan) / 2)
+        step = StepSimulator(self._shared_by_room(plan), self.costs)
+        return None if step.over else step
 
     def _has_no_room(self, plan: Plan) -> bool:
         """Whether activations leave the ranks of a stage less than its state takes once, whatever their shares."""
@@ -207,7 +261,9 @@ class _DividedSearch(StagedSearch):
         return False
 
     def _shared_by_room(self, plan: Plan) -> Plan:
-        """Shares of state from the memory that is left beside everything else."""
+        """Shares of state from the memory that is left beside everything else; equal where the space says so."""
+        if self.space.weights == "equal":
+            return plan
         step = StepSimulator(plan, self.costs)
         optimizer_bytes = owned_bytes(step.prepared.compiled.divided, self.costs.item, self.costs.options.moments)
         room = {
@@ -226,7 +282,7 @@ class _DividedSearch(StagedSearch):
 
         return plan.with_stages(shared)
 
-    def _plan(self, structure: ChipStructure, recompute: str, way: WeightSharding) -> Plan:
+    def _plan(self, structure: ChipStructure, level: Level, way: WeightSharding) -> Plan:
         ends = list(itertools.accumulate(self.layers(structure), initial=0))
         stages = []
         for s, ranks in enumerate(structure.ranks[0]):
@@ -234,9 +290,11 @@ class _DividedSearch(StagedSearch):
             rows = self._rows[self.alike(ranks), tp, structure.size, head]
             assert rows is not None, "a structure with a bound"
             weights = replace(way, shard=(1,) * len(ranks)) if len(rows) > 1 else None
+            layers = ends[s + 1] - ends[s]
+            away = math.ceil(level.away * layers)
             stages.append(Stage(
-                ((ends[s], ends[s + 1]),), self._units(ranks, tp, rows), s == 0, head, Recompute(recompute),
-                self.chip(ranks), weights=weights,
+                ((ends[s], ends[s + 1]),), self._units(ranks, tp, rows), s == 0, head, level.recomputed(layers),
+                self.chip(ranks), weights=weights, activations=ActivationOffload(away) if away else None,
             ))  # fmt: skip
         pipeline = Pipeline(structure.size, self.rounds(structure), tuple(stages))
         return Plan(self.costs.seq_length, self.batch, "1f1b", (pipeline,))
@@ -259,6 +317,7 @@ class _DividedSearch(StagedSearch):
             rows = ",".join(str(u.sequences[1] - u.sequences[0]) for u in stage.units)
             tp = f" tp{stage.units[0].tp}" if stage.units[0].tp > 1 else ""
             weights = "" if stage.weights is None else f" weights by {stage.weights.gather}"
-            recompute = "" if stage.recompute.kind == "none" else f" recompute {stage.recompute.kind}"
-            parts.append(f"{names}{tp} rows {rows}{weights} [{stage.num_layers}]{recompute}")
+            recompute = "" if stage.recompute.kind == "none" else f" recompute {stage.recompute}"
+            away = "" if stage.activations is None else f" offload {stage.activations.layers}"
+            parts.append(f"{names}{tp} rows {rows}{weights} [{stage.num_layers}]{recompute}{away}")
         return f"1 x (m {pipeline.num_micro_batches}, b {pipeline.micro_batch_size}) {' > '.join(parts)}"

@@ -36,6 +36,7 @@ class SearchSpace:
         offload_activations: auto (of chips whose link to the host is known, where that saves 1 % of a step) | always
             (of others, too, whatever it saves) | never: those of layers in host memory, where they do not fit
             otherwise, or where that is faster than to recompute them.
+        weights: auto (by room) | equal | never: shares of stages that divide their weights.
     """
 
     micro_batch_sizes: tuple[int, ...] | None = None
@@ -49,6 +50,7 @@ class SearchSpace:
     context: str = "auto"
     offload: str = "auto"
     offload_activations: str = "auto"
+    weights: str = "auto"
     more_schedules: str = "auto"
     schedule_effort: float = 1.0
 

@@ -91,11 +91,9 @@ def _chunk_steps(
 
 
 def _message(held: int, owned: int, copies: float, dense: bool) -> int:
-    """Elements that gathering a bucket takes beside the weights: of two ranks that hold the same, none; of several, the
-    own part once for each of them; else what is sent and what comes."""
-    if dense:
-        return round(owned * copies) if copies > 2 else 0
-    return round(held - owned + owned * (copies - 1))
+    """Elements that gathering a bucket takes beside the weights: none of ranks that hold the same; else what is sent
+    and what comes."""
+    return 0 if dense else round(held - owned + owned * (copies - 1))
 
 
 def _under_way(stage: Stage, parts: Mapping[Step, PartBytes]) -> int:

@@ -94,13 +94,14 @@ def _least(spec: ModelSpec, length: int) -> float:
     return layer_flops(spec, length) if spec.moe is None else 2.0 * length * projection_elements(spec)
 
 
-def _embedding(cells: Cells, row: Entry) -> Bounds:
+def _unbounded(cells: Cells, row: Entry) -> Bounds:
     _layers(_least)(cells, row)  # its model is known
     return []
 
 
 ROWS: Mapping[str, Callable[[Cells, Entry], Bounds]] = {
-    "gemm": _gemm, "gemm_backward": _gemm, "attention": _attention, "optimizer": _optimizer, "embed": _embedding,
+    "gemm": _gemm, "gemm_backward": _gemm, "attention": _attention, "optimizer": _optimizer, "embed": _unbounded,
+    "elementwise": _unbounded,
     "layers": _layers(_least), "split_layers": _layers(_least, split=True),
     "head": _layers(head_flops), "split_head": _layers(head_flops, split=True),
 }  # fmt: skip

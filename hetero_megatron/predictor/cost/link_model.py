@@ -295,11 +295,10 @@ def exchange_host_seconds(
     Args:
         given, taken: elements sent to other owners and received from other holders, towards the owners; owned: kept.
         alone: whether sums begin with a copy of the own part, as nobody else holds all of it.
-        dense: all ranks hold the same: gradients leave, and parameters arrive, where they are kept, and only several
-            receivers need packed copies.
+        dense: all ranks hold the same: gradients and parameters leave from, and parameters arrive, where they are kept.
     """
     if gather:  # owners give what they took
-        packed, unpacked = (taken, given) if not dense else (taken if ranks > 2 else 0 * taken, 0 * given)
+        packed, unpacked = (taken, given) if not dense else (0 * taken, 0 * given)
         return packed * item * rates.pack + rates.exchange, unpacked * item * rates.unpack + rates.exchange
     first = owned * np.where(alone, rates.pack, rates.add) if isinstance(alone, np.ndarray) else owned * (
         rates.pack if alone else rates.add

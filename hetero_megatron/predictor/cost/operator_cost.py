@@ -136,7 +136,7 @@ class Operators(ModelledOperators):
     @property
     def split_measured(self) -> bool:
         """Whether B_INPUT and W of this model's layers were measured."""
-        return all(x.split_measured for x, _ in self._kinds) if self._kinds else bool(self._measured("split_layers"))
+        return self._has("split_layers")
 
     def split_layer(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> Seconds:
         """(B_INPUT, W) of one layer: measured, else as :func:`_split` has it; ``load``: as for :meth:`layer`."""
@@ -234,10 +234,19 @@ class Operators(ModelledOperators):
     def exchange(self, share: float, rows: float, length: int, seconds: float) -> Seconds:
         """(forward, backward) seconds of one exchange of activations in the TP group, which alone takes ``seconds``:
         plus measured waiting of its ranks for each other."""
-        if not seconds or not (self._kinds or [(self, 1.0)])[0][0]._measured("waiting"):
+        if not seconds or not self._has("waiting"):
             return seconds, seconds
         forward, backward = self._from_table("waiting", share, rows, length)
         return seconds + forward, seconds + backward
+
+    def elementwise(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> float:
+        """What a layer takes more with elementwise recompute, as measured where it was and has no routed experts."""
+        if load is None and self._has("elementwise"):
+            return sum(self._from_table("elementwise", share, rows, length))
+        return super().elementwise(share, rows, length, load)
+
+    def _elementwise_by_operators(self, share: float, rows: float, length: int) -> Seconds:
+        return (super().elementwise(share, rows, length),) * 2
 
     @cached_method
     def _from_table(self, table: str, share: float, rows: float, length: int) -> Seconds:
@@ -254,7 +263,7 @@ class Operators(ModelledOperators):
         model = {
             "layers": self.layer_by_operators, "waiting": self.layer_by_operators, "embed": self.embed_by_operators,
             "head": self.head_by_operators, "split_layers": self._split_layer_by_operators,
-            "split_head": self._split_head_by_operators,
+            "split_head": self._split_head_by_operators, "elementwise": self._elementwise_by_operators,
         }[table]  # fmt: skip
         forward, backward = model(share, rows, length)
         if not measured:
@@ -266,6 +275,10 @@ class Operators(ModelledOperators):
                 ratio.append((size, seconds / modelled))
         sizes = (share, rows, length)
         return forward * nearest(ratios[0], sizes), backward * nearest(ratios[1], sizes)
+
+    def _has(self, table: str) -> bool:
+        """Whether a table has this model's layers, or those of each kind."""
+        return all(x._measured(table) for x, _ in self._kinds) if self._kinds else bool(self._measured(table))
 
     @cached_method
     def _measured(self, table: str) -> list[LayerRow]:

@@ -83,6 +83,7 @@ class ChipRates:
     waiting: tuple[LayerRow, ...] = ()
     split_layers: tuple[LayerRow, ...] = ()
     split_head: tuple[LayerRow, ...] = ()
+    elementwise: tuple[LayerRow, ...] = ()
     experts: tuple[tuple[Any, ...], ...] = ()
     calibrated: bool = False
     score_seconds: float = 0.0

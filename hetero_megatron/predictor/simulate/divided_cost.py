@@ -14,6 +14,7 @@ from hetero_megatron.plans import Stage
 from hetero_megatron.plans.buckets import Bucket
 from hetero_megatron.plans.islands import hop_elements
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
+from hetero_megatron.predictor.cost.rates import ChipRates
 from hetero_megatron.schedule.simulate import ChunkSeconds
 
 Step = int | str
@@ -60,15 +61,16 @@ class DividedCost:
             * x.pack + x.exchange_seconds for r, x in rates.items()
         )  # fmt: skip
         added = max(
-            (takes[r] * x.add + (0 if bucket.dense else gives[r]) * x.pack) * model.wide
-            + x.exchange_seconds for r, x in rates.items()
-        )  # fmt: skip
+            _added(x, takes[r], gives[r], owned_elements[r], bucket) * model.wide + x.exchange_seconds
+            for r, x in rates.items()
+        )
         back = model.links.exchange((b, a, n * item) for (a, b), n in moves.items())
-        gather = back.seconds + back.latency, packed
+        messages = model.links.busiest_host(moves)
+        gather = back.seconds + back.latency, packed + messages
         if not bucket.trained:
             return PartSeconds(gather)
         reduced = model.links.exchange((a, b, n * model.wide) for (a, b), n in moves.items())
-        return PartSeconds(gather, (reduced.seconds + reduced.latency, added))
+        return PartSeconds(gather, (reduced.seconds + reduced.latency, added + messages))
 
     def added(
         self, stage: Stage, number: int, chunk_seconds: ChunkSeconds, part: UnitSeconds, micro_batches: int
@@ -84,24 +86,34 @@ class DividedCost:
             steps.append(("head", part.head))
         prices = [seconds_of_step.get(step, PartSeconds()) for step, _ in steps]
         gather, overlaps = stage.weights.gather, stage.weights.gather == "layer"
-        computing = [seconds[0] for _, seconds in steps]
-        forward = _exposed([p.gather for p in prices], computing if overlaps else [0.0] * len(steps))
-        back = [(p, seconds[1]) for p, (step, seconds) in zip(prices, steps, strict=True) if step != "embed"][::-1]
-        backward = _exposed([p.gather for p, _ in back], [s if overlaps else 0.0 for _, s in back])
-        if gather == "step":
-            forward, backward = forward / micro_batches, 0.0
-        elif not stage.weights.reshard_after_forward:
-            backward = 0.0
-        # Of a step's gradients, while the step before it in the model has its backward.
-        sums = _exposed([p.reduce for p in prices], [seconds[1] for _, seconds in steps])
+        forward = _exposed([p.gather for p in prices], [s[0] if overlaps else 0.0 for _, s in steps])
+        none = (0.0, 0.0)
+        again = [p.gather if step != "embed" else none for p, (step, _) in zip(prices, steps, strict=True)]
+        if gather == "step" or not stage.weights.reshard_after_forward:
+            again = [none] * len(steps)
+        computing = [seconds[1] for _, seconds in steps]
+        gathers = _exposed(again[::-1], computing[::-1] if overlaps else [0.0] * len(steps))
+        # Gradients of a step travel while the one before it in the model has its backward, beside the gather for the
+        # one before that.
+        links = [0.0, *(seconds for seconds, _ in again)] if overlaps else [0.0] * len(steps)
+        room = [max(0.0, compute - busy) for compute, busy in zip(computing, links, strict=False)]
+        sums = _exposed([p.reduce for p in prices], room)
         return chunk_seconds._replace(
-            forward=chunk_seconds.forward + forward,
-            backward=chunk_seconds.backward + backward + sums,
-            weight=chunk_seconds.weight + sums,
-        )
+            forward=chunk_seconds.forward + (forward / micro_batches if gather == "step" else forward),
+            backward=chunk_seconds.backward + gathers + sums, weight=chunk_seconds.weight + sums,
+        )  # fmt: skip
 
 
 def _exposed(prices: Sequence[tuple[float, float]], computing: Sequence[float]) -> float:
     """Seconds that a row of (links, host) adds to steps that compute so long, each under way during the one before."""
     hidden = [0.0, *computing][: len(prices)]
     return sum(max(0.0, links - compute) + host for (links, host), compute in zip(prices, hidden, strict=True))
+
+
+def _added(rates: ChipRates, taken: int, given: int, owned: int, bucket: Bucket) -> float:
+    """Seconds per byte of an element in which a rank adds up what came of a bucket's gradients, and that to the sums of
+    the micro-batches before. Of more than two ranks that hold the same, all that came is read once."""
+    if bucket.dense:
+        summed = taken * rates.add if len(bucket.ranks) == 2 else (taken + 2 * owned) / 2 * rates.pack
+        return summed + owned * rates.add
+    return (taken + owned) * rates.add + given * rates.pack

@@ -48,3 +48,15 @@ def test_each_gather_is_paid_for(tmp_path: Path) -> None:
     passes = 2 * (held - SPEC.vocab_size * SPEC.hidden_size) * 3 / 4
     assert layer - kept == pytest.approx(COUNT * passes / (LINK_BANDWIDTH * 100e6), rel=0.01)
     assert _seconds(tmp_path, fast, gather="layer") < 0.95 * _seconds(tmp_path, fast, gather="micro-batch")
+
+
+def test_gathers_and_sums_share_the_links(tmp_path: Path) -> None:
+    """On links that hide the sums of a layer's gradients behind its backward, but not the next gather beside them, what
+    gathers add to backward is all of their bytes over the bandwidth."""
+    bandwidth = "250 GB/s"
+    kept = _seconds(tmp_path, bandwidth, gather="layer", reshard_after_forward=False)
+    assert kept < 1.1 * _seconds(tmp_path, "400 GB/s", gather="layer", reshard_after_forward=False)
+    made = plan_from_dict(plan([pipe(4, COUNT, stage([0, 1, 2, 3], [0, 32], weights={}))], 2048), SPEC)
+    held = sum(bucket.counts()[0][0] for bucket in make_buckets(made, SPEC))
+    passes = COUNT * 2 * (held - SPEC.vocab_size * SPEC.hidden_size) * 3 / 4 / (LINK_BANDWIDTH * 250e9)
+    assert _seconds(tmp_path, bandwidth, gather="layer") - kept > 0.9 * passes

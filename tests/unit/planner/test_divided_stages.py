@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
+from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.search.divided_stages import DividedStages, _DividedSearch
 from hetero_megatron.planner.search.driver import search
+from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import Lora, adapted
 from hetero_megatron.spec.hf_config import from_hf_config
@@ -57,7 +62,7 @@ def test_found_where_nothing_else_fits() -> None:
         assert stage.weights is not None
         keeps = [(cluster.ranks[r].chip, share) for r, share in zip(stage.ranks, stage.weights.shard, strict=True)]
         assert min(n for chip, n in keeps if chip == "big") > 1.4 * max(n for chip, n in keeps if chip == "small") > 0
-        assert {u.sequences[1] - u.sequences[0] for u in stage.units} == {1}
+        assert len({u.sequences[1] - u.sequences[0] for u in stage.units}) == 1
 
 
 def test_chosen_where_it_is_faster() -> None:
@@ -77,3 +82,23 @@ def test_not_tried_where_memory_is_plenty_or_far_too_small() -> None:
     assert search(problem(cards(4, 3, slow=3.0), lora=Lora(4, 8.0, dora=True))).divided == ""
     with pytest.raises(UserError, match="too little even without activations"):
         search(problem(cards(5, 4)))
+
+
+def test_micro_batches_by_speed_and_restricted_shares() -> None:
+    """Cards of unlike speed find micro-batches of 6 (2, 2, 1 and 1 rows), which no power of two gives."""
+    asked = problem(cards(24, 12, slow=0.5)).with_batch(12)
+    search_for = _DividedSearch(asked, make_scorer(asked))
+    sizes = {x.size for x in search_for.structures()}
+    assert sizes == {2, 3, 4, 6, 12}
+    structure = next(x for x in search_for.structures() if x.size == 6 and x.stages == 1 and len(x.ranks[0][0]) == 4)
+    assert search_for.bound(structure) < math.inf
+    found = search_for.best_plan(structure, math.inf)
+    assert found is not None and not found.prediction.over
+    (stage,) = found.plan.stages
+    assert [u.sequences[1] - u.sequences[0] for u in stage.units] == [1, 1, 2, 2]
+    assert stage.weights is not None and stage.weights.shard[0] > stage.weights.shard[-1]
+    equal = asked.with_space(weights="equal")
+    found = _DividedSearch(equal, make_scorer(equal)).best_plan(structure, math.inf)
+    assert found is not None and set(found.plan.stages[0].weights.shard) == {1}  # type: ignore[union-attr]
+    never, divided = asked.with_space(weights="never"), DividedStages()
+    assert divided.propose(never, Incumbent(never, make_scorer(never))) and divided.why == ""
