@@ -85,9 +85,11 @@ class FusedExperts:
 
     Args:
         interleaved: output 2i is of the gate and 2i + 1 of up (gpt-oss); else the gate's outputs come first (Llama 4).
+        transposed: False: tensors [experts, outputs, inputs] (Qwen3.5).
     """
 
     interleaved: bool = False
+    transposed: bool = True
 
     def source(self, spec: ModelSpec, prefix: str, expert: int, projection: str, kind: str) -> HFSource:
         assert spec.moe is not None
@@ -99,7 +101,9 @@ class FusedExperts:
             start = int(second) * (1 if self.interleaved else spec.moe.ffn_hidden_size)
             step = 2 if self.interleaved else 1
         name = f"{prefix}.{fused}" + ("_bias" if kind == "bias" else "")
-        return HFSource(name, start, outputs, kind == "weight", step, (expert, spec.moe.num_experts))
+        return HFSource(
+            name, start, outputs, self.transposed and kind == "weight", step, (expert, spec.moe.num_experts)
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,8 @@ class NameTable:
         heads_apart: logical modules whose vector is stored as a tensor for each head, ``{}`` in theirs for its number.
         head_rows: logical modules whose vector is stored as a matrix, with a row for each head.
         transposed: their modules whose weights are stored transposed; filters: as those of a Conv1d.
-        experts: how they are stored, where not one by one.
+        experts: how they are stored, where not one by one; stacked: how files may have them that store them together,
+            though transformers writes them one by one.
         outside: logical tensor outside of the layers -> theirs; others have the same name.
     """
 
@@ -131,6 +136,7 @@ class NameTable:
     transposed: frozenset[str] = frozenset()
     filters: frozenset[str] = frozenset()
     experts: FusedExperts | None = None
+    stacked: FusedExperts | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
 
     def source(self, spec: ModelSpec, name: str) -> HFSource:

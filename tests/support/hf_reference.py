@@ -41,7 +41,7 @@ def make_hf(
             noise = torch.randn(param.shape, dtype=torch.float32)
             is_norm = "norm" in name or ".ln_" in name
             scale = 0.02 if is_norm or name.endswith("bias") else 0.15
-            offset = config["model_type"].startswith(("gemma", "qwen3_next")) and "linear_attn" not in name  # 1 + w
+            offset = config["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5")) and "linear_attn" not in name  # 1 + w
             param.copy_(noise * scale + (1.0 if is_norm and name.endswith("weight") and not offset else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # large enough to change choices
@@ -84,7 +84,7 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             module.forward = _exact_rms_norm(module)  # type: ignore[method-assign]
-        elif kind in ("Qwen3NextGatedDeltaNet", "Qwen3NextRMSNormGated"):
+        elif kind.startswith("Qwen3") and kind.endswith(("GatedDeltaNet", "RMSNormGated")):
             make_exact_delta(module, dtype)
         elif kind in ("CohereLayerNorm", "Cohere2LayerNorm"):
             module.forward = _exact_cohere_norm(module)  # type: ignore[method-assign]
@@ -101,8 +101,8 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _exact_rms_norm(module: Any) -> Any:
-    """Gemma's and Qwen3-Next's multiply with 1 + w."""
-    gemma, eps = type(module).__name__.startswith(("Gemma", "Qwen3Next")), getattr(module, "variance_epsilon", None)
+    """Gemma's, Qwen3-Next's and Qwen3.5's multiply with 1 + w."""
+    gemma, eps = type(module).__name__.startswith(("Gemma", "Qwen3Next", "Qwen3_5")), getattr(module, "variance_epsilon", None)
     eps = module.eps if eps is None else eps
     return lambda x: F.rms_norm(x, (x.shape[-1],), 1.0 + module.weight if gemma else module.weight, eps)
 
@@ -266,6 +266,7 @@ def _exact_rotary(module: Any, dtype: torch.dtype) -> Any:
     def tables(position_ids: torch.Tensor, kind: str | None) -> Any:
         rope = module.config.rope_parameters if kind is None else module.config.rope_parameters[kind]
         prefix = "" if kind is None else f"{kind}_"
+        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids  # of text, all three are the same
         inv_freq = exact_frequencies(module.config, rope, int(position_ids.max()) + 1)
         if rope["rope_type"] != "longrope":
             # transformers computes the same numbers in fp32: so the rules below are not wrong in the same way as ours.

@@ -1,4 +1,4 @@
-"""transformers' Gated DeltaNet in the dtype of its inputs: its own text, without the casts to fp32 in it."""
+"""transformers' Gated DeltaNet (Qwen3-Next, Qwen3.5) in the dtype of its inputs: its own text, without the casts to fp32 in it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
 _FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
@@ -24,17 +26,23 @@ def _exact(function: Callable[..., Any], scope: dict[str, Any]) -> Any:
     return scope[function.__name__]
 
 
-_SCOPE = dict(vars(modeling))
-chunked, recurrent = (_exact(inspect.unwrap(getattr(modeling, name)), _SCOPE) for name in _FUNCTIONS)
-_mixer = _exact(inspect.unwrap(modeling.Qwen3NextGatedDeltaNet.forward), _SCOPE)
-_norm = _exact(modeling.Qwen3NextRMSNormGated.forward, _SCOPE)
+def _scope(module: Any) -> dict[str, Any]:
+    """The names of a model's file, with its rules in fp64."""
+    scope = dict(vars(module))
+    for name in _FUNCTIONS:
+        _exact(inspect.unwrap(getattr(module, name)), scope)
+    return scope
+
+
+_SCOPES = {module.__name__: _scope(module) for module in (modeling, modeling_qwen3_5, modeling_qwen3_5_moe)}
+chunked, recurrent = (_SCOPES[modeling.__name__][name] for name in _FUNCTIONS)
 
 
 def make_exact_delta(module: Any, dtype: torch.dtype) -> None:
-    """Of one module of a Qwen3-Next model in fp64."""
+    """Of one module of a model with Gated DeltaNet in fp64."""
     if dtype == torch.float64:
-        forward = _mixer if type(module).__name__ == "Qwen3NextGatedDeltaNet" else _norm
-        module.forward = forward.__get__(module)
+        scope, kind = _SCOPES[type(module).__module__], type(module)
+        module.forward = _exact(inspect.unwrap(kind.forward), dict(scope)).__get__(module)
 
 
 def by_document(

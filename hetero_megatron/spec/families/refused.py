@@ -53,8 +53,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "opt": ("learned positions with an offset, and ReLU", "gpt2"),
     "persimmon": ("queries, keys and values in one matrix, head by head", "nemotron"),
     "phimoe": ("routers of SparseMixer", "mixtral"),
-    "qwen3_5": (_IMAGES, "qwen3"),
-    "qwen3_5_text": (_LINEAR, "qwen3"),
     "recurrent_gemma": ("recurrent layers", "gemma2"),
     "rwkv": ("recurrent layers", "llama"),
     "xlstm": ("recurrent layers", "llama"),

@@ -48,7 +48,7 @@ def base(family: str) -> dict[str, Any]:
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
     if family in MIXTURES:
         of_every_head = {"num_key_value_heads": 4} if family.startswith("deepseek") else {}
-        of_every_head |= {"num_hidden_layers": 4} if family == "qwen3_next" else {}  # one with attention
+        of_every_head |= {"num_hidden_layers": 4} if FAMILIES[family].linear else {}  # one with attention
         return MIXTURES[family] | BASE | of_every_head
     if family in ("gptj", "falcon"):
         return next(c for c in DENSE.values() if c["model_type"] == family) | {"num_hidden_layers": 2}
@@ -176,7 +176,13 @@ HYBRID: list[dict[str, Any]] = [
     {"linear_value_head_dim": 12}, {"linear_conv_kernel_dim": 2}, {"linear_conv_kernel_dim": 0},
     {"linear_key_head_dim": "6"}, {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0},
     {"norm_topk_prob": False}, {"attention_bias": True}, {"rms_norm_eps": 0.1}, {"attn_output_gate": False},
-]
+    {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_use_dedicated_embeddings": False},
+    {"mamba_ssm_dtype": "float16"}, {"mtp_num_hidden_layers": 1}, {"mtp_num_hidden_layers": -1},
+    {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": []},
+    {"rope_parameters": {"rope_theta": 9.0, "mrope_section": [3, 1, 2], "mrope_interleaved": True}},
+    {"rope_scaling": YARN | {"mrope_section": [1, 1, 1]}}, {"rope_parameters": {"mrope_section": [3, 1]}},
+    {"rope_parameters": {"mrope_section": "x"}}, {"rope_parameters": {"mrope_interleaved": 2}},
+]  # fmt: skip
 
 
 PARALLEL: list[dict[str, Any]] = [
@@ -211,7 +217,7 @@ def mutations(family: str) -> list[dict[str, Any]]:
         known = FAMILIES[family].keys
         own = [change for change in PARALLEL if change.keys() & known]
         return own + (GPT2 if family == "gptj" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE
-    if family == "qwen3_next":
+    if FAMILIES[family].linear:
         return [*HYBRID, *ROPE, *SHAPES, *MOE, *EVERYWHERE]
     if family in MIXTURES:
         return [*ROPE, *WINDOWS, *SHAPES, *MOE, *EVERYWHERE]
