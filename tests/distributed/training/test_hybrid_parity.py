@@ -48,7 +48,9 @@ CONTEXT = {
             [{"ranks": [3, 4], "intervals": [[[6, 10]], [[0, 6]]], "heads": [2, 2]}],
         ]))]),
 }  # fmt: skip
-CASES = [(model, name) for model in HYBRIDS for name in PLANS]
+_QWEN3_NEXT = ("qwen3_next", "qwen3_next_odd")
+CASES = [(model, name) for model in _QWEN3_NEXT for name in PLANS]
+CASES += [("qwen3_5", "uneven_tp"), ("qwen3_5_moe", "pipeline")]
 IN_MAKE_TEST = [("qwen3_next_odd", "pipeline")]
 
 
@@ -61,11 +63,14 @@ def test_hybrids_under_plans(case: tuple[str, str]) -> None:
 
 
 FULL, LINEAR = "full_attention", "linear_attention"
-ORDER = {"qwen3_next": [LINEAR, LINEAR, FULL], "qwen3_next_odd": [LINEAR, FULL, LINEAR]}
+ORDER = {
+    "qwen3_next": [LINEAR, LINEAR, FULL], "qwen3_next_odd": [LINEAR, FULL, LINEAR], "qwen3_5": [FULL, LINEAR, LINEAR],
+    "qwen3_5_moe": [LINEAR, FULL, LINEAR],
+}  # fmt: skip
 
 CONTEXT_CASES = [  # (model, plan, whether documents are packed)
     ("qwen3_next", "runs_in_zigzag", True), ("qwen3_next_odd", "members_of_ranks", True),
-    ("qwen3_next", "any_intervals", False),
+    ("qwen3_next", "any_intervals", False), ("qwen3_5", "members_of_ranks", True),
 ]  # fmt: skip
 
 
