@@ -115,6 +115,9 @@ class HFWeights:
         if table.stacked is not None and source.name not in self._shapes:
             stacked = replace(table, experts=table.stacked).source(self.spec, name)
             source = stacked if stacked.name in self._shapes else source
+        for part, other in table.otherwise.items():
+            if source.name not in self._shapes and (found := source.name.replace(part, other)) in self._shapes:
+                source = replace(source, name=found)
         source = replace(source, name=self._prefix + source.name)
         if name == HEAD and source.name not in self._shapes and self._prefix + HEAD in self._shapes:
             source = replace(source, name=self._prefix + HEAD)  # as transformers calls it in memory
@@ -227,7 +230,7 @@ class HFWeights:
     def _part(self, source: HFSource, slices: tuple[slice, ...]) -> torch.Tensor:
         """What ``slices`` are of a stored tensor."""
         values: torch.Tensor
-        if source.width or source.filters:
+        if source.width or source.filters or any(source.within):
             stored = self._files.whole(source.name)
             return stored.view(source.view(tuple(stored.shape)))[slices]
         if source.step == 1 and tuple(s.stop - s.start for s in slices) == self._shapes[source.name]:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from hetero_megatron.model.layers import Context, Linear, Norm, joint_products, lay_together
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.spec import ModelSpec, Share
+from hetero_megatron.spec.gated_delta import KimiDelta
 
 Tensor = torch.Tensor
 NORM_EPS = 1e-6  # of queries and keys, whatever the model's is
@@ -94,3 +95,12 @@ class GatedDeltaNet(nn.Module):
     def activate(self, z: Tensor, normed: Tensor) -> Tensor:
         """SiLU of z times what is normalised, which ``o_proj`` reads: all [b, s, value heads dv]."""
         return self.kernels.swiglu(z, normed)  # type: ignore[no-any-return]
+
+
+def linear_attention(spec: ModelSpec, share: Share, kernels: KernelPlan) -> nn.Module:
+    """What a layer of linear attention has."""
+    if not isinstance(spec.delta, KimiDelta):
+        return GatedDeltaNet(spec, share, kernels)
+    from hetero_megatron.model.kimi_delta import KimiDeltaNet
+
+    return KimiDeltaNet(spec, share, kernels)

@@ -112,9 +112,9 @@ class Layer(nn.Module):
             self.input_layernorm = norm()
         self.kind = spec.layer(number)
         if self.kind.linear:
-            from hetero_megatron.model.gated_delta_net import GatedDeltaNet
+            from hetero_megatron.model.gated_delta_net import linear_attention
 
-            self.linear_attn = GatedDeltaNet(spec, share, kernels)
+            self.linear_attn = linear_attention(spec, share, kernels)
         else:
             attention = Attention if spec.mla is None else LatentAttention
             self.self_attn = attention(spec, number, share, kernels, dropout.attention)

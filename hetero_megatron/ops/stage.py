@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.ops.gated_delta import CHANNELS
 from hetero_megatron.ops.gemm_fp8 import HYBRID
 from hetero_megatron.ops.kernel_plan import KernelPlan, resolve
 from hetero_megatron.ops.registry import torch_registry
@@ -15,6 +16,7 @@ from hetero_megatron.ops.spec import Signature
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.spec import Dropout, ModelSpec, Share, tensor_box, trained_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
+from hetero_megatron.spec.gated_delta import KimiDelta
 
 Dims = dict[str, tuple[int, ...]]
 
@@ -149,6 +151,7 @@ def stage_signatures(
     of_attention = {"softcap": spec.attn_softcap is not None, "sinks": spec.sinks, "dropout": dropout.attention > 0}
     features: dict[str, tuple[str, ...]] = {
         "attention": tuple(name for name, is_used in of_attention.items() if is_used),
+        "gated_delta_rule": (CHANNELS,) if isinstance(spec.delta, KimiDelta) else (),
         **({fp8.operator: (HYBRID,)} if fp8 is not None and fp8.hybrid else {}),
     }
     return [

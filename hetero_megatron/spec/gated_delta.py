@@ -58,7 +58,49 @@ class GatedDelta:
         return self.value_heads * self.value_dim
 
     @property
+    def decays(self) -> int:
+        """Numbers of a token that say how much is forgotten: one per value head."""
+        return self.value_heads
+
+    @property
+    def low_rank(self) -> int:
+        """Features that every rank of a TP group projects a token down to, before others are made of them."""
+        return 0
+
+    @property
     def projected(self) -> int:
-        """Features that are projected of a token: queries, keys, values, the output's gate, and two numbers per value
-        head (how much is written, and how much is forgotten)."""
-        return 2 * self.key_width + 2 * self.value_width + 2 * self.value_heads
+        """Features that are projected of a token: queries, keys, values, the output's gate, how much is written to each
+        value head, and how much is forgotten."""
+        return 2 * self.key_width + 2 * self.value_width + self.value_heads + self.decays
+
+    def products(self, hidden: int, share: float = 1.0) -> tuple[tuple[tuple[float, ...], float], ...]:
+        """(outputs of matrices that multiply one input, its features) of a layer, on a rank with ``share`` of it."""
+        return ((share * self.projected,), hidden), ((hidden,), share * self.value_width)
+
+    def elements(self, hidden: int) -> float:
+        """Of all these matrices."""
+        return sum(sum(outputs) * inputs for outputs, inputs in self.products(hidden))
+
+
+@dataclass(frozen=True)
+class KimiDelta(GatedDelta):
+    """Of Kimi Delta Attention (Kimi Linear): every feature of a key decays by itself. What says how much, and the gate
+    of the output, of which the sigmoid counts, come from ``key_dim`` features of the token each."""
+
+    def shape(self) -> dict[str, Any]:
+        return {**asdict(self), "decay": "by feature"}
+
+    @property
+    def decays(self) -> int:
+        return self.value_heads * self.key_dim
+
+    @property
+    def low_rank(self) -> int:
+        return 2 * self.key_dim
+
+    def products(self, hidden: int, share: float = 1.0) -> tuple[tuple[tuple[float, ...], float], ...]:
+        straight = 2 * self.key_width + self.value_width + self.value_heads
+        return (
+            ((share * straight, self.low_rank), hidden), ((share * self.decays, share * self.value_width), self.key_dim),
+            ((hidden,), share * self.value_width),
+        )  # fmt: skip

@@ -24,7 +24,7 @@ from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
-from tests.support.qwen_next_reference import by_document, make_exact_delta
+from tests.support.qwen_next_reference import by_document, has_delta, kimi_values, make_exact_delta
 
 
 def make_hf(
@@ -84,7 +84,7 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             module.forward = _exact_rms_norm(module)  # type: ignore[method-assign]
-        elif kind.startswith("Qwen3") and kind.endswith(("GatedDeltaNet", "RMSNormGated")):
+        elif has_delta(module):
             make_exact_delta(module, dtype)
         elif kind in ("CohereLayerNorm", "Cohere2LayerNorm"):
             module.forward = _exact_cohere_norm(module)  # type: ignore[method-assign]
@@ -131,7 +131,7 @@ def _exact_gptj(module: Any) -> None:
 
 def _exact_router(module: Any) -> Any:
     """transformers' rules for routers, which it computes in fp32."""
-    if type(module).__name__ in ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Dots1TopkRouter"):
+    if type(module).__name__ in ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Dots1TopkRouter", "KimiLinearTopkRouter"):
         return lambda x: _deepseek_v3_router(module, x)
     if type(module).__name__ == "DeepseekV2TopkRouter":
         return lambda x: _deepseek_v2_router(module, x)
@@ -333,6 +333,7 @@ def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
 
 def _logical(values: dict[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
     table, found = name_table(spec), dict[str, torch.Tensor]()
+    values = kimi_values(values) if spec.hf_model_type == "kimi_linear" else values
     for tensor in logical_tensors(spec):
         if ".experts." in tensor.name:
             found[tensor.name] = _of_experts(values, tensor.name, spec.hf_model_type).contiguous()

@@ -87,7 +87,7 @@ class Family:
     @property
     def linear(self) -> bool:
         """With linear attention in some layers."""
-        return "linear_num_key_heads" in self.keys
+        return bool(self.keys & {"linear_num_key_heads", "linear_num_heads"})
 
     @property
     def architectures(self) -> tuple[str, ...]:

@@ -36,7 +36,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "hunyuan_v1_moe": (_TURNED, "qwen3_moe"),
     "jamba": (_STATE_SPACE, "mixtral"),
     "jetmoe": ("experts in attention", "mixtral"),
-    "kimi_linear": (_LINEAR, "deepseek_v3"),
     "lfm2": ("convolutions between tokens", "llama"),
     "lfm2_moe": ("convolutions between tokens", "qwen3_moe"),
     "longcat_flash": ("experts that do nothing, and two attentions per layer", "deepseek_v3"),

@@ -91,9 +91,10 @@ def test_linear_attention_comes_back_without_what_predicts_further_tokens(family
     hf, _ = make_hf(HYBRIDS[family], seed=3, dtype=torch.float32)
     source, native, target = (tmp_path / name for name in ("source", "native", "target"))
     hf.save_pretrained(source)
-    weights = load_file(source / "model.safetensors") | {"mtp.fc.weight": torch.ones(2, 4)}
-    save_file(weights, source / "model.safetensors", {"format": "pt"})
-    assert any("mtp." in text for text in to_native(str(source), str(native))["notices"])
+    if predicts := not family.startswith("kimi"):
+        weights = load_file(source / "model.safetensors") | {"mtp.fc.weight": torch.ones(2, 4)}
+        save_file(weights, source / "model.safetensors", {"format": "pt"})
+    assert any("mtp." in text for text in to_native(str(source), str(native))["notices"]) == predicts
     from_native(str(native), str(target))
     back, want = AutoModelForCausalLM.from_pretrained(target).state_dict(), hf.state_dict()
     assert back.keys() == want.keys() and all(torch.equal(back[name], want[name]) for name in want)
