@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from hetero_megatron.model.layers import Context, Linear, Norm, joint_products, lay_together
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.spec import ModelSpec, Share
-from hetero_megatron.spec.gated_delta import KimiDelta
 
 Tensor = torch.Tensor
 NORM_EPS = 1e-6  # of queries and keys, whatever the model's is
@@ -99,7 +98,7 @@ class GatedDeltaNet(nn.Module):
 
 def linear_attention(spec: ModelSpec, share: Share, kernels: KernelPlan) -> nn.Module:
     """What a layer of linear attention has."""
-    if not isinstance(spec.delta, KimiDelta):
+    if spec.delta is None or not spec.delta.by_feature:
         return GatedDeltaNet(spec, share, kernels)
     from hetero_megatron.model.kimi_delta import KimiDeltaNet
 

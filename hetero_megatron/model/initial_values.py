@@ -9,7 +9,6 @@ import torch
 
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec
-from hetero_megatron.spec.gated_delta import KimiDelta
 from hetero_megatron.spec.tensors import expert_tensor
 
 BLOCK_ROWS = 256  # of a matrix, drawn from one generator each: a part of it needs no more
@@ -23,7 +22,7 @@ def initial_values(tensor: LogicalTensor, box: Box, spec: ModelSpec, seed: int) 
     1 / sqrt(inputs), as in PEFT. Of linear attention, the gated norm's weights and dt_bias are 1 and A_log is as in
     transformers; of Kimi Delta Attention both A_log and dt_bias.
     """
-    kimi = isinstance(spec.delta, KimiDelta)
+    kimi = spec.delta is not None and spec.delta.by_feature
     if tensor.name.endswith("A_log"):
         return _decays(tensor, seed, 1.0 if kimi else 0.01)[box.lo[0] : box.hi[0]]
     if kimi and tensor.name.endswith("linear_attn.dt_bias"):

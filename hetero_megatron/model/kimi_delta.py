@@ -15,7 +15,6 @@ from hetero_megatron.model.gated_delta_net import ConvFilters, DeltaCore
 from hetero_megatron.model.layers import Context, Linear, Norm, joint_products, lay_together
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.spec import ModelSpec, Share
-from hetero_megatron.spec.gated_delta import KimiDelta
 
 Tensor = torch.Tensor
 
@@ -34,7 +33,7 @@ class KimiDeltaNet(nn.Module):
     def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
         super().__init__()
         delta, h, (first, end) = spec.delta, spec.hidden_size, share.key_heads
-        assert isinstance(delta, KimiDelta)
+        assert delta is not None and delta.by_feature
         self.delta, self.kernels = delta, kernels
         value_heads = (end - first) * delta.values_per_key
         keys, values, decays = (end - first) * delta.key_dim, value_heads * delta.value_dim, value_heads * delta.key_dim

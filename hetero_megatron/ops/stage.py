@@ -16,7 +16,6 @@ from hetero_megatron.ops.spec import Signature
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.spec import Dropout, ModelSpec, Share, tensor_box, trained_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
-from hetero_megatron.spec.gated_delta import KimiDelta
 
 Dims = dict[str, tuple[int, ...]]
 
@@ -151,7 +150,7 @@ def stage_signatures(
     of_attention = {"softcap": spec.attn_softcap is not None, "sinks": spec.sinks, "dropout": dropout.attention > 0}
     features: dict[str, tuple[str, ...]] = {
         "attention": tuple(name for name, is_used in of_attention.items() if is_used),
-        "gated_delta_rule": (CHANNELS,) if isinstance(spec.delta, KimiDelta) else (),
+        "gated_delta_rule": (CHANNELS,) if spec.delta is not None and spec.delta.by_feature else (),
         **({fp8.operator: (HYBRID,)} if fp8 is not None and fp8.hybrid else {}),
     }
     return [

@@ -18,6 +18,8 @@ class GatedDelta:
 
     Args:
         norm_eps: of the norm of each value head's output, which is multiplied by SiLU of a projection of the token.
+        by_feature: every feature of a key decays by itself (Kimi Delta Attention); what says how much, and the gate of
+            the output, of which the sigmoid counts instead, come from ``key_dim`` features of the token each.
     """
 
     key_heads: int
@@ -26,6 +28,7 @@ class GatedDelta:
     value_dim: int
     kernel: int = 4
     norm_eps: float = 1e-6
+    by_feature: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
@@ -40,7 +43,7 @@ class GatedDelta:
 
     def shape(self) -> dict[str, Any]:
         """As JSON; see ``ModelSpec.shape``."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "by_feature" or value}
 
     @property
     def values_per_key(self) -> int:
@@ -59,13 +62,13 @@ class GatedDelta:
 
     @property
     def decays(self) -> int:
-        """Numbers of a token that say how much is forgotten: one per value head."""
-        return self.value_heads
+        """Numbers of a token that say how much is forgotten: one per value head, or per feature of its key."""
+        return self.value_heads * (self.key_dim if self.by_feature else 1)
 
     @property
     def low_rank(self) -> int:
-        """Features that every rank of a TP group projects a token down to, before others are made of them."""
-        return 0
+        """Features that every rank of a TP group projects a token down to, before decays and gates are made of them."""
+        return 2 * self.key_dim if self.by_feature else 0
 
     @property
     def projected(self) -> int:
@@ -75,32 +78,14 @@ class GatedDelta:
 
     def products(self, hidden: int, share: float = 1.0) -> tuple[tuple[tuple[float, ...], float], ...]:
         """(outputs of matrices that multiply one input, its features) of a layer, on a rank with ``share`` of it."""
-        return ((share * self.projected,), hidden), ((hidden,), share * self.value_width)
+        out = (hidden,), share * self.value_width
+        if not self.by_feature:
+            return ((share * self.projected,), hidden), out
+        gates = share * self.decays, share * self.value_width
+        return ((share * (self.projected - self.decays - self.value_width), self.low_rank), hidden), (
+            gates, self.key_dim
+        ), out  # fmt: skip
 
     def elements(self, hidden: int) -> float:
         """Of all these matrices."""
         return sum(sum(outputs) * inputs for outputs, inputs in self.products(hidden))
-
-
-@dataclass(frozen=True)
-class KimiDelta(GatedDelta):
-    """Of Kimi Delta Attention (Kimi Linear): every feature of a key decays by itself. What says how much, and the gate
-    of the output, of which the sigmoid counts, come from ``key_dim`` features of the token each."""
-
-    def shape(self) -> dict[str, Any]:
-        return {**asdict(self), "decay": "by feature"}
-
-    @property
-    def decays(self) -> int:
-        return self.value_heads * self.key_dim
-
-    @property
-    def low_rank(self) -> int:
-        return 2 * self.key_dim
-
-    def products(self, hidden: int, share: float = 1.0) -> tuple[tuple[tuple[float, ...], float], ...]:
-        straight = 2 * self.key_width + self.value_width + self.value_heads
-        return (
-            ((share * straight, self.low_rank), hidden), ((share * self.decays, share * self.value_width), self.key_dim),
-            ((hidden,), share * self.value_width),
-        )  # fmt: skip

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut, cut_in_tiles
-from hetero_megatron.spec.gated_delta import GatedDelta, KimiDelta
+from hetero_megatron.spec.gated_delta import GatedDelta
 from hetero_megatron.spec.lora import (
     EVERY_TARGET,
     MLP_TARGETS,
@@ -192,11 +192,11 @@ def _gated_delta(delta: GatedDelta, base: str, h: int, i: int) -> Iterator[Logic
     keys, values, heads = (Axis("key_heads", n) for n in (delta.key_dim, per_key * delta.value_dim, per_key))
     qkv = (("q", delta.key_width, keys), ("k", delta.key_width, keys), ("v", delta.value_width, values))
     gates, decays = [("z", delta.value_width, values), ("a", delta.value_heads, heads)], heads
-    if isinstance(delta, KimiDelta):
+    if delta.by_feature:
         gates, decays = [], Axis("key_heads", per_key * delta.key_dim)
     rows = (*qkv, *gates[:1], ("b", delta.value_heads, heads), *gates[1:])
     yield from _rows_of_one(base, [(f"{letter}_proj", n, axis) for letter, n, axis in rows], h, False, i)
-    if isinstance(delta, KimiDelta):
+    if delta.by_feature:
         for letter, n, axis in (("f", delta.decays, decays), ("g", delta.value_width, values)):
             yield from _down(f"{base}.{letter}_a_proj", delta.key_dim, h, False, i)
             yield LogicalTensor(f"{base}.{letter}_b_proj.weight", (n, delta.key_dim), (axis, Axis("latent")), i)

@@ -19,7 +19,7 @@ from hetero_megatron.spec.families.family import (
     num_layers,
 )
 from hetero_megatron.spec.families.mixtral import read_moe, with_experts
-from hetero_megatron.spec.gated_delta import KimiDelta
+from hetero_megatron.spec.gated_delta import GatedDelta
 from hetero_megatron.spec.hf_names import NameTable
 from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.mla import MLA
@@ -122,7 +122,7 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
     spec = decoder(
         ConfigReader({**read.config, **sizes}, read.where, read.prefix), "kimi_linear", name, _DEFAULTS, mla=mla,
         head_dim=mla.head_dim, out_bias=mla.bias, layer_kinds=tuple(kinds),
-        delta=KimiDelta(heads, heads, head_dim, head_dim, kernel, eps),
+        delta=GatedDelta(heads, heads, head_dim, head_dim, kernel, eps, by_feature=True),
     )  # fmt: skip
     counts = {"num_local_experts": 256, "num_experts_per_tok": 8, **read.config}
     columns = read.integer("moe_intermediate_size", 1024)

@@ -70,8 +70,8 @@ HYBRIDS = {
     "qwen3_5": {"model_type": "qwen3_5_text", **DELTA},
     "kimi_linear": {
         "model_type": "kimi_linear", **{key: size for key, size in LATENT.items() if key != "n_routed_experts"},
-        "num_local_experts": 6, "linear_num_heads": 3, "linear_head_dim": 8, "first_k_dense_replace": 1,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 6, "linear_num_heads": 3, "linear_head_dim": 8, "pad_token_id": 0, "bos_token_id": None,
+        "eos_token_id": None, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
 }
 FAMILIES |= PARALLEL_BLOCKS | HYBRIDS
