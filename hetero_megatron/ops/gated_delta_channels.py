@@ -1,11 +1,12 @@
-"""The gated delta rule by chunks of tokens where every feature of a key decays by itself (Kimi Delta Attention), in plain
-torch. The formulas are those of ``ops/gated_delta_chunks.py`` with g, lambda and kappa per feature, and
+"""The gated delta rule by chunks of tokens where every feature of a key decays by itself (Kimi Delta Attention), in
+plain torch. The formulas are those of ``ops/gated_delta_chunks.py`` with g, lambda and kappa per feature, and
 
     A_ij = sum over features of q_i k_j exp(G_i - G_j)     M_ij = beta_i times the same of k_i and k_j
 
 exp(G_i - G_j) is not lambda_i / lambda_j, which overflows: for rows of the second half of a block and columns of the
 first half it is exp(G_i - G_m) exp(G_m - G_j), where m is the last token of the first half, and neither is above 1.
-Products of such halves, of blocks of 2, 4, 8 .. tokens, are all pairs of a chunk.
+Products of such halves, of blocks of 2, 4, 8 .. tokens, are all pairs of a chunk. What is in these exponents is summed
+up from g: after a strong decay the difference of two of its running sums would have lost the weak ones.
 """
 
 from __future__ import annotations
@@ -44,47 +45,48 @@ class _Halves(NamedTuple):
         return blocks[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2)
 
 
-def _halves(running: Tensor) -> Iterator[_Halves]:
-    """Of G [.., tokens, dk], a power of two of tokens."""
+def _halves(g: Tensor) -> Iterator[_Halves]:
+    """Of g [.., tokens, dk], a power of two of tokens."""
     half = 1
-    while half < running.shape[-2]:
-        blocks = running.unflatten(-2, (-1, 2, half))
-        middle = blocks[..., 0, -1:, :]
-        yield _Halves(half, (blocks[..., 1, :, :] - middle).exp_(), (middle - blocks[..., 0, :, :]).exp_())
+    while half < g.shape[-2]:
+        blocks = g.unflatten(-2, (-1, 2, half))
+        yield _Halves(half, blocks[..., 1, :, :].cumsum(-2).exp_(), _left(blocks[..., 0, :, :]))
         half *= 2
 
 
-def _filled(x: Tensor, mode: str = "constant") -> Tensor:
-    """[.., C, dk] with rows after the last up to a power of two: zeros, or the last one again (``replicate``)."""
+def _left(g: Tensor) -> Tensor:
+    """[.., tokens, dk]: how each token decays up to the last one, exp of the sum of g after it."""
+    after = torch.cat([g[..., 1:, :], torch.zeros_like(g[..., :1, :])], -2)
+    return after.flip(-2).cumsum(-2).flip(-2).exp_()
+
+
+def _filled(x: Tensor) -> Tensor:
+    """[.., C, dk] with zeros after the last row up to a power of two."""
     more = (1 << (x.shape[-2] - 1).bit_length()) - x.shape[-2]
-    if not more:
-        return x
-    if mode == "replicate":
-        return torch.cat([x, x[..., -1:, :].expand(*x.shape[:-2], more, x.shape[-1])], -2)
-    return F.pad(x, (0, 0, 0, more))
+    return F.pad(x, (0, 0, 0, more)) if more else x
 
 
-def pairs(x: Tensor, y: Tensor, running: Tensor) -> Tensor:
+def pairs(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
     """sum over features of x_i y_j exp(G_i - G_j) for j <= i, and else 0: [.., C, dk] each -> [.., C, C]."""
-    count = running.shape[-2]
-    x, y, running = _filled(x), _filled(y), _filled(running, "replicate")
-    out = running.new_zeros(*running.shape[:-1], running.shape[-2])
-    out.diagonal(dim1=-2, dim2=-1).copy_((x * y).sum(-1).expand(running.shape[:-1]))
-    for halves in _halves(running):
+    count = g.shape[-2]
+    x, y, g = map(_filled, (x, y, g))
+    out = g.new_zeros(*g.shape[:-1], g.shape[-2])
+    out.diagonal(dim1=-2, dim2=-1).copy_((x * y).sum(-1).expand(g.shape[:-1]))
+    for halves in _halves(g):
         rows, columns = halves.of_rows(x) * halves.rows, halves.of_columns(y) * halves.columns
         halves.of_pairs(out).copy_((rows @ columns.transpose(-1, -2)).movedim(-3, -1))
     return out[..., :count, :count]
 
 
-def pair_gradients(grad: Tensor, x: Tensor, y: Tensor, running: Tensor) -> tuple[Tensor, Tensor]:
+def pair_gradients(grad: Tensor, x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Of x and y, each [.., C, dk], from that of ``pairs``; that of G is x times the first less y times the second."""
-    count = running.shape[-2]
-    x, y, running = _filled(x), _filled(y), _filled(running, "replicate")
-    more = running.shape[-2] - count
+    count = g.shape[-2]
+    x, y, g = map(_filled, (x, y, g))
+    more = g.shape[-2] - count
     grad = F.pad(grad, (0, more, 0, more)) if more else grad
     diagonal = grad.diagonal(dim1=-2, dim2=-1)[..., None]
     d_x, d_y = diagonal * y, diagonal * x
-    for halves in _halves(running):
+    for halves in _halves(g):
         block = halves.of_pairs(grad).movedim(-1, -3)
         halves.of_rows(d_x).addcmul_(block @ (halves.of_columns(y) * halves.columns), halves.rows)
         rows = halves.of_rows(x) * halves.rows
@@ -99,12 +101,12 @@ def _prepare(
     heads = k.shape[2]
     unit_q, unit_k = (chunks.unit(chunks.split(x, heads), eps) for x in (q, k))
     values, write = chunks.split(v, heads), chunks.split(beta, heads)[..., None]
-    running = chunks.split(g, heads).cumsum(-2)
-    total = running[..., -1:, :]
-    reach, rest, carried = running.exp(), (total - running).exp_(), total.exp().transpose(-1, -2)
-    keys = pairs(unit_k.x, unit_k.x, running)
-    inside = pairs(unit_q.x * q.shape[-1] ** -0.5, unit_k.x, running)
-    masks, together = chunks.document_masks(documents, k.shape[1], running), None
+    g = chunks.split(g, heads)
+    reach, rest = g.cumsum(-2).exp_(), _left(g)
+    carried = reach[..., -1:, :].transpose(-1, -2)
+    keys = pairs(unit_k.x, unit_k.x, g)
+    inside = pairs(unit_q.x * q.shape[-1] ** -0.5, unit_k.x, g)
+    masks, together = chunks.document_masks(documents, k.shape[1], g), None
     if masks is not None:
         entered, leaves, through, together = masks
         reach, rest, carried = reach * entered, rest * leaves, carried * through
@@ -115,7 +117,7 @@ def _prepare(
     del sides
     written, read = (x.contiguous() for x in solved.split([v.shape[-1], k.shape[-1]], -1))
     return Chunks(
-        unit_q, unit_k, values, write, reach, rest, carried, running, keys, lower, written, read, inside, together
+        unit_q, unit_k, values, write, reach, rest, carried, g, keys, lower, written, read, inside, together
     )
 
 

@@ -47,7 +47,7 @@ class Chunks(NamedTuple):
     """What chunks have before their states are known; [n, b, key heads, values of each, C, ..].
 
     ``keys`` [n, b, key heads, 1, C, C] is k k'; ``lower`` M with 1 on the diagonal; ``carried`` lambda_C. Where keys
-    decay feature by feature (``ops/gated_delta_channels.py``) ``decay`` is G, ``keys`` has the decay in it, and
+    decay feature by feature (``ops/gated_delta_channels.py``) ``decay`` is g, ``keys`` has the decay in it, and
     ``together`` says which tokens are of one document (None: all).
     """
 

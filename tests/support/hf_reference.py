@@ -26,6 +26,10 @@ from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.qwen_next_reference import by_document, has_delta, kimi_values, make_exact_delta
 
+OFFSET_FAMILIES = ("gemma", "qwen3_next", "qwen3_5")  # norms multiply with 1 + w
+_OFFSET_CLASSES = ("Gemma", "Qwen3Next", "Qwen3_5")
+_V3_ROUTERS = ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Dots1TopkRouter", "KimiLinearTopkRouter")
+
 
 def make_hf(
     config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float64, attention: str | None = None
@@ -41,7 +45,7 @@ def make_hf(
             noise = torch.randn(param.shape, dtype=torch.float32)
             is_norm = "norm" in name or ".ln_" in name
             scale = 0.02 if is_norm or name.endswith("bias") else 0.15
-            offset = config["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5")) and "linear_attn" not in name  # 1 + w
+            offset = config["model_type"].startswith(OFFSET_FAMILIES) and "linear_attn" not in name
             param.copy_(noise * scale + (1.0 if is_norm and name.endswith("weight") and not offset else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # large enough to change choices
@@ -102,7 +106,7 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 def _exact_rms_norm(module: Any) -> Any:
     """Gemma's, Qwen3-Next's and Qwen3.5's multiply with 1 + w."""
-    gemma, eps = type(module).__name__.startswith(("Gemma", "Qwen3Next", "Qwen3_5")), getattr(module, "variance_epsilon", None)
+    gemma, eps = type(module).__name__.startswith(_OFFSET_CLASSES), getattr(module, "variance_epsilon", None)
     eps = module.eps if eps is None else eps
     return lambda x: F.rms_norm(x, (x.shape[-1],), 1.0 + module.weight if gemma else module.weight, eps)
 
@@ -131,7 +135,7 @@ def _exact_gptj(module: Any) -> None:
 
 def _exact_router(module: Any) -> Any:
     """transformers' rules for routers, which it computes in fp32."""
-    if type(module).__name__ in ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Dots1TopkRouter", "KimiLinearTopkRouter"):
+    if type(module).__name__ in _V3_ROUTERS:
         return lambda x: _deepseek_v3_router(module, x)
     if type(module).__name__ == "DeepseekV2TopkRouter":
         return lambda x: _deepseek_v2_router(module, x)

@@ -126,8 +126,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": QWEN3_5_MOE,
     "kimi_linear": KIMI,
     "kimi_linear_groups": KIMI | {
-        "num_hidden_layers": 5, "layer_types": None, "q_lora_rank": 10, "attention_bias": True, "n_group": 3, "topk_group": 2,
-        "num_local_experts": 6, "norm_topk_prob": False, "linear_num_heads": 4, "linear_head_dim": 5,
+        "num_hidden_layers": 5, "layer_types": None, "q_lora_rank": 10, "attention_bias": True, "n_group": 3,
+        "topk_group": 2, "num_local_experts": 6, "norm_topk_prob": False, "linear_num_heads": 4, "linear_head_dim": 5,
         "linear_conv_kernel_dim": 3, "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
     },
 }

@@ -1,4 +1,5 @@
-"""transformers' Gated DeltaNet and Kimi Delta Attention (Qwen3-Next, Qwen3.5, Kimi Linear) in the dtype of its inputs: its own text, without the casts to fp32 in it."""
+"""transformers' linear attention (Qwen3-Next, Qwen3.5, Kimi Linear) in the dtype of its inputs: its own text, without
+the casts to fp32 in it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def _scope(module: Any) -> dict[str, Any]:
     return scope
 
 
-_SCOPES = {module.__name__: _scope(module) for module in (modeling, modeling_qwen3_5, modeling_qwen3_5_moe, modeling_kimi)}
+_MODULES = (modeling, modeling_qwen3_5, modeling_qwen3_5_moe, modeling_kimi)
+_SCOPES = {module.__name__: _scope(module) for module in _MODULES}
 chunked, recurrent = (_SCOPES[modeling.__name__][name] for name in _FUNCTIONS)
 kimi_chunked, kimi_recurrent = (_SCOPES[modeling_kimi.__name__][name] for name in _OF_KIMI)
 

@@ -45,7 +45,8 @@ def _by_one_name(read: ConfigReader) -> ConfigReader:
     for name, stored in _ALIASES.items():
         if stored in config:
             if name in config and config[name] != config[stored]:
-                raise read.refuse(f"{name} is another, and both are one setting", stored, f"{config[name]}, or no {name}")
+                accepted = f"{config[name]}, or no {name}"
+                raise read.refuse(f"{name} is another, and both are one setting", stored, accepted)
             config[name] = config.pop(stored)
     return ConfigReader(config, read.where, read.prefix)
 
@@ -77,7 +78,8 @@ def _mixers(read: ConfigReader, inner: ConfigReader) -> tuple[str, ...]:
 def _mlps(read: ConfigReader) -> list[str]:
     layers, first = num_layers(read), read.integer("first_k_dense_replace", 1, least=0)
     kinds = read.value("mlp_layer_types", ["dense" if i < first else "sparse" for i in range(layers)], nullable=True)
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in ("dense", "sparse") for kind in kinds):
+    named = isinstance(kinds, list) and len(kinds) == layers
+    if not named or any(not isinstance(kind, str) or kind not in _MLP_KINDS for kind in kinds):
         raise read.refuse(f"does not name the MLP of {layers} layers", "mlp_layer_types", "dense or sparse for each")
     return [_MLP_KINDS[kind] for kind in kinds]
 
@@ -85,7 +87,8 @@ def _mlps(read: ConfigReader) -> list[str]:
 def _fixed(read: ConfigReader) -> None:
     """What released files say, and transformers does not read, is so."""
     for key, *accepted in (
-        ("hidden_act", "silu", "swish"), ("rope_scaling", None), ("rope_parameters", None), ("mla_use_nope", True),
+        ("hidden_act", "silu", "swish"), ("tie_word_embeddings", False), ("rope_scaling", None),
+        ("rope_parameters", None), ("mla_use_nope", True),
         ("moe_layer_freq", 1), ("moe_router_activation_func", "sigmoid"), ("use_grouped_topk", True),
         ("topk_method", "noaux_tc"), ("partial_rotary_factor", 1, None), *((key, 0, None) for key in PREDICTION_KEYS),
     ):  # fmt: skip
@@ -94,7 +97,8 @@ def _fixed(read: ConfigReader) -> None:
 
 def _latent(read: ConfigReader) -> MLA:
     heads = read.integer("num_attention_heads")
-    if read.integer("num_key_value_heads", heads if "num_key_value_heads" in read.config else 32, nullable=True) != heads:
+    default = heads if "num_key_value_heads" in read.config else 32
+    if read.integer("num_key_value_heads", default, nullable=True) != heads:
         raise read.refuse("latent attention has keys of every head", "num_key_value_heads", str(heads))
     mla = MLA(
         kv_rank=read.integer("kv_lora_rank", 512), nope_dim=read.integer("qk_nope_head_dim", 128),
@@ -155,11 +159,11 @@ _MOE = "block_sparse_moe"
 _COLUMNS = ("gate_proj", "up_proj", "down_proj")
 FAMILY = Family(
     "kimi_linear", "KimiLinearForCausalLM", read=_read, write=_write, examples="Kimi-Linear-48B-A3B",
-    keys=DECODER_KEYS | _ALIASES.keys() | _SIZES.keys() | frozenset(_ALIASES.values()) | frozenset(PREDICTION_KEYS) | words(
+    keys=DECODER_KEYS | {*_ALIASES, *_ALIASES.values(), *_SIZES, *PREDICTION_KEYS} | words(
         "hidden_act attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim"
         " linear_attn_config layer_types mlp_layer_types first_k_dense_replace moe_intermediate_size"
-        " routed_scaling_factor topk_group output_router_logits router_aux_loss_coef auto_map mla_use_nope moe_layer_freq"
-        " moe_router_activation_func use_grouped_topk topk_method"
+        " routed_scaling_factor topk_group output_router_logits router_aux_loss_coef auto_map mla_use_nope"
+        " moe_layer_freq moe_router_activation_func use_grouped_topk topk_method"
     ),
     names=NameTable(
         modules={

@@ -57,7 +57,8 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
     head_dim, positions = head_sizes(read, _DEFAULTS)[2], read.integer("max_position_embeddings", _DEFAULTS.positions)
     rope, notices = read_rope(read, head_dim, positions, _DEFAULTS.theta, _DEFAULTS.partial_rotary)
     kinds = [
-        LayerKind(rope=rope) if kind == FULL else LayerKind(rope=None, mixer="gated_delta") for kind in read_mixers(read)
+        LayerKind(rope=rope) if kind == FULL else LayerKind(rope=None, mixer="gated_delta")
+        for kind in read_mixers(read)
     ]
     bias = read.flag("attention_bias")
     sized = ConfigReader({"intermediate_size": 5632, **read.config}, read.where, read.prefix)
