@@ -69,7 +69,7 @@ class HFWeights:
         dequantise(self._files)
         self._shapes = self._files.shapes()
         # What the names have before them, and those beside, in the files of a model of more than language.
-        self._prefix, self._apart = "", ()
+        self._prefix, self._apart = "", tuple[str, ...]()
         if outer is not None and (outer.plain or any(n.startswith(outer.prefix) for n in self._shapes)):
             self._prefix, self._apart = "" if outer.plain else outer.prefix, outer.apart
         if outside := sum(n.startswith(self._apart) for n in self._shapes):

@@ -94,12 +94,3 @@ class GatedDeltaNet(nn.Module):
     def activate(self, z: Tensor, normed: Tensor) -> Tensor:
         """SiLU of z times what is normalised, which ``o_proj`` reads: all [b, s, value heads dv]."""
         return self.kernels.swiglu(z, normed)  # type: ignore[no-any-return]
-
-
-def linear_attention(spec: ModelSpec, share: Share, kernels: KernelPlan) -> nn.Module:
-    """What a layer of linear attention has."""
-    if spec.delta is None or not spec.delta.by_feature:
-        return GatedDeltaNet(spec, share, kernels)
-    from hetero_megatron.model.kimi_delta import KimiDeltaNet
-
-    return KimiDeltaNet(spec, share, kernels)

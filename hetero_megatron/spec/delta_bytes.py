@@ -97,7 +97,7 @@ def _by_features(dk: int, dv: int, r: float) -> float:
     """The same where keys decay feature by feature (``ops/gated_delta_channels.py``): decays in three forms, products
     of pairs with their decays, and, where these are gone back through, gradients of both sides, halves of tokens with
     their decays, and sums of what came before."""
-    states, halves = dk * dv / CHUNK, max(3 * dk, 2.5 * dk + CHUNK / 4)
+    states, halves = dk * dv / CHUNK, max(3.5 * dk, 2.5 * dk + CHUNK / 4)
     chunks = r * (2 * dk + 2) + 2 * dv + 4 * dk + 3 * CHUNK + 1
     moments = (
         2 * states + 3 * dv + dk, states + 3 * dv + 2 * dk + CHUNK, states + 2 * dv + 4 * dk + CHUNK,

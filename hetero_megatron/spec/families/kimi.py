@@ -86,12 +86,13 @@ def _mlps(read: ConfigReader) -> list[str]:
 
 def _fixed(read: ConfigReader) -> None:
     """What released files say, and transformers does not read, is so."""
-    for key, *accepted in (
+    fixed: tuple[tuple[Any, ...], ...] = (
         ("hidden_act", "silu", "swish"), ("tie_word_embeddings", False), ("rope_scaling", None),
         ("rope_parameters", None), ("mla_use_nope", True),
         ("moe_layer_freq", 1), ("moe_router_activation_func", "sigmoid"), ("use_grouped_topk", True),
         ("topk_method", "noaux_tc"), ("partial_rotary_factor", 1, None), *((key, 0, None) for key in PREDICTION_KEYS),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for key, *accepted in fixed:
         read.must_be(key, *accepted)
 
 

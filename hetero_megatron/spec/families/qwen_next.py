@@ -35,7 +35,7 @@ DELTA_SIZES = {  # key of config.json -> field of GatedDelta, and what an absent
 
 def read_delta(read: ConfigReader, eps: float) -> GatedDelta:
     """``eps``: of the gated norm."""
-    sizes = {field: read.integer(key, absent) for key, (field, absent) in DELTA_SIZES.items()}
+    sizes: dict[str, Any] = {field: read.integer(key, absent) for key, (field, absent) in DELTA_SIZES.items()}
     if sizes["value_heads"] % sizes["key_heads"]:
         accepted = f"a multiple of linear_num_key_heads {sizes['key_heads']}"
         raise read.refuse("its key heads cannot serve them evenly", "linear_num_value_heads", accepted)
