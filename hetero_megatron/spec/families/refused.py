@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "nanochat": (_TURNED, "arcee"),
     "nemotron_h": (_STATE_SPACE, "nemotron"),
     "olmo": ("LayerNorm without weights", "olmo2"),
-    "olmo_hybrid": (_LINEAR, "olmo3"),
+    "olmo_hybrid": ("norms before linear attention, and after attention", "olmo3"),
     "opt": ("learned positions with an offset, and ReLU", "gpt2"),
     "persimmon": ("queries, keys and values in one matrix, head by head", "nemotron"),
     "phimoe": ("routers of SparseMixer", "mixtral"),
