@@ -99,6 +99,30 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
         4,
         512,
     ),
+    "kimi-linear-20M": (  # three layers of Kimi Delta Attention for each one of latent attention
+        {
+            "model_type": "kimi_linear",
+            "hidden_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 64,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 128,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "vocab_size": 8192,
+            "pad_token_id": 0,
+        },
+        2,
+        256,
+    ),
 }
 
 

@@ -27,6 +27,7 @@ from hetero_megatron.checkpoint.typed import is_finite
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
 from hetero_megatron.spec.families import FAMILIES
+from hetero_megatron.spec.families.family import Wrapper
 from hetero_megatron.spec.hf_names import HFSource
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # logical names
@@ -64,12 +65,13 @@ class HFWeights:
         self.notices = self._files.notices
         self.nonfinite: dict[str, None] = {}
         outer = FAMILIES[spec.hf_model_type].inside
-        self._renamed = self._unwrap(outer.prefix if outer is not None else None)
+        self._renamed = self._unwrap(outer)
         dequantise(self._files)
         self._shapes = self._files.shapes()
         # What the names have before them, and those beside, in the files of a model of more than language.
-        wrapped = outer is not None and any(n.startswith(outer.prefix) for n in self._shapes)
-        self._prefix, self._apart = (outer.prefix, outer.apart) if wrapped and outer is not None else ("", ())
+        self._prefix, self._apart = "", tuple[str, ...]()
+        if outer is not None and (outer.plain or any(n.startswith(outer.prefix) for n in self._shapes)):
+            self._prefix, self._apart = "" if outer.plain else outer.prefix, outer.apart
         if outside := sum(n.startswith(self._apart) for n in self._shapes):
             self.notices.append(f"{directory}: {outside} tensors of other parts than the language model are not read")
         self._apart += self._predictions()
@@ -92,10 +94,10 @@ class HFWeights:
             self.notices.append(f"{self.directory}: {unread_text}")
         return starts
 
-    def _unwrap(self, whole: str | None) -> Names:
+    def _unwrap(self, outer: Wrapper | None) -> Names:
         """Take wrappers off the tensors' names."""
         layer, head = FAMILIES[self.spec.hf_model_type].names.layer, hf_source(self.spec, HEAD).name
-        names = plain_names(self._files.files_of, layer, head, whole)
+        names = plain_names(self._files.files_of, layer, head, outer)
         if names.adapters:
             accepted = "what merge_and_unload() and save_pretrained write, or the base with --load-adapter"
             raise self._files.refuse(unmerged(names), self.directory, accepted)
@@ -109,7 +111,13 @@ class HFWeights:
 
     def _source(self, name: str) -> HFSource:
         """Where a logical tensor is in these files."""
-        source = hf_source(self.spec, name)
+        source, table = hf_source(self.spec, name), FAMILIES[self.spec.hf_model_type].names
+        if table.stacked is not None and source.name not in self._shapes:
+            stacked = replace(table, experts=table.stacked).source(self.spec, name)
+            source = stacked if stacked.name in self._shapes else source
+        for part, other in table.otherwise.items():
+            if source.name not in self._shapes and (found := source.name.replace(part, other)) in self._shapes:
+                source = replace(source, name=found)
         source = replace(source, name=self._prefix + source.name)
         if name == HEAD and source.name not in self._shapes and self._prefix + HEAD in self._shapes:
             source = replace(source, name=self._prefix + HEAD)  # as transformers calls it in memory
@@ -222,7 +230,7 @@ class HFWeights:
     def _part(self, source: HFSource, slices: tuple[slice, ...]) -> torch.Tensor:
         """What ``slices`` are of a stored tensor."""
         values: torch.Tensor
-        if source.width or source.filters:
+        if source.width or source.filters or any(source.within):
             stored = self._files.whole(source.name)
             return stored.view(source.view(tuple(stored.shape)))[slices]
         if source.step == 1 and tuple(s.stop - s.start for s in slices) == self._shapes[source.name]:

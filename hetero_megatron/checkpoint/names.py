@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import Axis, LogicalTensor, ModelSpec, logical_tensors
 from hetero_megatron.spec.families import FAMILIES
+from hetero_megatron.spec.families.family import Wrapper
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.spec.lora import LATENT_TARGETS, MLP_TARGETS, all_linear
 from hetero_megatron.spec.tensors import expert_tensor
@@ -110,13 +112,13 @@ class Names:
         return ", ".join(parts)
 
 
-def plain_names(names: Collection[str], layer: str, head: str, whole: str | None = None) -> Names:
+def plain_names(names: Collection[str], layer: str, head: str, outer: Wrapper | None = None) -> Names:
     """The names that a family would use.
 
     Args:
         layer: the family's name of a layer, such as ``model.layers.{}``.
         head: its name of the head, which no base has.
-        whole: what names begin with in a model of more than language; None: there is none.
+        outer: the model of more than language that it may be a part of; None: there is none.
     """
     adapters = tuple(n for n in names if any(part.startswith(_ADAPTERS) for part in n.split(".")))
     renamed, removed = {name: name for name in names}, dict[str, None]()
@@ -125,7 +127,7 @@ def plain_names(names: Collection[str], layer: str, head: str, whole: str | None
             renamed = {raw: ".".join(p for p in name.split(".") if p != part) for raw, name in renamed.items()}
             removed[f"{part}. ({wrapper})"] = None
     base, _, layers_name = layer.removesuffix(".{}").partition(".")
-    removable = (f"{base}.{layers_name}.", f"{layers_name}.", *([whole] if whole else []))
+    removable = (f"{base}.{layers_name}.", f"{layers_name}.", *([outer.prefix] if outer is not None else []))
     while start := _common(renamed.values(), removable, f"{base}."):
         renamed = {raw: name.removeprefix(start) for raw, name in renamed.items()}
         removed[f"{start} ({_PREFIXES[start]})"] = None
@@ -134,6 +136,8 @@ def plain_names(names: Collection[str], layer: str, head: str, whole: str | None
     if any(n.startswith(f"{layers_name}.") for n in values) and not any(n.startswith(f"{base}.") for n in values):
         added_prefix = f"{base}."
         renamed = {raw: name if name == head else added_prefix + name for raw, name in renamed.items()}
+    if outer is not None and outer.plain:
+        renamed = {raw: re.sub(f"^{re.escape(outer.prefix)}", outer.plain, name) for raw, name in renamed.items()}
     raw_names: dict[str, str] = {}
     clash = next(((raw_names[n], raw) for raw, n in renamed.items() if raw_names.setdefault(n, raw) != raw), None)
     return Names(renamed, tuple(removed), added_prefix, clash, adapters)

@@ -25,13 +25,15 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
   *Merged*: the family's files keep several projections in one matrix, or transposed, so that adapters of these are
   exported with their base (`--merge-lora`), not by themselves. Of a mixture of experts, `gate_proj`, `up_proj` and
   `down_proj` are the routed experts'.
-- Of a `llama4` directory (text and images) the language model is read; an export is of that alone, `llama4_text`. Its
-  chunks of attention, and the positions with which its queries grow, are counted from the start of each document, so
-  that documents packed into one row are what they are by themselves (transformers counts along the row).
+- Of a `llama4`, `qwen3_5` or `qwen3_5_moe` directory (text and images) the language model is read; an export is of that
+  alone, `llama4_text`, `qwen3_5_text` or `qwen3_5_moe_text`. Llama 4's chunks of attention, and the positions with
+  which its queries grow, are counted from the start of each document, so that documents packed into one row are what
+  they are by themselves (transformers counts along the row).
 - Layers that predict further tokens (`num_nextn_predict_layers` of `deepseek_v3` and `glm4_moe`) are trained and
   exported where `--mtp-num-layers` asks for them ([Multi-token prediction](mtp.md)), else left out with a notice, as
   transformers leaves them out.
-- `qwen3_next` mixes layers of linear attention (Gated DeltaNet) with layers of attention; see
+- `qwen3_next`, `qwen3_5_text` and `qwen3_5_moe_text` mix layers of linear attention (Gated DeltaNet) with layers of
+  attention, `kimi_linear` (Kimi Delta Attention) with layers of latent attention; see
   [Linear attention](linear_attention.md).
 - *Export*: `--save-hf`, as transformers writes it. *Generation*: `hetero-megatron generate`.
 

@@ -132,7 +132,7 @@ class CachedDelta(nn.Module):
             self.before = [x.new_zeros(len(x), past, x.shape[-1]) for x in (q, k, v)]
             if rows.even != count:  # what a row was filled up with neither decays its state nor is written to it
                 real = (torch.arange(count, device=q.device) < rows.filled[:, None])[..., None]
-                decay, write = decay * real, write * real
+                decay, write = decay * (real[..., None] if decay.dim() == 4 else real), write * real
         joined = [torch.cat(pair, 1) for pair in zip(self.before, (q, k, v), strict=True)]
         convolve = self.inner.kernels.causal_conv
         q, k, v = (convolve(x, w, None)[:, past:] for x, w in zip(joined, filters, strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -111,7 +111,11 @@ class Layer(nn.Module):
         if spec.norm_placement != "post":
             self.input_layernorm = norm()
         self.kind = spec.layer(number)
-        if self.kind.linear:
+        if self.kind.linear and spec.delta is not None and spec.delta.by_feature:
+            from hetero_megatron.model.kimi_delta import KimiDeltaNet
+
+            self.linear_attn: Any = KimiDeltaNet(spec, share, kernels)
+        elif self.kind.linear:
             from hetero_megatron.model.gated_delta_net import GatedDeltaNet
 
             self.linear_attn = GatedDeltaNet(spec, share, kernels)

@@ -20,10 +20,13 @@ def initial_values(tensor: LogicalTensor, box: Box, spec: ModelSpec, seed: int) 
     The projections that write into the residual stream (``o_proj``, ``down_proj``) get
     ``init_std / sqrt(2 * num_layers)``, as in GPT-2 and Megatron. Of an adapter, B is 0 and A uniform within
     1 / sqrt(inputs), as in PEFT. Of linear attention, the gated norm's weights and dt_bias are 1 and A_log is as in
-    transformers.
+    transformers; of Kimi Delta Attention both A_log and dt_bias.
     """
+    kimi = spec.delta is not None and spec.delta.by_feature
     if tensor.name.endswith("A_log"):
-        return _decays(tensor, seed)[box.lo[0] : box.hi[0]]
+        return _decays(tensor, seed, 1.0 if kimi else 0.01)[box.lo[0] : box.hi[0]]
+    if kimi and tensor.name.endswith("linear_attn.dt_bias"):
+        return _step_sizes(tensor, seed)[box.lo[0] : box.hi[0]]
     if tensor.name.endswith(("linear_attn.dt_bias", "linear_attn.norm.weight")):
         return torch.ones(box.shape)
     if tensor.is_bias or tensor.name.endswith("sinks"):
@@ -58,10 +61,18 @@ def initial_values(tensor: LogicalTensor, box: Box, spec: ModelSpec, seed: int) 
     return out.mul_(std)
 
 
-def _decays(tensor: LogicalTensor, seed: int) -> torch.Tensor:
-    """[value heads], logarithms of numbers drawn evenly from 0.01 to 16."""
+def _decays(tensor: LogicalTensor, seed: int, least: float) -> torch.Tensor:
+    """[value heads], logarithms of numbers drawn evenly from ``least`` to 16."""
     generator = torch.Generator().manual_seed(_block_seed(seed, tensor.name, 0))
-    return torch.rand(tensor.shape, generator=generator).mul_(16 - 0.01).add_(0.01).log_()
+    return torch.rand(tensor.shape, generator=generator).mul_(16 - least).add_(least).log_()
+
+
+def _step_sizes(tensor: LogicalTensor, seed: int) -> torch.Tensor:
+    """[value heads dk], of which the softplus is from 0.001 to 0.1, its logarithm drawn evenly."""
+    generator = torch.Generator().manual_seed(_block_seed(seed, tensor.name, 0))
+    low, high = math.log(1e-3), math.log(1e-1)
+    steps = torch.rand(tensor.shape, generator=generator).mul_(high - low).add_(low).exp_()
+    return steps + torch.log(-torch.expm1(-steps))
 
 
 def _block_seed(seed: int, name: str, block: int) -> int:

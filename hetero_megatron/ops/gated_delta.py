@@ -12,11 +12,23 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.ops.gated_delta_chunks import backward, forward
-from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward, uniform, wide
+from hetero_megatron.ops import gated_delta_channels, gated_delta_chunks
+from hetero_megatron.ops.spec import (
+    ATEN,
+    Bounds,
+    Capability,
+    Case,
+    Kernel,
+    OpSpec,
+    normal,
+    reference_forward,
+    uniform,
+    wide,
+)
 
 Tensor = torch.Tensor
 Documents = Sequence[Sequence[int]] | None
+CHANNELS = "decay per key feature"  # what a kernel may lack
 
 
 def normalised(x: Tensor, eps: float) -> Tensor:
@@ -34,7 +46,8 @@ def definition(
 
     Args:
         q, k: [b, s, key heads, dk]; v: [b, s, value heads, dv], of which consecutive ones share a key head.
-        g: [b, s, value heads], at most 0, in at least fp32; beta: the same, in the dtype of v.
+        g: [b, s, value heads], at most 0, in at least fp32; or [b, s, value heads, dk], where every feature of a key
+            decays by itself: exp(g) multiplies the rows of S. beta: [b, s, value heads], in the dtype of v.
         state: [b, value heads, dk, dv] in at least fp32, before the first token; None: zeros.
         documents: starts of each row's documents, the first 0; at those after it the state is zeros again.
         eps: of the normalisation.
@@ -49,7 +62,8 @@ def definition(
         v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1], dtype=kind) if state is None else state.to(kind)
     )
     starts = [set(row[1:]) for row in documents or ()]
-    columns = (x.to(kind)[..., None].unbind(1) for x in (wide_q, wide_k, g.exp()[..., None], beta))
+    decays = g.exp() if g.dim() == 4 else g.exp()[..., None]
+    columns = (x.to(kind)[..., None].unbind(1) for x in (wide_q, wide_k, decays, beta))
     outs = []
     for t, (q_t, k_t, decay, write, v_t) in enumerate(zip(*columns, v.to(kind).unbind(1), strict=True)):
         fresh = [t in row for row in starts]
@@ -90,16 +104,18 @@ def flops(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
 
 def random_case(
     name: str, b: int, s: int, heads: tuple[int, int], dims: tuple[int, int], documents: Documents = None,
-    state: bool = False, seed: int = 0, eps: float = 1e-6,
+    state: bool = False, seed: int = 0, eps: float = 1e-6, channels: bool = False,
 ) -> Case:  # fmt: skip
-    """Arguments with ``heads`` key and value heads of ``dims`` features."""
+    """Arguments with ``heads`` key and value heads of ``dims`` features; ``channels``: each of keys decays by itself,
+    some so much that nothing is left after a few tokens."""
     (key_heads, value_heads), (dk, dv) = heads, dims
     q, k = (normal(b, s, key_heads, dk, seed=seed + i) for i in (0, 1))
     v = normal(b, s, value_heads, dv, seed=seed + 2)
-    g = -uniform(b, s, value_heads, seed=seed + 3, low=0.0, high=2.0).square()
+    g = -uniform(b, s, value_heads, *[dk] * channels, seed=seed + 3, low=0.0, high=2.0).square()
+    g = g * uniform(dk, seed=seed + 6, low=0.0, high=3.0).exp() if channels else g
     beta = uniform(b, s, value_heads, seed=seed + 4, low=0.0, high=1.0)
     first_state = normal(b, value_heads, dk, dv, seed=seed + 5) if state else None
-    return Case(name, (q, k, v, g, beta, first_state, documents, eps))
+    return Case(name, (q, k, v, g, beta, first_state, documents, eps), (CHANNELS,) * channels)
 
 
 def _cases() -> Iterable[Case]:
@@ -108,6 +124,21 @@ def _cases() -> Iterable[Case]:
     yield random_case("a state before", 2, 4, (1, 2), (8, 4), state=True)
     yield random_case("one token", 2, 1, (2, 4), (8, 8), state=True)
     yield random_case("chunks and documents", 2, 66, (1, 2), (4, 6), documents=[[0, 1, 63, 64], [0]], state=True)
+    yield random_case("features, one chunk", 2, 5, (2, 4), (6, 3), channels=True)
+    yield random_case("features, odd", 1, 7, (3, 3), (5, 7), seed=9, eps=0.37, channels=True)
+    yield random_case("features, one token", 2, 1, (1, 1), (4, 8), state=True, channels=True)
+    yield random_case(
+        "features, chunks and documents", 2, 70, (1, 2), (4, 6), documents=[[0, 1, 63, 64], [0]], state=True,
+        channels=True,
+    )  # fmt: skip
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    return (gated_delta_channels if args[3].dim() == 4 else gated_delta_chunks).forward(*args)
+
+
+def _backward(*args: Any) -> tuple[Tensor | None, ...]:
+    return (gated_delta_channels if args[5].dim() == 4 else gated_delta_chunks).backward(*args)
 
 
 _TENSORS = ("q", "k", "v", "g", "beta", "state")
@@ -115,7 +146,7 @@ SPEC = OpSpec(
     name="gated_delta_rule", tensors=_TENSORS, options=("documents", "eps"), results=("out", "last"), saves=_TENSORS,
     gradients=_TENSORS, optional=("state",), wide=("g", "state"), definition=definition,
     forward=reference_forward(definition), backward=_reference_backward, fake=_fake, flops=flops, cases=_cases,
-    schema=None, bounds=Bounds((1e-5, 1e-5), (3e-3, 3e-3), (2e-2, 2e-2)),
+    features=(CHANNELS,), schema=None, bounds=Bounds((1e-5, 1e-5), (3e-3, 3e-3), (2e-2, 2e-2)),
     speed=lambda: random_case("1x1024, 4 heads of 64", 1, 1024, (2, 4), (64, 64)),
 )  # fmt: skip
-KERNELS = (Kernel("gated_delta_rule", "aten", ATEN, forward, backward),)
+KERNELS = (Kernel("gated_delta_rule", "aten", ATEN, _forward, _backward, Capability(features=(CHANNELS,))),)

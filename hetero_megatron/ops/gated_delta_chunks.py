@@ -14,7 +14,7 @@ lambda, kappa and D are 0 between documents. Nothing but the arguments is kept f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ def _chunk(length: int) -> int:
     return min(CHUNK, length)
 
 
-class _Unit(NamedTuple):
+class Unit(NamedTuple):
     """A normalised tensor x r: [n, b, key heads, 1, C, dk], and r."""
 
     x: Tensor
@@ -43,28 +43,31 @@ class _Unit(NamedTuple):
         return grad.sub_(self.x * dot).mul_(self.r * scale)
 
 
-class _Chunks(NamedTuple):
+class Chunks(NamedTuple):
     """What chunks have before their states are known; [n, b, key heads, values of each, C, ..].
 
-    ``keys`` [n, b, key heads, 1, C, C] is k k'; ``lower`` M with 1 on the diagonal; ``carried`` lambda_C.
+    ``keys`` [n, b, key heads, 1, C, C] is k k'; ``lower`` M with 1 on the diagonal; ``carried`` lambda_C. Where keys
+    decay feature by feature (``ops/gated_delta_channels.py``) ``decay`` is g, ``keys`` has the decay in it, and
+    ``together`` says which tokens are of one document (None: all).
     """
 
-    q: _Unit
-    k: _Unit
+    q: Unit
+    k: Unit
     v: Tensor
     beta: Tensor
-    reach: Tensor  # lambda [.., C, 1]
-    rest: Tensor  # kappa [.., C, 1]
-    carried: Tensor  # [.., 1, 1]
+    reach: Tensor  # lambda [.., C, 1]; feature by feature [.., C, dk]
+    rest: Tensor  # kappa [.., C, 1]; [.., C, dk]
+    carried: Tensor  # [.., 1, 1]; [.., dk, 1]
     decay: Tensor  # D
     keys: Tensor
     lower: Tensor
     written: Tensor  # U
     read: Tensor  # W
     inside: Tensor  # A
+    together: Tensor | None = None
 
 
-def _split(x: Tensor, key_heads: int) -> Tensor:
+def split(x: Tensor, key_heads: int) -> Tensor:
     """[b, s, heads, ..] -> [n, b, key heads, heads of each, C, ..] in at least fp32, contiguous, ended with zeros."""
     b, s, heads = x.shape[:3]
     x, size = x.to(wide(x.dtype)), _chunk(s)
@@ -74,18 +77,18 @@ def _split(x: Tensor, key_heads: int) -> Tensor:
     return x.permute(1, 0, 3, 4, 2, *range(5, x.dim())).contiguous()
 
 
-def _join(x: Tensor, length: int) -> Tensor:
+def join(x: Tensor, length: int) -> Tensor:
     """The inverse, of ``length`` tokens: [b, s, heads, ..]."""
     x = x.permute(1, 0, 4, 2, 3, *range(5, x.dim()))
     return x.flatten(3, 4).flatten(1, 2)[:, :length]
 
 
-def _unit(x: Tensor, eps: float) -> _Unit:
+def unit(x: Tensor, eps: float) -> Unit:
     r = torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
-    return _Unit(x * r, r)
+    return Unit(x * r, r)
 
 
-def _document_masks(documents: Documents, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+def document_masks(documents: Documents, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """Of tokens in chunks, 1 or 0: the document began in an earlier chunk [n, b, 1, 1, C, 1]; it goes on after this one
     [n, b, 1, 1, C, 1]; one document goes through the chunk [n, b, 1, 1, 1, 1]; two tokens are of one document
     [n, b, 1, 1, C, C]. None: there is one document per row."""
@@ -108,17 +111,17 @@ def _document_masks(documents: Documents, length: int, like: Tensor) -> tuple[Te
 
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Documents, eps: float
-) -> _Chunks:
+) -> Chunks:
     """Arguments as the operator has them."""
     heads, length = k.shape[2], k.shape[1]
-    unit_q, unit_k = (_unit(_split(x, heads), eps) for x in (q, k))
-    values, write = _split(v, heads), _split(beta, heads)[..., None]
-    running = _split(g, heads).cumsum(-1)[..., None]
+    unit_q, unit_k = (unit(split(x, heads), eps) for x in (q, k))
+    values, write = split(v, heads), split(beta, heads)[..., None]
+    running = split(g, heads).cumsum(-1)[..., None]
     total = running[..., -1:, :]
     causal = torch.ones(running.shape[-2], running.shape[-2], dtype=torch.bool, device=v.device).tril()
     decay = (running - running.transpose(-1, -2)).masked_fill_(~causal, -torch.inf).exp_()
     reach, rest, carried = running.exp(), (total - running).exp_(), total.exp()
-    masks = _document_masks(documents, length, decay)
+    masks = document_masks(documents, length, decay)
     if masks is not None:
         entered, leaves, through, same_document = masks
         reach, rest, carried, decay = reach * entered, rest * leaves, carried * through, decay.mul_(same_document)
@@ -129,16 +132,16 @@ def _prepare(
     solved = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
     del sides
     written, read = (x.contiguous() for x in solved.split([v.shape[-1], k.shape[-1]], -1))
-    return _Chunks(unit_q, unit_k, values, write, reach, rest, carried, decay, keys, lower, written, read, inside)
+    return Chunks(unit_q, unit_k, values, write, reach, rest, carried, decay, keys, lower, written, read, inside)
 
 
-def _first_state(state: Tensor | None, c: _Chunks) -> Tensor:
+def _first_state(state: Tensor | None, c: Chunks) -> Tensor:
     """[b, key heads, values of each, dk, dv]."""
     shape = (*c.v.shape[1:4], c.k.x.shape[-1], c.v.shape[-1])
     return c.v.new_zeros(shape) if state is None else state.to(c.v.dtype).reshape(shape)
 
 
-def _states(c: _Chunks, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def states_of(c: Chunks, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(state before each chunk [n, ..], what each writes V, the last state)."""
     n = len(c.v)
     states, written = first.new_empty(n, *first.shape), torch.empty_like(c.v)
@@ -152,17 +155,18 @@ def _states(c: _Chunks, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, documents: Documents, eps: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, documents: Documents, eps: float,
+    prepare: Callable[..., Chunks] = _prepare,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As the definition (``ops/gated_delta.py``)."""
     if not v.numel():  # an empty share of a tensor-parallel rank, or no tokens
         return torch.zeros_like(v), _empty_state(q, v, state)
     with torch.no_grad():
-        c = _prepare(q, k, v, g, beta, documents, eps)
-        states, written, last = _states(c, _first_state(state, c))
+        c = prepare(q, k, v, g, beta, documents, eps)
+        states, written, last = states_of(c, _first_state(state, c))
         out = (c.q.x * (c.reach * q.shape[-1] ** -0.5)) @ states
         out += c.inside @ written
-        return _join(out, v.shape[1]).to(v.dtype), last.flatten(1, 2)
+        return join(out, v.shape[1]).to(v.dtype), last.flatten(1, 2)
 
 
 def _empty_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
@@ -170,22 +174,7 @@ def _empty_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
     return v.new_zeros(shape, dtype=wide(v.dtype)) if state is None else state.clone()
 
 
-def backward(
-    grad: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
-    documents: Documents, eps: float,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of the six tensors, in their dtypes; none of a state that was not given."""
-    if not v.numel():
-        zeros = [torch.zeros_like(x) for x in (q, k, v, g, beta)]
-        return (*zeros, None if state is None else grad_state.clone())
-    with torch.no_grad():
-        c = _prepare(q, k, v, g, beta, documents, eps)
-        *tokens, d_first = _gradients(c, _first_state(state, c), grad, grad_state)
-    gradients = [_join(x, v.shape[1]).to(like.dtype) for x, like in zip(tokens, (q, k, v, g, beta), strict=True)]
-    return (*gradients, None if state is None else d_first.flatten(1, 2).to(state.dtype))
-
-
-def _state_gradients(c: _Chunks, grad: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def state_gradients(c: Chunks, grad: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of the state after each chunk, of what each writes, of the first state), from those of the results."""
     scale = c.k.x.shape[-1] ** -0.5
     grads_after = last.new_empty(len(grad), *last.shape)
@@ -199,13 +188,13 @@ def _state_gradients(c: _Chunks, grad: Tensor, last: Tensor) -> tuple[Tensor, Te
     return grads_after, change, grad_state
 
 
-def _gradients(c: _Chunks, first: Tensor, grad: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
+def _gradients(c: Chunks, first: Tensor, grad: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
     """Of q, k, v, g, beta as chunks have them, and of the first state. Tensors are let go as soon as nothing needs
     them: ``spec/delta_bytes.py`` says how many there are at once."""
     scale, group_axis = c.k.x.shape[-1] ** -0.5, (3,)  # the axis of the value heads of a key head
-    before, written = _states(c, first)[:2]
-    grad = _split(grad, c.k.x.shape[2])
-    grads_after, change, d_first = _state_gradients(c, grad, grad_state.to(c.v.dtype).reshape(before.shape[1:]))
+    before, written = states_of(c, first)[:2]
+    grad = split(grad, c.k.x.shape[2])
+    grads_after, change, d_first = state_gradients(c, grad, grad_state.to(c.v.dtype).reshape(before.shape[1:]))
     # out = (lambda q) S + A V, and the next state.
     d_left = written @ grads_after.transpose(-1, -2)
     d_carried = grads_after.mul_(before).sum((-1, -2), keepdim=True) * c.carried
@@ -254,3 +243,17 @@ def _rows_less_columns(x: Tensor) -> Tensor:
     return (x.sum(-1) - x.sum(-2))[..., None]
 
 
+def backward(
+    grad: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
+    documents: Documents, eps: float, prepare: Callable[..., Chunks] = _prepare,
+    gradients_of: Callable[..., tuple[Tensor, ...]] = _gradients,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of the six tensors, in their dtypes; none of a state that was not given."""
+    if not v.numel():
+        zeros = [torch.zeros_like(x) for x in (q, k, v, g, beta)]
+        return (*zeros, None if state is None else grad_state.clone())
+    with torch.no_grad():
+        c = prepare(q, k, v, g, beta, documents, eps)
+        *tokens, d_first = gradients_of(c, _first_state(state, c), grad, grad_state)
+    gradients = [join(x, v.shape[1]).to(like.dtype) for x, like in zip(tokens, (q, k, v, g, beta), strict=True)]
+    return (*gradients, None if state is None else d_first.flatten(1, 2).to(state.dtype))

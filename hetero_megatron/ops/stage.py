@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.ops.gated_delta import CHANNELS
 from hetero_megatron.ops.gemm_fp8 import HYBRID
 from hetero_megatron.ops.kernel_plan import KernelPlan, resolve
 from hetero_megatron.ops.registry import torch_registry
@@ -149,6 +150,7 @@ def stage_signatures(
     of_attention = {"softcap": spec.attn_softcap is not None, "sinks": spec.sinks, "dropout": dropout.attention > 0}
     features: dict[str, tuple[str, ...]] = {
         "attention": tuple(name for name, is_used in of_attention.items() if is_used),
+        "gated_delta_rule": (CHANNELS,) if spec.delta is not None and spec.delta.by_feature else (),
         **({fp8.operator: (HYBRID,)} if fp8 is not None and fp8.hybrid else {}),
     }
     return [

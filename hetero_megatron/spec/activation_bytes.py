@@ -183,7 +183,9 @@ def layer_activation_bytes(
     if linear:
         from hetero_megatron.spec.delta_bytes import delta_activation_bytes
 
+        assert spec.delta is not None
         lse += linear * delta_activation_bytes(spec, recompute, itemsize)
+        gathered += linear * spec.delta.low_rank
     experts = routed * expert_activation_bytes(spec, load, itemsize, elementwise) if load is not None else 0.0
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
 
@@ -205,14 +207,16 @@ def layer_operand_bytes(
     dropped = dropped_inputs(spec)
     linear = linear_layers(spec)
     cut: float = 2 * q + 2 * kv + q * spec.attn_gate
+    low_rank = 0.0
     if linear:
         from hetero_megatron.spec.delta_bytes import delta_operands
 
-        cut = (1 - linear) * cut + linear * delta_operands(spec)
+        assert spec.delta is not None
+        cut, low_rank = (1 - linear) * cut + linear * delta_operands(spec), 2 * linear * spec.delta.low_rank
     cut += (3 if spec.gated else 2) * common_columns(spec, routed) + dropped[1]
     of_mlp = shared_inputs(spec, routed, tp)
     outputs = 1 if spec.parallel_block is not None and tp <= 1 else 1 + of_mlp
-    inputs = (1 + of_mlp + outputs) * h + 2 * adapter_widths(spec) + dropped[0]
+    inputs = (1 + of_mlp + outputs) * h + 2 * adapter_widths(spec) + dropped[0] + low_rank
     experts = routed * expert_operand_bytes(spec, load, itemsize) if load is not None else 0.0
     return round(tokens * itemsize * (inputs + cut / tp) + experts)
 

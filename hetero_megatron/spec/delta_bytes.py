@@ -15,23 +15,27 @@ def delta_activation_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> fl
 
     - what is projected; the gated norm's input and output, and what the projection after it reads, 3 v;
     - the convolutions' outputs, 2 k + v, and, per value head, how much is written;
-    - in at least fp32, per value head: what decay is the softplus of, that, and the decay; and a norm's number.
+    - in at least fp32, per value head (of Kimi Delta Attention, per key feature): what decay is the softplus of, that,
+      and the decay; and a norm's number.
 
     ``selective`` recomputes the second and third but for the norm's number, ``elementwise`` what the last projection
-    reads.
+    reads. Kimi Delta Attention keeps the sigmoid of the gate in its place, and not what decays are made of.
     """
     delta, wide = spec.delta, max(itemsize, 4)
     assert delta is not None
     v, heads = delta.value_width, delta.value_heads
     core = _core_bytes(spec, itemsize)
-    outside = itemsize * (delta.projected + (2 if recompute == "elementwise" else 3) * v) + wide * heads
+    kimi = delta.by_feature
+    projected = delta.projected - (delta.decays if kimi else 0)
+    outside = itemsize * (projected + (2 if recompute == "elementwise" and not kimi else 3) * v) + wide * heads
     return outside + (0 if recompute == "selective" else core)
 
 
 def _core_bytes(spec: ModelSpec, itemsize: int) -> float:
     assert spec.delta is not None
     heads = spec.delta.value_heads
-    return itemsize * (2 * spec.delta.key_width + spec.delta.value_width + heads) + max(itemsize, 4) * 3 * heads
+    decays = 3 * spec.delta.decays
+    return itemsize * (2 * spec.delta.key_width + spec.delta.value_width + heads) + max(itemsize, 4) * decays
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,27 @@ def delta_backward_bytes(spec: ModelSpec, itemsize: int) -> float:
     assert delta is not None
     dk, dv, r = delta.key_dim, delta.value_dim, 1 / delta.values_per_key
     states = dk * dv / CHUNK
+    if delta.by_feature:
+        return max(itemsize, 4) * delta.value_heads * _by_features(dk, dv, r)
     chunks = r * (2 * dk + CHUNK + 2) + 2 * dv + dk + 3 * CHUNK + 3
     moments = (
         2 * states + 3 * dv + dk, states + 3 * dv + 2 * dk + CHUNK, states + 2 * dv + 4 * dk + CHUNK,
         4 * dk + 2 * dv + CHUNK, 3 * dk + dv + 3 * CHUNK, 2 * dk + dv + r * (3 * dk + 3 * CHUNK) + 4,
     )  # fmt: skip
     return max(itemsize, 4) * delta.value_heads * (chunks + max(moments))
+
+
+def _by_features(dk: int, dv: int, r: float) -> float:
+    """The same where keys decay feature by feature (``ops/gated_delta_channels.py``): decays in three forms, products
+    of pairs with their decays, and, where these are gone back through, gradients of both sides, halves of tokens with
+    their decays, and sums of what came before."""
+    states, halves = dk * dv / CHUNK, max(3.5 * dk, 2.5 * dk + CHUNK / 4)
+    chunks = r * (2 * dk + 2) + 2 * dv + 4 * dk + 3 * CHUNK + 1
+    moments = (
+        2 * states + 3 * dv + dk, states + 3 * dv + 2 * dk + CHUNK, states + 2 * dv + 4 * dk + CHUNK,
+        dv + (5 + r) * dk + 2 * CHUNK + halves, dv + 8 * dk + CHUNK + halves,
+    )  # fmt: skip
+    return chunks + max(moments)
 
 
 def delta_core_bytes(spec: ModelSpec, recompute: str, itemsize: int, rows: int, tokens: float) -> float:

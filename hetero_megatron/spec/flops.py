@@ -118,8 +118,7 @@ def projection_elements(spec: ModelSpec) -> float:
     if spec.delta is None:
         return _attention_elements(spec)
     linear, delta = linear_layers(spec), spec.delta
-    linear_elements = spec.hidden_size * (delta.projected + delta.value_width)
-    return (1 - linear) * _attention_elements(spec) + linear * linear_elements
+    return (1 - linear) * _attention_elements(spec) + linear * delta.elements(spec.hidden_size)
 
 
 def _attention_elements(spec: ModelSpec) -> int:

@@ -18,6 +18,8 @@ class GatedDelta:
 
     Args:
         norm_eps: of the norm of each value head's output, which is multiplied by SiLU of a projection of the token.
+        by_feature: every feature of a key decays by itself (Kimi Delta Attention); what says how much, and the gate of
+            the output, of which the sigmoid counts instead, come from ``key_dim`` features of the token each.
     """
 
     key_heads: int
@@ -26,6 +28,7 @@ class GatedDelta:
     value_dim: int
     kernel: int = 4
     norm_eps: float = 1e-6
+    by_feature: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
@@ -40,7 +43,7 @@ class GatedDelta:
 
     def shape(self) -> dict[str, Any]:
         """As JSON; see ``ModelSpec.shape``."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "by_feature" or value}
 
     @property
     def values_per_key(self) -> int:
@@ -58,7 +61,31 @@ class GatedDelta:
         return self.value_heads * self.value_dim
 
     @property
+    def decays(self) -> int:
+        """Numbers of a token that say how much is forgotten: one per value head, or per feature of its key."""
+        return self.value_heads * (self.key_dim if self.by_feature else 1)
+
+    @property
+    def low_rank(self) -> int:
+        """Features that every rank of a TP group projects a token down to, before decays and gates are made of them."""
+        return 2 * self.key_dim if self.by_feature else 0
+
+    @property
     def projected(self) -> int:
-        """Features that are projected of a token: queries, keys, values, the output's gate, and two numbers per value
-        head (how much is written, and how much is forgotten)."""
-        return 2 * self.key_width + 2 * self.value_width + 2 * self.value_heads
+        """Features that are projected of a token: queries, keys, values, the output's gate, how much is written to each
+        value head, and how much is forgotten."""
+        return 2 * self.key_width + 2 * self.value_width + self.value_heads + self.decays
+
+    def products(self, hidden: int, share: float = 1.0) -> tuple[tuple[tuple[float, ...], float], ...]:
+        """(outputs of matrices that multiply one input, its features) of a layer, on a rank with ``share`` of it."""
+        out = (hidden,), share * self.value_width
+        if not self.by_feature:
+            return ((share * self.projected,), hidden), out
+        gates = share * self.decays, share * self.value_width
+        return ((share * (self.projected - self.decays - self.value_width), self.low_rank), hidden), (
+            gates, self.key_dim
+        ), out  # fmt: skip
+
+    def elements(self, hidden: int) -> float:
+        """Of all these matrices."""
+        return sum(sum(outputs) * inputs for outputs, inputs in self.products(hidden))

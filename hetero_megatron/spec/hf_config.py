@@ -48,13 +48,13 @@ def _from_wrapper(config: Config, family: Family, where: str, name: str | None) 
     check_keys(config, outer.model_type, outer.keys | {"text_config", "architectures", "tie_word_embeddings"}, where)
     reader = ConfigReader(config, where)
     reader.must_be("architectures", [outer.architecture], None)
-    reader.must_be("tie_word_embeddings", False)  # that of text_config counts
     inner = reader.value("text_config", None)
     if not isinstance(inner, Mapping) or inner.get("model_type", family.model_type) != family.model_type:
         raise reader.refuse("is no configuration of a language model", "text_config", f"one of {family.model_type}")
     spec = from_hf_config(
         {**inner, "model_type": family.model_type}, f"{where} (text_config)", name or family.model_type
     )
+    reader.must_be("tie_word_embeddings", False, spec.tied)  # that of text_config counts
     left_out = f"{where}: of this {outer.model_type} model the language model is read, and no other part of it"
     return replace(spec, notices=(left_out, *spec.notices))
 

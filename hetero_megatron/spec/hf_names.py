@@ -23,7 +23,7 @@ class HFSource:
     ``expert``: (number, of how many), where the stored tensor has all experts along a further first axis. ``block``:
     only so many rows lie together, and the next ones begin ``period`` rows after them; 0: all do. ``width``: what is
     stored is this vector as a matrix of so many columns; 0: as it is. ``filters``: what is stored has a second axis of
-    one channel (Conv1d).
+    one channel (Conv1d). ``within``: so many axes of length 1 are before and after those of what is stored.
     """
 
     name: str
@@ -36,6 +36,7 @@ class HFSource:
     period: int = 0
     width: int = 0
     filters: bool = False
+    within: tuple[int, int] = (0, 0)
 
     def shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the stored tensor, given the logical one's."""
@@ -44,10 +45,12 @@ class HFSource:
         stored = logical if self.rows is None else (self.rows, *logical[1:])
         stored = stored[::-1] if self.transpose else stored
         stored = (stored[0], 1, *stored[1:]) if self.filters else stored
+        stored = (*(1,) * self.within[0], *stored, *(1,) * self.within[1])
         return stored if self.expert is None else (self.expert[1], *stored)
 
     def view(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The form of the stored tensor, given its shape, in which ``slices`` are."""
+        stored = stored[self.within[0] : len(stored) - self.within[1]]
         if self.filters:
             return (stored[0], *stored[2:])
         return (stored[0] * stored[1],) if self.width else stored
@@ -85,9 +88,11 @@ class FusedExperts:
 
     Args:
         interleaved: output 2i is of the gate and 2i + 1 of up (gpt-oss); else the gate's outputs come first (Llama 4).
+        transposed: False: tensors [experts, outputs, inputs] (Qwen3.5).
     """
 
     interleaved: bool = False
+    transposed: bool = True
 
     def source(self, spec: ModelSpec, prefix: str, expert: int, projection: str, kind: str) -> HFSource:
         assert spec.moe is not None
@@ -99,7 +104,9 @@ class FusedExperts:
             start = int(second) * (1 if self.interleaved else spec.moe.ffn_hidden_size)
             step = 2 if self.interleaved else 1
         name = f"{prefix}.{fused}" + ("_bias" if kind == "bias" else "")
-        return HFSource(name, start, outputs, kind == "weight", step, (expert, spec.moe.num_experts))
+        return HFSource(
+            name, start, outputs, self.transposed and kind == "weight", step, (expert, spec.moe.num_experts)
+        )
 
 
 @dataclass(frozen=True)
@@ -116,8 +123,10 @@ class NameTable:
             where it is called otherwise there.
         heads_apart: logical modules whose vector is stored as a tensor for each head, ``{}`` in theirs for its number.
         head_rows: logical modules whose vector is stored as a matrix, with a row for each head.
-        transposed: their modules whose weights are stored transposed; filters: as those of a Conv1d.
-        experts: how they are stored, where not one by one.
+        transposed: their modules whose weights are stored transposed; filters: as those of a Conv1d; within: with so
+            many further axes of length 1 before and after.
+        experts: how they are stored, where not one by one; stacked: how files may have them that store them together,
+            though transformers writes them one by one; otherwise: parts of names -> what files may have there.
         outside: logical tensor outside of the layers -> theirs; others have the same name.
     """
 
@@ -131,6 +140,9 @@ class NameTable:
     transposed: frozenset[str] = frozenset()
     filters: frozenset[str] = frozenset()
     experts: FusedExperts | None = None
+    stacked: FusedExperts | None = None
+    otherwise: Mapping[str, str] = field(default_factory=dict)
+    within: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
 
     def source(self, spec: ModelSpec, name: str) -> HFSource:
@@ -163,8 +175,9 @@ class NameTable:
         width = spec.head_dim if module in self.head_rows else 0
         transpose = module_name in self.transposed and kind == "weight"
         return HFSource(
-            full, start, rows, transpose, block=block, period=period, width=width, filters=module_name in self.filters
-        )
+            full, start, rows, transpose, block=block, period=period, width=width, filters=module_name in self.filters,
+            within=self.within.get(module_name, (0, 0)),
+        )  # fmt: skip
 
 
 def _groups(spec: ModelSpec, kind: str) -> int:

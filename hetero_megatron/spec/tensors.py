@@ -191,12 +191,19 @@ def _gated_delta(delta: GatedDelta, base: str, h: int, i: int) -> Iterator[Logic
     per_key, taps = delta.values_per_key, Axis("taps")
     keys, values, heads = (Axis("key_heads", n) for n in (delta.key_dim, per_key * delta.value_dim, per_key))
     qkv = (("q", delta.key_width, keys), ("k", delta.key_width, keys), ("v", delta.value_width, values))
-    rows = (*qkv, ("z", delta.value_width, values), ("b", delta.value_heads, heads), ("a", delta.value_heads, heads))
+    gates, decays = [("z", delta.value_width, values), ("a", delta.value_heads, heads)], heads
+    if delta.by_feature:
+        gates, decays = [], Axis("key_heads", per_key * delta.key_dim)
+    rows = (*qkv, *gates[:1], ("b", delta.value_heads, heads), *gates[1:])
     yield from _rows_of_one(base, [(f"{letter}_proj", n, axis) for letter, n, axis in rows], h, False, i)
+    if delta.by_feature:
+        for letter, n, axis in (("f", delta.decays, decays), ("g", delta.value_width, values)):
+            yield from _down(f"{base}.{letter}_a_proj", delta.key_dim, h, False, i)
+            yield LogicalTensor(f"{base}.{letter}_b_proj.weight", (n, delta.key_dim), (axis, Axis("latent")), i)
     for letter, n, axis in qkv:
         yield LogicalTensor(f"{base}.{letter}_conv.weight", (n, delta.kernel), (axis, taps), i)
-    for name in ("A_log", "dt_bias"):
-        yield LogicalTensor(f"{base}.{name}", (delta.value_heads,), (heads,), i)
+    for name, n, axis in (("A_log", delta.value_heads, heads), ("dt_bias", delta.decays, decays)):
+        yield LogicalTensor(f"{base}.{name}", (n,), (axis,), i)
     yield LogicalTensor(f"{base}.norm.weight", (delta.value_dim,), (Axis("head_dim"),), i)
     yield LogicalTensor(f"{base}.o_proj.weight", (h, delta.value_width), (_HIDDEN, values), i)
 

@@ -24,7 +24,11 @@ from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
-from tests.support.qwen_next_reference import by_document, make_exact_delta
+from tests.support.qwen_next_reference import by_document, has_delta, kimi_values, make_exact_delta
+
+OFFSET_FAMILIES = ("gemma", "qwen3_next", "qwen3_5")  # norms multiply with 1 + w
+_OFFSET_CLASSES = ("Gemma", "Qwen3Next", "Qwen3_5")
+_V3_ROUTERS = ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Dots1TopkRouter", "KimiLinearTopkRouter")
 
 
 def make_hf(
@@ -41,7 +45,7 @@ def make_hf(
             noise = torch.randn(param.shape, dtype=torch.float32)
             is_norm = "norm" in name or ".ln_" in name
             scale = 0.02 if is_norm or name.endswith("bias") else 0.15
-            offset = config["model_type"].startswith(("gemma", "qwen3_next")) and "linear_attn" not in name  # 1 + w
+            offset = config["model_type"].startswith(OFFSET_FAMILIES) and "linear_attn" not in name
             param.copy_(noise * scale + (1.0 if is_norm and name.endswith("weight") and not offset else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # large enough to change choices
@@ -84,7 +88,7 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             module.forward = _exact_rms_norm(module)  # type: ignore[method-assign]
-        elif kind in ("Qwen3NextGatedDeltaNet", "Qwen3NextRMSNormGated"):
+        elif has_delta(module):
             make_exact_delta(module, dtype)
         elif kind in ("CohereLayerNorm", "Cohere2LayerNorm"):
             module.forward = _exact_cohere_norm(module)  # type: ignore[method-assign]
@@ -101,8 +105,8 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _exact_rms_norm(module: Any) -> Any:
-    """Gemma's and Qwen3-Next's multiply with 1 + w."""
-    gemma, eps = type(module).__name__.startswith(("Gemma", "Qwen3Next")), getattr(module, "variance_epsilon", None)
+    """Gemma's, Qwen3-Next's and Qwen3.5's multiply with 1 + w."""
+    gemma, eps = type(module).__name__.startswith(_OFFSET_CLASSES), getattr(module, "variance_epsilon", None)
     eps = module.eps if eps is None else eps
     return lambda x: F.rms_norm(x, (x.shape[-1],), 1.0 + module.weight if gemma else module.weight, eps)
 
@@ -131,7 +135,7 @@ def _exact_gptj(module: Any) -> None:
 
 def _exact_router(module: Any) -> Any:
     """transformers' rules for routers, which it computes in fp32."""
-    if type(module).__name__ in ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Dots1TopkRouter"):
+    if type(module).__name__ in _V3_ROUTERS:
         return lambda x: _deepseek_v3_router(module, x)
     if type(module).__name__ == "DeepseekV2TopkRouter":
         return lambda x: _deepseek_v2_router(module, x)
@@ -266,6 +270,7 @@ def _exact_rotary(module: Any, dtype: torch.dtype) -> Any:
     def tables(position_ids: torch.Tensor, kind: str | None) -> Any:
         rope = module.config.rope_parameters if kind is None else module.config.rope_parameters[kind]
         prefix = "" if kind is None else f"{kind}_"
+        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids  # of text, all three are the same
         inv_freq = exact_frequencies(module.config, rope, int(position_ids.max()) + 1)
         if rope["rope_type"] != "longrope":
             # transformers computes the same numbers in fp32: so the rules below are not wrong in the same way as ours.
@@ -332,6 +337,7 @@ def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
 
 def _logical(values: dict[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
     table, found = name_table(spec), dict[str, torch.Tensor]()
+    values = kimi_values(values) if spec.hf_model_type == "kimi_linear" else values
     for tensor in logical_tensors(spec):
         if ".experts." in tensor.name:
             found[tensor.name] = _of_experts(values, tensor.name, spec.hf_model_type).contiguous()

@@ -48,6 +48,20 @@ QWEN3_NEXT = _BASE | {
     "shared_expert_intermediate_size": 14, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
     "linear_key_head_dim": 6, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 4, "pad_token_id": None,
 }  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+QWEN3_5 = {key: size for key, size in QWEN3_NEXT.items() if key not in _EXPERTS} | {
+    "model_type": "qwen3_5_text", "rope_parameters": _MROPE,
+}
+QWEN3_5_MOE = {key: size for key, size in QWEN3_NEXT.items() if key != "intermediate_size"} | {
+    "model_type": "qwen3_5_moe_text", "rope_parameters": _MROPE,
+}
+KIMI = {key: size for key, size in _DEEPSEEK.items() if key not in ("n_routed_experts", "first_k_dense_replace")} | {
+    "model_type": "kimi_linear", "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3,
+    "q_lora_rank": None, "vocab_size": 97, "num_local_experts": 5, "linear_num_heads": 3, "linear_head_dim": 6,
+    "linear_conv_kernel_dim": 4, "pad_token_id": None, "eos_token_id": None, "bos_token_id": None,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 4, "head_dim": 8},
     "qwen2_moe": _QWEN | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 14, "norm_topk_prob": False},
@@ -104,5 +118,16 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "head_dim": 12, "partial_rotary_factor": 0.5, "attention_bias": True, "tie_word_embeddings": True,
         "layer_types": ["full_attention", "linear_attention", "linear_attention"], "mlp_only_layers": [1],
         "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3, "norm_topk_prob": False,
+    },
+    "qwen3_5": QWEN3_5 | {
+        "hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 97, "head_dim": 12,
+        "tie_word_embeddings": True, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3,
+    },
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "kimi_linear": KIMI,
+    "kimi_linear_groups": KIMI | {
+        "num_hidden_layers": 5, "layer_types": None, "q_lora_rank": 10, "attention_bias": True, "n_group": 3,
+        "topk_group": 2, "num_local_experts": 6, "norm_topk_prob": False, "linear_num_heads": 4, "linear_head_dim": 5,
+        "linear_conv_kernel_dim": 3, "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
     },
 }

@@ -141,7 +141,7 @@ class Outcome:
 
 
 def _decays(name: str, param: torch.nn.Parameter) -> bool:
-    return param.dim() > 1 and not name.endswith(("bias", "_norm.weight"))  # Cohere's norms are of each head
+    return param.dim() > 1 and not name.endswith(("bias", "_norm.weight", "A_log"))  # Cohere's norms are of each head
 
 
 def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[str, torch.Tensor]]:

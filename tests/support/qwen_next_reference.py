@@ -1,4 +1,5 @@
-"""transformers' Gated DeltaNet in the dtype of its inputs: its own text, without the casts to fp32 in it."""
+"""transformers' linear attention (Qwen3-Next, Qwen3.5, Kimi Linear) in the dtype of its inputs: its own text, without
+the casts to fp32 in it."""
 
 from __future__ import annotations
 
@@ -8,9 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.models.kimi_linear import modeling_kimi_linear as modeling_kimi
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
 _FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+_OF_KIMI = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
 
 
 def _exact(function: Callable[..., Any], scope: dict[str, Any]) -> Any:
@@ -24,17 +29,46 @@ def _exact(function: Callable[..., Any], scope: dict[str, Any]) -> Any:
     return scope[function.__name__]
 
 
-_SCOPE = dict(vars(modeling))
-chunked, recurrent = (_exact(inspect.unwrap(getattr(modeling, name)), _SCOPE) for name in _FUNCTIONS)
-_mixer = _exact(inspect.unwrap(modeling.Qwen3NextGatedDeltaNet.forward), _SCOPE)
-_norm = _exact(modeling.Qwen3NextRMSNormGated.forward, _SCOPE)
+def _scope(module: Any) -> dict[str, Any]:
+    """The names of a model's file, with its rules in fp64."""
+    scope = dict(vars(module))
+    for name in (name for name in _FUNCTIONS + _OF_KIMI if hasattr(module, name)):
+        _exact(inspect.unwrap(getattr(module, name)), scope)
+    return scope
+
+
+_MODULES = (modeling, modeling_qwen3_5, modeling_qwen3_5_moe, modeling_kimi)
+_SCOPES = {module.__name__: _scope(module) for module in _MODULES}
+chunked, recurrent = (_SCOPES[modeling.__name__][name] for name in _FUNCTIONS)
+kimi_chunked, kimi_recurrent = (_SCOPES[modeling_kimi.__name__][name] for name in _OF_KIMI)
+
+
+def has_delta(module: Any) -> bool:
+    """Whether a module is a part of linear attention that transformers computes in fp32."""
+    kind = type(module).__name__
+    ends = ("GatedDeltaNet", "RMSNormGated", "DeltaAttention", "ForgetGate")
+    return type(module).__module__ in _SCOPES and kind.endswith(ends)
+
+
+def kimi_values(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a Kimi Linear model in memory, named and divided as in its files, but for routed experts."""
+    found = dict[str, torch.Tensor]()
+    for name, value in values.items():
+        name = name.replace(".forget_gate.", ".").replace(".mlp.gate.", ".block_sparse_moe.gate.")
+        name = name.replace(".mlp.shared_experts.", ".block_sparse_moe.shared_experts.")
+        if name.endswith("self_attn.conv1d.weight"):
+            for letter, part in zip("qkv", value.chunk(3), strict=True):
+                found[name.replace("conv1d", f"{letter}_conv1d")] = part
+        else:
+            found[name] = value
+    return found
 
 
 def make_exact_delta(module: Any, dtype: torch.dtype) -> None:
-    """Of one module of a Qwen3-Next model in fp64."""
+    """Of one module of a model with Gated DeltaNet in fp64."""
     if dtype == torch.float64:
-        forward = _mixer if type(module).__name__ == "Qwen3NextGatedDeltaNet" else _norm
-        module.forward = forward.__get__(module)
+        scope, kind = _SCOPES[type(module).__module__], type(module)
+        module.forward = _exact(inspect.unwrap(kind.forward), dict(scope)).__get__(module)
 
 
 def by_document(

@@ -176,8 +176,8 @@ class ModelledOperators:
         delta, h = self.model.delta, self.model.hidden_size
         if delta is None:
             return self._of_attention(share, tokens)
-        linear, out = linear_layers(self.model), share * delta.value_width
-        linear_products = in_all([self.linear(tokens, (share * delta.projected,), h), self.linear(tokens, (h,), out)])
+        linear = linear_layers(self.model)
+        linear_products = in_all([self.linear(tokens, *product) for product in delta.products(h, share)])
         return in_all([self._of_attention(share, tokens).times(1 - linear), linear_products.times(linear)])
 
     def _of_attention(self, share: float, tokens: float) -> Products:

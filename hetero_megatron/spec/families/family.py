@@ -34,6 +34,8 @@ class Wrapper:
         architecture: transformers' class of the whole.
         prefix: of the names of the language model's tensors; apart: of those of the others, which are not read.
         keys: of its config.json beside ``text_config``, which say nothing about the language model.
+        plain: what the names of the language model by itself begin with instead of ``prefix``; "": with nothing, and
+            all names of the whole that are of the language model begin with ``prefix``.
     """
 
     model_type: str
@@ -41,6 +43,7 @@ class Wrapper:
     prefix: str
     apart: tuple[str, ...]
     keys: frozenset[str]
+    plain: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Family:
     @property
     def linear(self) -> bool:
         """With linear attention in some layers."""
-        return "linear_num_key_heads" in self.keys
+        return bool(self.keys & {"linear_num_key_heads", "linear_num_heads"})
 
     @property
     def architectures(self) -> tuple[str, ...]:

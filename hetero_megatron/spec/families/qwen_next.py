@@ -26,22 +26,24 @@ from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 _DEFAULTS = Defaults(
     positions=32768, kv_heads=2, kv_nullable=False, head_dim=256, partial_rotary=0.25, eps=1e-6
 )
-_SIZES = {  # key of config.json -> field of GatedDelta, and what an absent one means
+DELTA_SIZES = {  # key of config.json -> field of GatedDelta, and what an absent one means
     "linear_num_key_heads": ("key_heads", 16), "linear_num_value_heads": ("value_heads", 32),
     "linear_key_head_dim": ("key_dim", 128), "linear_value_head_dim": ("value_dim", 128),
     "linear_conv_kernel_dim": ("kernel", 4),
 }  # fmt: skip
 
 
-def _delta(read: ConfigReader, eps: float) -> GatedDelta:
-    sizes = {field: read.integer(key, absent) for key, (field, absent) in _SIZES.items()}
+def read_delta(read: ConfigReader, eps: float) -> GatedDelta:
+    """``eps``: of the gated norm."""
+    sizes: dict[str, Any] = {field: read.integer(key, absent) for key, (field, absent) in DELTA_SIZES.items()}
     if sizes["value_heads"] % sizes["key_heads"]:
         accepted = f"a multiple of linear_num_key_heads {sizes['key_heads']}"
         raise read.refuse("its key heads cannot serve them evenly", "linear_num_value_heads", accepted)
     return GatedDelta(**sizes, norm_eps=eps)
 
 
-def _mixers(read: ConfigReader) -> tuple[str, ...]:
+def read_mixers(read: ConfigReader) -> tuple[str, ...]:
+    """FULL or LINEAR, of each layer."""
     layers = num_layers(read)
     if read.config.get("layer_types") is not None:
         return layer_types(read, [], 1, LINEAR)
@@ -55,14 +57,15 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
     head_dim, positions = head_sizes(read, _DEFAULTS)[2], read.integer("max_position_embeddings", _DEFAULTS.positions)
     rope, notices = read_rope(read, head_dim, positions, _DEFAULTS.theta, _DEFAULTS.partial_rotary)
     kinds = [
-        LayerKind(rope=rope) if kind == FULL else LayerKind(rope=None, mixer="gated_delta") for kind in _mixers(read)
+        LayerKind(rope=rope) if kind == FULL else LayerKind(rope=None, mixer="gated_delta")
+        for kind in read_mixers(read)
     ]
     bias = read.flag("attention_bias")
     sized = ConfigReader({"intermediate_size": 5632, **read.config}, read.where, read.prefix)
     spec = decoder(
         sized, "qwen3_next", name, _DEFAULTS, qkv_bias=bias, out_bias=bias, qk_norm="head", norm_offset=1.0,
         attn_gate=True, layer_kinds=tuple(kinds), notices=notices,
-        delta=_delta(read, read.positive("rms_norm_eps", _DEFAULTS.eps)),
+        delta=read_delta(read, read.positive("rms_norm_eps", _DEFAULTS.eps)),
     )  # fmt: skip
     moe = read_moe(
         read, "num_experts", ffn_hidden_size=read.integer("moe_intermediate_size", 512),
@@ -81,14 +84,14 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "decoder_sparse_step": 1, "mlp_only_layers": [i for i, kind in enumerate(spec.layers) if kind.mlp == "dense"],
         "layer_types": [LINEAR if kind.linear else FULL for kind in spec.layers],
         "attention_bias": spec.qkv_bias and spec.out_bias,
-        **{key: getattr(delta, field) for key, (field, _) in _SIZES.items()},
+        **{key: getattr(delta, field) for key, (field, _) in DELTA_SIZES.items()},
     }  # fmt: skip
     return {"partial_rotary_factor": 1.0} | config  # absent means a quarter
 
 
 FAMILY = Family(
     "qwen3_next", "Qwen3NextForCausalLM", read=_read, write=_write, examples="Qwen3-Next-80B-A3B",
-    keys=DECODER_KEYS | frozenset(_SIZES) | words(
+    keys=DECODER_KEYS | frozenset(DELTA_SIZES) | words(
         "hidden_act attention_bias layer_types full_attention_interval num_experts num_experts_per_tok"
         " moe_intermediate_size shared_expert_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers"
         " router_aux_loss_coef output_router_logits use_sliding_window"

@@ -58,11 +58,20 @@ PARALLEL_BLOCKS: dict[str, dict[str, Any]] = {
     "falcon": {"model_type": "falcon", **PLAIN},
     "cohere2": {"model_type": "cohere2", **SMALL, "sliding_window": 9, "sliding_window_pattern": 3},
 }
+DELTA = {
+    **SMALL, "head_dim": 16, "full_attention_interval": 2, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+}  # fmt: skip
 HYBRIDS = {
     "qwen3_next": {
-        "model_type": "qwen3_next", **SMALL, "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "full_attention_interval": 2,
-        "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+        "model_type": "qwen3_next", **DELTA, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
+    },
+    "qwen3_5": {"model_type": "qwen3_5_text", **DELTA},
+    "kimi_linear": {
+        "model_type": "kimi_linear", **{key: size for key, size in LATENT.items() if key != "n_routed_experts"},
+        "num_local_experts": 6, "linear_num_heads": 3, "linear_head_dim": 8, "pad_token_id": 0, "bos_token_id": None,
+        "eos_token_id": None, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
 }
 FAMILIES |= PARALLEL_BLOCKS | HYBRIDS

@@ -25,6 +25,16 @@ MODEL = HYBRIDS["qwen3_next"] | {
     "linear_value_head_dim": 16, "num_experts_per_tok": 5, "layer_types": [LINEAR] * 3 + [FULL, LINEAR, FULL],
 }  # fmt: skip
 
+KIMI = HYBRIDS["kimi_linear"] | {key: MODEL[key] for key in (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "num_hidden_layers", "layer_types",
+    "max_position_embeddings",
+)} | {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16,
+    "num_experts_per_tok": 3, "mlp_layer_types": ["sparse"] * 6,
+}  # fmt: skip
+CASES = [("qwen3_next", kind) for kind in ("none", "selective", "elementwise", "full")]
+CASES += [("kimi_linear", kind) for kind in ("none", "selective", "full")]
+
 
 def _configured(directory: Path, config: dict[str, Any], stages: list[dict[str, Any]]) -> RunConfig:
     """A dry run of the stages, of 192 tokens."""
@@ -35,10 +45,11 @@ def _configured(directory: Path, config: dict[str, Any], stages: list[dict[str, 
     return configure(["--plan", str(path), "--model", str(model), "--dry-run"], world)
 
 
-@pytest.mark.parametrize("recompute", quick(["none", "selective", "elementwise", "full"], [], ["full"]))
-def test_each_stage_holds_what_its_own_layers_keep(recompute: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", quick(CASES, [], [CASES[3], CASES[5]]), ids="-".join)
+def test_each_stage_holds_what_its_own_layers_keep(case: tuple[str, str], tmp_path: Path) -> None:
+    model, recompute = KIMI if case[0] == "kimi_linear" else MODEL, case[1]
     stages = [stage([0, 1], [0, 3], tp=2), stage([2], [3, 5]), stage([3], [5, 6])]
-    run = _configured(tmp_path, MODEL, [{**one, "recompute": recompute} for one in stages])
+    run = _configured(tmp_path, model, [{**one, "recompute": recompute} for one in stages])
     estimates = estimate_memory(run.plan, run.spec, run.dtype)
     for rank in (0, 2, 3):
         dry = run_rank(run, rank)

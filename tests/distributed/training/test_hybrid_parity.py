@@ -33,6 +33,8 @@ CONTEXT = {
     # Members have several runs of tokens, some shorter than the convolution, and one has a single token.
     "runs_in_zigzag": plan([pipe(2, 2, stage([0, 1, 2, 3], [0, 3], recompute="selective", kv={"block": 2}, context=[
         {"ranks": [0, 3], "tokens": [4, 2], "heads": [3, 1]}, {"ranks": [1, 2], "tokens": [1, 3], "heads": [0, 4]}]))]),
+    "runs_of_three_heads": plan([pipe(2, 2, stage([0, 1, 2], [0, 3], recompute="selective", kv={"block": 2}, context=[
+        {"ranks": [0, 2], "tokens": [4, 2], "heads": [2, 1]}, {"ranks": [1], "tokens": [4], "heads": [3]}]))]),
     # Members of unlike TP degrees hand heads on; another pipeline has no context groups.
     "members_of_ranks": plan([
         pipe(2, 2, stage([0, 1, 2], [0, 2], tp_split=[[2, 1], [1]], recompute="full", order="contiguous", context=[
@@ -48,7 +50,10 @@ CONTEXT = {
             [{"ranks": [3, 4], "intervals": [[[6, 10]], [[0, 6]]], "heads": [2, 2]}],
         ]))]),
 }  # fmt: skip
-CASES = [(model, name) for model in HYBRIDS for name in PLANS]
+_QWEN3_NEXT = ("qwen3_next", "qwen3_next_odd")
+CASES = [(model, name) for model in _QWEN3_NEXT for name in PLANS]
+CASES += [("qwen3_5", "uneven_tp"), ("qwen3_5_moe", "pipeline")]
+CASES += [("kimi_linear", "uneven_tp"), ("kimi_linear", "pipeline")]
 IN_MAKE_TEST = [("qwen3_next_odd", "pipeline")]
 
 
@@ -61,11 +66,15 @@ def test_hybrids_under_plans(case: tuple[str, str]) -> None:
 
 
 FULL, LINEAR = "full_attention", "linear_attention"
-ORDER = {"qwen3_next": [LINEAR, LINEAR, FULL], "qwen3_next_odd": [LINEAR, FULL, LINEAR]}
+ORDER = {
+    "qwen3_next": [LINEAR, LINEAR, FULL], "qwen3_next_odd": [LINEAR, FULL, LINEAR], "qwen3_5": [FULL, LINEAR, LINEAR],
+    "qwen3_5_moe": [LINEAR, FULL, LINEAR], "kimi_linear": [LINEAR, FULL, LINEAR],
+}  # fmt: skip
 
 CONTEXT_CASES = [  # (model, plan, whether documents are packed)
     ("qwen3_next", "runs_in_zigzag", True), ("qwen3_next_odd", "members_of_ranks", True),
-    ("qwen3_next", "any_intervals", False),
+    ("qwen3_next", "any_intervals", False), ("qwen3_5", "members_of_ranks", True),
+    ("kimi_linear", "members_of_ranks", True), ("kimi_linear", "runs_of_three_heads", True),
 ]  # fmt: skip
 
 

@@ -42,3 +42,11 @@ def test_bad_configurations_are_refused_by_key(change: dict[str, Any]) -> None:
     with pytest.raises(UserError) as caught:
         from_hf_config(HYBRIDS["qwen3_next"] | change)
     assert caught.value.field in change
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_products_of_a_layer_are_its_matrices(model: str) -> None:
+    spec = from_hf_config(HYBRIDS[model])
+    layer = next(i for i, kind in enumerate(spec.layers) if kind.linear)
+    matrices = [t for t in logical_tensors(spec) if t.layer == layer and "linear_attn" in t.name and "proj" in t.name]
+    assert spec.delta is not None and spec.delta.elements(spec.hidden_size) == sum(t.size for t in matrices)

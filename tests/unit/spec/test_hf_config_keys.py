@@ -40,15 +40,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 QUICK = ("llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox")  # the others have what these have, in other combinations
 MIXTURES = {c["model_type"]: c for c in reversed((MOE_FAMILIES | HYBRIDS).values())}  # the first of each family
 _PARALLEL_FAMILIES = {config["model_type"] for config in PARALLEL_BLOCKS.values()}
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def base(family: str) -> dict[str, Any]:
     if family == "gpt2":
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
     if family in MIXTURES:
-        of_every_head = {"num_key_value_heads": 4} if family.startswith("deepseek") else {}
-        of_every_head |= {"num_hidden_layers": 4} if family == "qwen3_next" else {}  # one with attention
+        of_every_head = {"num_key_value_heads": 4} if family.startswith(("deepseek", "kimi")) else {}
+        of_every_head |= {"num_hidden_layers": 4} if FAMILIES[family].linear else {}  # one with attention
+        of_every_head |= {"layer_types": [LINEAR, FULL] * 2} if family == "kimi_linear" else {}
         return MIXTURES[family] | BASE | of_every_head
     if family in ("gptj", "falcon"):
         return next(c for c in DENSE.values() if c["model_type"] == family) | {"num_hidden_layers": 2}
@@ -167,7 +168,6 @@ MOE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-LINEAR = "linear_attention"
 HYBRID: list[dict[str, Any]] = [
     {"layer_types": [LINEAR, FULL, FULL, LINEAR]}, {"layer_types": [LINEAR] * 3}, {"layer_types": ["mamba"] * 4},
     {"full_attention_interval": 2}, {"full_attention_interval": 1}, {"full_attention_interval": 0},
@@ -176,7 +176,30 @@ HYBRID: list[dict[str, Any]] = [
     {"linear_value_head_dim": 12}, {"linear_conv_kernel_dim": 2}, {"linear_conv_kernel_dim": 0},
     {"linear_key_head_dim": "6"}, {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0},
     {"norm_topk_prob": False}, {"attention_bias": True}, {"rms_norm_eps": 0.1}, {"attn_output_gate": False},
-]
+    {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_use_dedicated_embeddings": False},
+    {"mamba_ssm_dtype": "float16"}, {"mtp_num_hidden_layers": 1}, {"mtp_num_hidden_layers": -1},
+    {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": []},
+    {"rope_parameters": {"rope_theta": 9.0, "mrope_section": [3, 1, 2], "mrope_interleaved": True}},
+    {"rope_scaling": YARN | {"mrope_section": [1, 1, 1]}}, {"rope_parameters": {"mrope_section": [3, 1]}},
+    {"rope_parameters": {"mrope_section": "x"}}, {"rope_parameters": {"mrope_interleaved": 2}},
+]  # fmt: skip
+
+_LAYERS = {"full_attn_layers": [2, 4], "kda_layers": [1, 3]}
+KIMI: list[dict[str, Any]] = [
+    {"linear_attn_config": {"head_dim": 4, "num_heads": 2, "short_conv_kernel_size": 2}}, {"linear_attn_config": {}},
+    {"linear_attn_config": _LAYERS, "layer_types": None}, {"linear_attn_config": _LAYERS | {"kda_layers": [1]}},
+    {"linear_attn_config": _LAYERS | {"kda_layers": [1]}, "layer_types": None}, {"linear_attn_config": None},
+    {"linear_attn_config": _LAYERS | {"kda_layers": [1, 2, 3]}, "layer_types": None}, {"linear_attn_config": {"a": 1}},
+    {"linear_attn_config": {"kda_layers": [1, 2, 3, 4]}, "layer_types": None}, {"linear_attn_config": {"num_heads": 0}},
+    {"linear_num_heads": 2}, {"linear_head_dim": 9}, {"linear_num_heads": None}, {"model_max_length": 32},
+    {"num_experts": 3, "num_local_experts": 3}, {"num_experts_per_token": 3}, {"num_shared_experts": 1},
+    {"moe_renormalize": False}, {"norm_topk_prob": False}, {"num_expert_group": 5, "topk_group": 2}, {"topk_group": 2},
+    {"mlp_layer_types": ["dense", "sparse"] * 2}, {"mlp_layer_types": ["moe"] * 4}, {"first_k_dense_replace": 3},
+    {"q_lora_rank": 7}, {"v_head_dim": 12}, {"qk_rope_head_dim": 2}, {"mla_use_nope": True}, {"mla_use_nope": False},
+    {"moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    {"moe_router_activation_func": "softmax"}, {"moe_layer_freq": 2}, {"auto_map": {"AutoConfig": "a.B"}},
+    {"num_nextn_predict_layers": 1}, {"num_nextn_predict_layers": 0}, {"routed_scaling_factor": 1.0}, {"head_dim": 7},
+]  # fmt: skip
 
 
 PARALLEL: list[dict[str, Any]] = [
@@ -211,7 +234,9 @@ def mutations(family: str) -> list[dict[str, Any]]:
         known = FAMILIES[family].keys
         own = [change for change in PARALLEL if change.keys() & known]
         return own + (GPT2 if family == "gptj" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE
-    if family == "qwen3_next":
+    if family == "kimi_linear":
+        return [*KIMI, *HYBRID, *ROPE, *SHAPES, *MOE, *EVERYWHERE]
+    if FAMILIES[family].linear:
         return [*HYBRID, *ROPE, *SHAPES, *MOE, *EVERYWHERE]
     if family in MIXTURES:
         return [*ROPE, *WINDOWS, *SHAPES, *MOE, *EVERYWHERE]

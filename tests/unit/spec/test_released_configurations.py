@@ -78,6 +78,33 @@ QWEN3_NEXT: dict[str, Any] = {
     "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
+KIMI_LINEAR: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"], "bos_token_id": 163584, "dtype": "bfloat16", "eos_token_id": 163586,
+    "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"}, "first_k_dense_replace": 1, "head_dim": 72,
+    "hidden_act": "silu", "hidden_size": 2304, "initializer_range": 0.02, "intermediate_size": 9216,
+    "kv_lora_rank": 512, "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+        "kda_layers": [i for i in range(1, 27) if i % 4],
+    }, "mla_use_nope": True, "model_max_length": 1048576, "model_type": "kimi_linear", "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_attention_heads": 32,
+    "num_expert_group": 1, "num_experts": 256, "num_experts_per_token": 8, "num_hidden_layers": 27,
+    "num_key_value_heads": 32, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "pad_token_id": 163839,
+    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "tie_word_embeddings": False, "topk_group": 1,
+    "use_cache": True, "use_grouped_topk": True, "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
+QWEN3_5: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "eos_token_id": 248044,
+    "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 5120,
+    "intermediate_size": 17408, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "num_attention_heads": 24,
+    "num_hidden_layers": 64, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "tie_word_embeddings": False,
+    "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+                        "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "use_cache": True, "vocab_size": 248320,
+}  # fmt: skip
 GPT_NEOX: dict[str, Any] = {
     "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
     "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 16384, "layer_norm_eps": 1e-05,
@@ -167,6 +194,8 @@ RELEASED = {
     ),
     "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15.7e9), "DeepSeek-V3": (DEEPSEEK_V3, 671e9),
     "Qwen3-30B-A3B": (QWEN3_MOE, 30.5e9),
+    "Kimi-Linear-48B-A3B": (KIMI_LINEAR, 49.12e9),
+    "Qwen3.5-27B": (QWEN3_5 | {"architectures": ["Qwen3_5ForCausalLM"]}, 26.9e9),
 }  # fmt: skip
 
 
@@ -207,3 +236,13 @@ def test_what_they_have_besides_is_refused_by_name(config: dict[str, Any], key: 
     with pytest.raises(UserError) as caught:
         from_hf_config(config)
     assert caught.value.field == key
+
+
+def test_of_a_model_with_images_the_language_model_is_read() -> None:
+    whole = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 248056,
+        "text_config": QWEN3_5, "vision_config": {"depth": 27}, "tie_word_embeddings": False,
+    }  # fmt: skip
+    spec = from_hf_config(whole)
+    assert spec == from_hf_config(QWEN3_5) and any("language model" in notice for notice in spec.notices)
+    assert from_hf_config(export_config(spec, whole)) == spec
