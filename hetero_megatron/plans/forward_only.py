@@ -10,8 +10,10 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plans.canonical import Interval, Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plans.canonical import Optimizer as OptimizerPlace
 from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.role_layouts import score_transfer
 from hetero_megatron.plans.roles import role_plan
 from hetero_megatron.plans.validate import validate
+from hetero_megatron.spec.distillation import LIKELIEST_WORDS, LOGITS_WORDS, SAYING_WORDS
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
@@ -38,6 +40,22 @@ class ForwardRole:
     def apart(self) -> bool:
         """It has ranks of its own."""
         return self.words > 0
+
+    @property
+    def loss_words(self) -> tuple[float, float]:
+        """Of 4 bytes, that move of each token and token of the vocabulary beside a cross-entropy: in the loss of the
+        model that is trained, and where the role has its head."""
+        if self.name != "teacher":
+            return 0.0, 0.0
+        return (LIKELIEST_WORDS, SAYING_WORDS) if self.apart else (LOGITS_WORDS, 0.0)
+
+    def sends(self, plan: Plan) -> list[tuple[int, int, float]]:
+        """(from rank, to rank, bytes) for a batch of the model that ``plan`` trains."""
+        if not self.apart:
+            return []
+        source, size = self.compiled.plan, 4.0 * self.words
+        moves = score_transfer(source, plan, plan.global_batch_size, self.name == "reference")
+        return [(piece.src, piece.dst, size * piece.box.size) for piece in moves.pieces]
 
 
 def role_of(

@@ -30,6 +30,7 @@ from hetero_megatron.plans.islands import with_islands_where_quick
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.beside import predict_beside
 from hetero_megatron.predictor.simulate.step import Prediction
+from hetero_megatron.spec.distillation import LIKELIEST_WORDS
 
 MOST_SPLITS, MOST_SEARCHED = 64, 10  # splits of the cluster, and those that are searched
 SMALL = 8  # chips of a cluster that is split by chips, not nodes
@@ -91,6 +92,9 @@ class RoleSearch:
     def __init__(
         self, problem: PlanningProblem, asked: ForwardQuestion, epochs: float = 1.0, progress: Progress | None = None
     ) -> None:
+        if asked.name == "teacher":
+            costs = replace(problem.options.costs, loss_words=LIKELIEST_WORDS)
+            problem = replace(problem, options=replace(problem.options, costs=costs))
         self._problem, self._asked, self._epochs = problem, asked, epochs
         self._say = progress or (lambda text: None)
         self._budget, made_for = TimeBudget(problem.options.time_limit), (problem.model, problem.cluster)
@@ -118,6 +122,14 @@ class RoleSearch:
                 accepted="a smaller model, or more chips or memory in the cluster file",
             )  # fmt: skip
         return RolePlacement(tuple(found), self._asked, cluster, searched, len(splits), self._epochs)
+
+    def on_ranks(self, ranks: frozenset[int]) -> Alternative:
+        """The role on these ranks and the model that is trained on all others, each under the best plan found.
+
+        Raises:
+            UserError: there is none of one of both.
+        """
+        return self._joined(ranks, ForwardPlans(self._asked, shrink(self._problem.cluster, sorted(ranks))).best())
 
     def _in_a_file(self, whole: SearchResult) -> Alternative:
         """One pass of the role over the data, on all chips, and then steps without it."""

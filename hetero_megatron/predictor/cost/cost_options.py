@@ -64,6 +64,8 @@ class CostOptions:
         logits_bytes: of a micro-batch's logits on a rank, above which head and loss go through chunks of tokens.
         reference: how many times all pipelines run forward before every step: once for the reference of preference
             pairs, which is the base without adapters; see ``Preference.forwards``.
+        loss_words: of 4 bytes, that the loss moves of each token and token of the vocabulary beside a cross-entropy:
+            that of distillation, see ``spec/distillation.py``.
         role_seconds: before every step, for a second model that only runs forward.
         host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s), and for
             activations where the chip's own is not known.
@@ -86,6 +88,7 @@ class CostOptions:
     fp8: Fp8 | None = None
     logits_bytes: int = LOGITS_BYTES
     reference: int = 0
+    loss_words: float = 0.0
     role_seconds: float = 0.0
     host_bandwidth: float = 25e9
     host_memory_bandwidth: float = 200e9

@@ -134,7 +134,7 @@ class CostModel:
             products = Fp8Products(self.rates.fp8[chip], self.options.fp8.recipe, self.item)
         return Operators(
             model or self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel,
-            self.options.softmax_batches, products, self.options.logits_bytes,
+            self.options.softmax_batches, products, self.options.logits_bytes, self.options.loss_words,
         )  # fmt: skip
 
     def computes_in_fp8(self, stage: Stage) -> bool:

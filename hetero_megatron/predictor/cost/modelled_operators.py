@@ -49,6 +49,7 @@ class ModelledOperators:
         fp8: what the linear modules of layers compute in; None: the dtype of the run. Head, router, experts, adapters
             and attention stay in that dtype.
         logits_bytes: of logits on a rank, above which head and loss go through chunks of tokens.
+        loss_words: as in :class:`~hetero_megatron.predictor.cost.cost_options.CostOptions`.
     """
 
     model: ModelSpec
@@ -58,6 +59,7 @@ class ModelledOperators:
     softmax_batches: int = 0
     fp8: Fp8Products | None = None
     logits_bytes: int = LOGITS_BYTES
+    loss_words: float = 0.0
 
     @cached_property
     def fingerprint(self) -> str:

@@ -198,7 +198,16 @@ class Operators(ModelledOperators):
         return product + moved, 2 * (product + moved)
 
     def _main_head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
-        """Of the main loss's tokens alone."""
+        """Of the main loss's tokens alone. What a loss does beside a cross-entropy is as much slower than modelled as
+        that is, and has its gradients in forward."""
+        plain = self._cross_entropy_head(share, rows, length, chunked)
+        if not self.loss_words or not rows:
+            return plain
+        moved = 4 * self.loss_words * rows * length * share * self.model.vocab_size
+        slower = sum(plain) / sum(self.head_by_operators(share, rows, length, chunked))
+        return plain[0] + slower * moved / self.rates.bytes_per_second, plain[1]
+
+    def _cross_entropy_head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
         tabled = self._from_table("head", share, rows, length)
         if chunked is None or chunked == self.in_chunks(share, rows, length):
             return tabled
