@@ -7,6 +7,7 @@ Who sends what to whom: :mod:`hetero_megatron.plans.role_layouts`."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 import torch
 
 from hetero_megatron.comm import Comm, Work

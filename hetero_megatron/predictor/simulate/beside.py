@@ -49,8 +49,8 @@ def predict_beside(
     plan: Plan, model: ModelSpec, cluster: Cluster, dtype: str, options: CostOptions, role: ForwardRole,
     prepared: PreparedPlan | None = None,
 ) -> Prediction:  # fmt: skip
-    """One step of a plan with a role. With ranks of its own a step is as long as the longer of both: the role's forward,
-    which goes on while what it says is sent, or what was said arriving and the step.
+    """One step of a plan with a role. With ranks of its own a step is as long as the longer of both: the role's forward
+    (while what it said is sent), or the arrival of what was said and then the step.
 
     Args:
         options, prepared: as of :func:`~hetero_megatron.predictor.simulate.step.predict`.

@@ -40,14 +40,15 @@ class RolePrediction:
             )
         ahead, waits = (self.name, trained) if self.waits < 0 else (trained, self.name)
         return (
-            f"the {self.name} takes {self.seconds:.3g} s for a batch and the {trained} {self.step_seconds:.3g} s for a "
-            f"step, after {self.sent:.3g} s for what was said to arrive, at the same time, so the {waits} waits for the {ahead} {abs(self.waits):.3g} s of each step"
+            f"the {self.name} takes {self.seconds:.3g} s for a batch, and at the same time the {trained} "
+            f"{self.sent:.3g} s to receive what was said of its batch and {self.step_seconds:.3g} s for a step, so the {waits} "
+            f"waits for the {ahead} {abs(self.waits):.3g} s of each step"
         )
 
     def as_json(self) -> Mapping[str, Any]:
         """Seconds."""
         return {
             "name": self.name, "ranks": list(self.ranks), "own_ranks": self.apart, "forward_seconds": self.seconds,
-            "step_seconds_alone": self.step_seconds, "transfer_seconds": self.sent, "waits_seconds": max(0.0, self.waits),
-            "waited_for_seconds": max(0.0, -self.waits),
+            "step_seconds_alone": self.step_seconds, "transfer_seconds": self.sent,
+            "waits_seconds": max(0.0, self.waits), "waited_for_seconds": max(0.0, -self.waits),
         }  # fmt: skip
