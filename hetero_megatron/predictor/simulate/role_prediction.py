@@ -41,8 +41,8 @@ class RolePrediction:
         ahead, waits = (self.name, trained) if self.waits < 0 else (trained, self.name)
         return (
             f"the {self.name} takes {self.seconds:.3g} s for a batch, and at the same time the {trained} "
-            f"{self.sent:.3g} s to receive what was said of its batch and {self.step_seconds:.3g} s for a step, so the {waits} "
-            f"waits for the {ahead} {abs(self.waits):.3g} s of each step"
+            f"{self.sent:.3g} s to receive what was said of its batch and {self.step_seconds:.3g} s for a step, so "
+            f"the {waits} waits for the {ahead} {abs(self.waits):.3g} s of each step"
         )
 
     def as_json(self) -> Mapping[str, Any]:
