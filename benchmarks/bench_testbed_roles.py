@@ -47,6 +47,8 @@ LENGTH, DTYPE = 128, "fp32"
 PLANNED, UNIFORM = "all roles on all chips, planned", "all roles on all chips, uniform"
 OLD = "old chips hold the teacher"
 OTHERS = (PLANNED, UNIFORM, OLD)
+ROOMY = ("1 GiB", "1 GiB")
+LATE, ATTEMPTS = 0.02, 3  # a run that is later than this is repeated, so often; the least late counts
 SHAPES = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 128,
     "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048,
@@ -63,15 +65,16 @@ class Case:
     batch: int
 
 
-def two_kinds(fast: tuple[int, float, str], slow: tuple[int, float, str]) -> dict[str, Any]:
-    """Each (chips, speed, memory), a chip per node."""
-    return emulated_cluster([("fast", fast[0], 1, *fast[1:]), ("slow", slow[0], 1, *slow[1:])], fast_slow="25 MB/s")
+def two_kinds(fast: tuple[int, float], slow: tuple[int, float], memory: tuple[str, str] = ROOMY) -> dict[str, Any]:
+    """Each (chips, speed), a chip per node. All is slow, so that a machine that does other work keeps up."""
+    groups = [(name, n, 1, speed, room) for name, (n, speed), room in zip(("fast", "slow"), (fast, slow), memory)]
+    return emulated_cluster(groups, "16 MB/s", fast_slow="8 MB/s")
 
 
 CASES = {
-    "3:1, 2+2": Case(two_kinds((2, 0.6, "1 GiB"), (2, 0.2, "1 GiB")), 8, 8, 48),
-    "3:1, 2+2, large teacher": Case(two_kinds((2, 0.6, "1 GiB"), (2, 0.2, "1 GiB")), 6, 24, 32),
-    "2:1, 1+3": Case(two_kinds((1, 0.5, "1 GiB"), (3, 0.25, "1 GiB")), 8, 8, 40),
+    "3:1, 2+2": Case(two_kinds((2, 0.18), (2, 0.06)), 8, 8, 16),
+    "3:1, 2+2, large teacher": Case(two_kinds((2, 0.18), (2, 0.06), ("112 MiB", "96 MiB")), 6, 24, 16),
+    "2:1, 1+3": Case(two_kinds((1, 0.16), (3, 0.08)), 8, 8, 16),
 }
 
 
@@ -118,6 +121,14 @@ def choose(case: Case, folder: Path) -> tuple[RolePlacement, dict[str, tuple[Pla
     return found, plans
 
 
+def least_late(case: Case, folder: Path, name: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
+    """Of up to ``ATTEMPTS`` runs under a plan."""
+    runs = list[dict[str, Any]]()
+    while len(runs) < ATTEMPTS and not (runs and runs[-1]["late"] <= LATE and not runs[-1]["invalid"]):
+        runs.append(run(case, folder, name, plan, args))
+    return min(runs, key=lambda one: (one["invalid"], one["late"]))
+
+
 def run(case: Case, folder: Path, name: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     """Steps under a plan: seconds of each but the first, and the emulated clock's own check."""
     (folder / "plan.yaml").write_text(dump_yaml(plan))
@@ -137,7 +148,7 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         folder = Path(made)
         write_models(case, folder)
         job = ["-m", "hetero_megatron.cli.main", "calibrate", "--model", folder / "student", "--seq-length", LENGTH,
-               "--out", folder / "rates.yaml"]  # fmt: skip
+               "--tp", 1, "--out", folder / "rates.yaml"]  # fmt: skip
         began = time.monotonic()
         testbed, _ = run_testbed(name, case.cluster, "clock", args.links, job)
         took, rows = time.monotonic() - began, list[dict[str, Any]]()
@@ -148,7 +159,7 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         for title, (plan, predicted) in plans.items():
             key = dump_yaml(plan)
             if key not in known:
-                known[key] = run(case, folder, f"{name}, {title}", plan, args)
+                known[key] = least_late(case, folder, f"{name}, {title}", plan, args)
             measured = known[key]
             rows.append({"name": title, "predicted": predicted, "measured": median(measured["steps"]), **measured})
             if args.verbose:
