@@ -68,7 +68,7 @@ class Case:
 def two_kinds(fast: tuple[int, float], slow: tuple[int, float], memory: tuple[str, str] = ROOMY) -> dict[str, Any]:
     """Each (chips, speed), a chip per node. All is slow, so that a machine that does other work keeps up."""
     groups = [(name, n, 1, speed, room) for name, (n, speed), room in zip(("fast", "slow"), (fast, slow), memory)]
-    return emulated_cluster(groups, "16 MB/s", fast_slow="8 MB/s")
+    return emulated_cluster(groups, "50 MB/s", fast_slow="25 MB/s")
 
 
 CASES = {

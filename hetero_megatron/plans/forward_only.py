@@ -13,7 +13,7 @@ from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.role_layouts import score_transfer
 from hetero_megatron.plans.roles import role_plan
 from hetero_megatron.plans.validate import validate
-from hetero_megatron.spec.distillation import LIKELIEST_WORDS, LOGITS_WORDS, SAYING_WORDS
+from hetero_megatron.spec.distillation import LOGITS_WORDS, PLAIN_WORDS, Words, likeliest_words, saying_words
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
@@ -42,12 +42,12 @@ class ForwardRole:
         return self.words > 0
 
     @property
-    def loss_words(self) -> tuple[float, float]:
-        """Of 4 bytes, that move of each token and token of the vocabulary beside a cross-entropy: in the loss of the
-        model that is trained, and where the role has its head."""
+    def loss_words(self) -> tuple[Words, Words]:
+        """``CostOptions.loss_words`` of the model that is trained, and of the role."""
         if self.name != "teacher":
-            return 0.0, 0.0
-        return (LIKELIEST_WORDS, SAYING_WORDS) if self.apart else (LOGITS_WORDS, 0.0)
+            return PLAIN_WORDS, PLAIN_WORDS
+        top_k = (self.words - 1) // 2
+        return (likeliest_words(top_k), saying_words(top_k)) if self.apart else (LOGITS_WORDS, PLAIN_WORDS)
 
     def sends(self, plan: Plan) -> list[tuple[int, int, float]]:
         """(from rank, to rank, bytes) for a batch of the model that ``plan`` trains."""

@@ -30,7 +30,7 @@ from hetero_megatron.plans.islands import with_islands_where_quick
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.beside import predict_beside
 from hetero_megatron.predictor.simulate.step import Prediction
-from hetero_megatron.spec.distillation import LIKELIEST_WORDS
+from hetero_megatron.spec.distillation import likeliest_words
 
 MOST_SPLITS, MOST_SEARCHED = 64, 10  # splits of the cluster, and those that are searched
 SMALL = 8  # chips of a cluster that is split by chips, not nodes
@@ -93,7 +93,7 @@ class RoleSearch:
         self, problem: PlanningProblem, asked: ForwardQuestion, epochs: float = 1.0, progress: Progress | None = None
     ) -> None:
         if asked.name == "teacher":
-            costs = replace(problem.options.costs, loss_words=LIKELIEST_WORDS)
+            costs = replace(problem.options.costs, loss_words=likeliest_words((asked.words - 1) // 2))
             problem = replace(problem, options=replace(problem.options, costs=costs))
         self._problem, self._asked, self._epochs = problem, asked, epochs
         self._say = progress or (lambda text: None)

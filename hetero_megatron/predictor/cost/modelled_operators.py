@@ -16,6 +16,7 @@ from hetero_megatron.predictor.cost.product_cost import Fp8Products, Products, i
 from hetero_megatron.predictor.cost.rates import ChipRates, model_fingerprint
 from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.activation_bytes import norm_outputs
+from hetero_megatron.spec.distillation import PLAIN_WORDS, Words
 from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad, plain_load
 from hetero_megatron.spec.flops import (
     LOGITS_BYTES,
@@ -59,7 +60,7 @@ class ModelledOperators:
     softmax_batches: int = 0
     fp8: Fp8Products | None = None
     logits_bytes: int = LOGITS_BYTES
-    loss_words: float = 0.0
+    loss_words: Words = PLAIN_WORDS
 
     @cached_property
     def fingerprint(self) -> str:

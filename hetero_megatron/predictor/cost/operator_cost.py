@@ -201,9 +201,10 @@ class Operators(ModelledOperators):
         """Of the main loss's tokens alone. What a loss does beside a cross-entropy is as much slower than modelled as
         that is, and has its gradients in forward."""
         plain = self._cross_entropy_head(share, rows, length, chunked)
-        if not self.loss_words or not rows:
+        of_vocab, others = self.loss_words
+        if not (of_vocab and rows):
             return plain
-        moved = 4 * self.loss_words * rows * length * share * self.model.vocab_size
+        moved = 4 * rows * length * (of_vocab * share * self.model.vocab_size + others)
         slower = sum(plain) / sum(self.head_by_operators(share, rows, length, chunked))
         return plain[0] + slower * moved / self.rates.bytes_per_second, plain[1]
 
