@@ -15,6 +15,7 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.forward_plans import ForwardPlans, ForwardQuestion
+from hetero_megatron.planner.whatif.role_placement import RoleSearch
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.forward_only import ForwardRole, role_of
@@ -29,10 +30,12 @@ WORDS = (WORDS + "--more-schedules never --micro-batch-size 1").split()
 
 def old_chips(cluster: hm.Cluster, model: hm.Model, other: hm.Model, length: int, batch: int) -> float:
     """Seconds of a step with the role on the slow chips, both by the search of what is left and the forward plans."""
-    quick, slow = cluster.without("slow"), cluster.without("fast")
+    described = cluster.described
     asked = ForwardQuestion("teacher", other.spec, length, batch, "fp32", CostOptions(), 129)
-    step = search(PlanningProblem(model.spec, quick.described, length, batch, OPTIONS)).best.step_seconds
-    return max(step, ForwardPlans(asked, slow.described).best().seconds)
+    slow = frozenset(rank.rank for rank in described.ranks if rank.chip == "small")
+    found = RoleSearch(PlanningProblem(model.spec, described, length, batch, OPTIONS), asked).on_ranks(slow)
+    assert frozenset(found.ranks) == slow and found.plan is not None
+    return found.step_seconds
 
 
 @pytest.mark.slow
