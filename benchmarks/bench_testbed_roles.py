@@ -117,7 +117,8 @@ def choose(case: Case, folder: Path) -> tuple[RolePlacement, dict[str, tuple[Pla
         plans[UNIFORM] = plan, seconds
     with suppress(UserError):
         one = roles.on_ranks(frozenset(rank.rank for rank in cluster.ranks if rank.chip == "chip-slow"))
-        plans[OLD] = one.plan, one.step_seconds
+        if one.plan is not None:
+            plans[OLD] = one.plan, one.step_seconds
     return found, plans
 
 
