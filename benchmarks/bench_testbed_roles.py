@@ -100,6 +100,7 @@ def choose(case: Case, folder: Path) -> tuple[RolePlacement, dict[str, tuple[Pla
     roles = RoleSearch(problem, asked)
     found = roles.placed()
     best = next(one for one in found.alternatives if one.way != "file")
+    assert best.plan is not None, "no placement but a file"
     plans = {f"chosen: {best.way}": (best.plan, best.step_seconds)}
     for one in found.alternatives:
         if one.way == "same chips" and one.plan is not None:
@@ -134,7 +135,7 @@ def run(case: Case, folder: Path, name: str, plan: Plan, args: argparse.Namespac
     """Steps under a plan: seconds of each but the first, and the emulated clock's own check."""
     (folder / "plan.yaml").write_text(dump_yaml(plan))
     save = Path(tempfile.mkdtemp(dir=folder))
-    job = ["pretrain_gpt.py", "--plan", folder / "plan.yaml", "--model", folder / "student", "--mock-data",
+    job: list[Any] = ["pretrain_gpt.py", "--plan", folder / "plan.yaml", "--model", folder / "student", "--mock-data",
            "--teacher-hf", folder / "teacher", "--train-iters", args.steps + 1, "--lr", "1e-4", "--eval-iters", 0,
            "--save", save, "--save-interval", 0, "--cluster", folder / "rates.yaml"]  # fmt: skip
     testbed, _ = run_testbed(name, case.cluster, "clock", args.links, job)
@@ -148,8 +149,8 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_models(case, folder)
-        job = ["-m", "hetero_megatron.cli.main", "calibrate", "--model", folder / "student", "--seq-length", LENGTH,
-               "--tp", 1, "--out", folder / "rates.yaml"]  # fmt: skip
+        job: list[Any] = ["-m", "hetero_megatron.cli.main", "calibrate", "--model", folder / "student", "--tp", 1,
+                          "--seq-length", LENGTH, "--out", folder / "rates.yaml"]  # fmt: skip
         began = time.monotonic()
         testbed, _ = run_testbed(name, case.cluster, "clock", args.links, job)
         took, rows = time.monotonic() - began, list[dict[str, Any]]()

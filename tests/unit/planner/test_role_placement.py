@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import hetero_megatron as hm
 from hetero_megatron.api.roles import place_role
 from hetero_megatron.cli.main import main
+from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.template.search_space import SearchSpace
@@ -134,3 +137,31 @@ def test_forward_plans_are_as_fast_as_any_of_many() -> None:
         plan = plan_from_dict({"seq_length": 128, "global_batch_size": 8, "pipelines": pipelines}, spec, cluster)
         role = ForwardRole("teacher", CompiledPlan(plan, spec), 129)
         assert best.seconds <= 1.0001 * role_costs(role, cluster, "fp32", CostOptions()).seconds
+
+
+def test_what_a_role_says_finds_room_on_the_ranks_that_train() -> None:
+    """Where the best plan without it leaves too little, another one is taken, not another placement."""
+    model, teacher = hm.Model("tiny").spec, hm.Model("tiny").spec
+
+    def question(memory: int) -> tuple[PlanningProblem, RoleSearch]:
+        cluster = emulated(memory)
+        problem = PlanningProblem(model, cluster, 128, 8, OPTIONS)
+        return problem, RoleSearch(problem, ForwardQuestion("teacher", teacher, 128, 8, "fp32", CostOptions(), 129))
+
+    problem, roomy = question(1 << 30)
+    best, found = search(problem.on(shrink(problem.cluster, [0]))).best, roomy.on_ranks(frozenset({1}))
+    assert found.prediction is not None and found.prediction.memory[0].second_model > 1 << 17
+    needed = best.prediction.memory[0].total + (1 << 16)  # less than with what the teacher says
+    _, tight = question(math.ceil(needed / (1 - CostOptions().margin)))
+    again = tight.on_ranks(frozenset({1}))
+    assert again.prediction is not None and not again.prediction.over, again.problem
+    assert again.step_seconds >= found.step_seconds and again.plan != found.plan
+
+
+def emulated(memory: int) -> Cluster:
+    """Two chips, of which the first has so many bytes."""
+    sizes = {"a": f"{memory} B", "b": "1 GiB"}
+    chips = {name: {"memory": size, "emulate": {"speed": 0.5}} for name, size in sizes.items()}
+    nodes = [{"name": name, "chip": name} for name in chips]
+    return cluster_from_dict({"version": 1, "nodes": nodes, "chips": chips,
+                              "links": {"inter_node": {"bandwidth": "25 MB/s"}}})  # fmt: skip
