@@ -54,6 +54,16 @@ class Operators(ModelledOperators):
         modelled, plain = (x.layer_by_operators(share, rows, length) for x in (self, self.unquantised))
         return unquantised[0] * modelled[0] / plain[0], unquantised[1] * modelled[1] / plain[1]
 
+    def elementwise(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> float:
+        """As much slower than modelled as all small operators of a measured layer: what it takes beside products and
+        attention."""
+        modelled = super().elementwise(share, rows, length, load)
+        if not rows or not self._measured("layers"):
+            return modelled
+        core = self.attention(share, rows, length)[0] + self.linear_attention(share, rows, length)
+        small = self.layer(share, rows, length)[0] - self.products(share, rows * length).forward - core
+        return modelled * max(1.0, small / self.small_operators(share, rows * length))
+
     @cached_property
     def unquantised(self) -> Operators:
         """The same chip where nothing is in fp8."""
