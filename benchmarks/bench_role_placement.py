@@ -13,13 +13,11 @@ from pathlib import Path
 
 import hetero_megatron as hm
 from hetero_megatron.api.roles import place_role
-from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.planner.whatif.forward_plans import ForwardPlans, ForwardQuestion
-from hetero_megatron.predictor.cost.cost_options import CostOptions
+from hetero_megatron.planner.whatif.forward_plans import ForwardQuestion
+from hetero_megatron.planner.whatif.role_placement import RoleSearch
 
 LENGTH, BATCH = 1024, 16
 CLUSTER = """version: 1
@@ -42,11 +40,11 @@ def on_old_chips(cluster: hm.Cluster, student: hm.Model, teacher: hm.Model) -> f
     """Seconds of a step with the teacher on the slow chips; inf: one of both does not fit."""
     described = cluster.described
     options = SearchOptions(space=SearchSpace(more_schedules="never"))
-    asked = ForwardQuestion("teacher", teacher.spec, LENGTH, BATCH, "bf16", CostOptions(), 129)
+    asked = ForwardQuestion("teacher", teacher.spec, LENGTH, BATCH, "bf16", options.costs, 129)
+    problem = PlanningProblem(student.spec, described, LENGTH, BATCH, options)
+    slow = frozenset(rank.rank for rank in described.ranks if rank.chip == "slow")
     try:
-        problem = PlanningProblem(student.spec, of_type(described, "fast"), LENGTH, BATCH, options)
-        step = search(problem).best.step_seconds
-        return max(step, ForwardPlans(asked, of_type(described, "slow")).best().seconds)
+        return RoleSearch(problem, asked).on_ranks(slow).step_seconds
     except UserError:
         return math.inf
 

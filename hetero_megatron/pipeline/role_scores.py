@@ -2,21 +2,19 @@
 the trained model's for the same samples, by layout transfer. A teacher says the log-probabilities of its likeliest next
 tokens, a reference those of whole answers.
 
-Both plans cut a batch as they please. The index space is (sample of the batch, position); each rank with a head has the
-boxes of its micro-batches, and what the boxes of two ranks have in common is one message."""
+Who sends what to whom: :mod:`hetero_megatron.plans.role_layouts`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
-from hetero_megatron.comm import Comm
-from hetero_megatron.layout import Box, Layout, Transfer, transfer
+from hetero_megatron.comm import Comm, Work
+from hetero_megatron.layout import Box, Transfer
 from hetero_megatron.pipeline.likeliest import unpacked
 from hetero_megatron.plans import Plan
-from hetero_megatron.plans.shares import head_micro_batches
+from hetero_megatron.plans.role_layouts import HeadPart, head_parts, score_transfer
 
 # By the global indices of the samples of a micro-batch: [b, s, words] int32, of a teacher ``Likeliest.packed_rows``.
 Rows = Mapping[tuple[int, ...], torch.Tensor]
@@ -76,43 +74,6 @@ def unpacked_answers(rows: Rows) -> dict[int, tuple[float, float]]:
     return logps_of_number
 
 
-class _Part(NamedTuple):
-    """Samples [begin, end) of a batch, and the intervals of tokens of each that a rank has, strung together."""
-
-    begin: int
-    end: int
-    tokens: tuple[tuple[int, int], ...]
-
-    def slices(self, box: Box) -> tuple[slice, slice] | None:
-        """Where a box of the batch is in the part; None: not in it."""
-        offset = 0
-        for a, b in self.tokens:
-            if Box((self.begin, a), (self.end, b)).contains(box):
-                rows, columns = box.slices(Box((self.begin, a - offset), (self.end, b)))
-                return rows, columns
-            offset += b - a
-        return None
-
-
-def head_parts(plan: Plan, batch_size: int, whole: bool = False) -> dict[int, list[_Part]]:
-    """By rank with a head, its micro-batches of a batch; ``whole``: all positions of their samples, also where ranks
-    divide them."""
-    parts: dict[int, list[_Part]] = {}
-    for _, unit, (begin, end) in head_micro_batches(plan, batch_size):
-        for rank in unit.ranks if begin < end else ():
-            parts.setdefault(rank, []).append(_Part(begin, end, ((0, plan.seq_length),) if whole else unit.tokens))
-    return parts
-
-
-def head_layout(plan: Plan, batch_size: int, whole: bool = False) -> Layout:
-    """Over (sample of the batch, position): who has the head for what; ``whole``: as of :func:`head_parts`."""
-    boxes = {
-        rank: tuple(Box((part.begin, a), (part.end, b)) for part in parts for a, b in part.tokens)
-        for rank, parts in head_parts(plan, batch_size, whole).items()
-    }
-    return Layout((batch_size, plan.seq_length), boxes)
-
-
 class ScoreTransfer:
     """Of one rank, of either model; all ranks with a head call :meth:`send` or :meth:`receive` for every batch.
 
@@ -125,19 +86,24 @@ class ScoreTransfer:
         self._comm, self._plans, self._width, self._whole = comm, (source, target), words, whole
         self._known: dict[int, Transfer] = {}
         self._connected: set[int] = set()
+        self._sent: list[Work] = []
 
     def send(self, rows: Rows, first_sample: int, batch_size: int) -> None:
-        """``rows``: of this rank's micro-batches of the batch; it is sent when this returns."""
+        """Start to send ``rows``, which are copied: of this rank's micro-batches of the batch. Then :meth:`finish`, or
+        the next one, waits."""
+        self.finish()
         parts = head_parts(self._plans[0], batch_size, self._whole).get(self._comm.rank, [])
-        works = []
         for peer, boxes in self._boxes(batch_size, sends=True).items():
             pieces = []
             for box in boxes:
                 part, where = _place(parts, box)
                 pieces.append(rows[_samples(part, first_sample)][where].reshape(-1))
-            works.append(self._comm.isend(torch.cat(pieces), peer, 0))
-        for work in works:
-            work.wait()
+            self._sent.append(self._comm.isend(torch.cat(pieces), peer, 0))
+
+    def finish(self) -> None:
+        """Wait until what was sent has left."""
+        while self._sent:
+            self._sent.pop().wait()
 
     def receive(self, first_sample: int, batch_size: int) -> Rows:
         """What was said of this rank's micro-batches."""
@@ -159,8 +125,7 @@ class ScoreTransfer:
     def _boxes(self, batch_size: int, sends: bool) -> dict[int, list[Box]]:
         """By peer, what goes to it, or comes from it."""
         if batch_size not in self._known:
-            source, target = (head_layout(plan, batch_size, self._whole) for plan in self._plans)
-            self._known[batch_size] = transfer(source, target)
+            self._known[batch_size] = score_transfer(*self._plans, batch_size, self._whole)
         moves, rank = self._known[batch_size], self._comm.rank
         by_peer: dict[int, list[Box]] = {}
         for piece in moves.sends(rank) if sends else moves.receives(rank):
@@ -174,12 +139,12 @@ class ScoreTransfer:
         return torch.empty(shape, dtype=torch.int32, device=self._comm.device)
 
 
-def _place(parts: list[_Part], box: Box) -> tuple[_Part, tuple[slice, slice]]:
+def _place(parts: list[HeadPart], box: Box) -> tuple[HeadPart, tuple[slice, slice]]:
     for part in parts:
         if (where := part.slices(box)) is not None:
             return part, where
     raise AssertionError(f"{box} is in none of {parts}")
 
 
-def _samples(part: _Part, first_sample: int) -> tuple[int, ...]:
+def _samples(part: HeadPart, first_sample: int) -> tuple[int, ...]:
     return tuple(range(first_sample + part.begin, first_sample + part.end))

@@ -10,8 +10,10 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plans.canonical import Interval, Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plans.canonical import Optimizer as OptimizerPlace
 from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.role_layouts import score_transfer
 from hetero_megatron.plans.roles import role_plan
 from hetero_megatron.plans.validate import validate
+from hetero_megatron.spec.distillation import LOGITS_WORDS, PLAIN_WORDS, Words, likeliest_words, saying_words
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
@@ -38,6 +40,22 @@ class ForwardRole:
     def apart(self) -> bool:
         """It has ranks of its own."""
         return self.words > 0
+
+    @property
+    def loss_words(self) -> tuple[Words, Words]:
+        """``CostOptions.loss_words`` of the model that is trained, and of the role."""
+        if self.name != "teacher":
+            return PLAIN_WORDS, PLAIN_WORDS
+        top_k = (self.words - 1) // 2
+        return (likeliest_words(top_k), saying_words(top_k)) if self.apart else (LOGITS_WORDS, PLAIN_WORDS)
+
+    def sends(self, plan: Plan) -> list[tuple[int, int, float]]:
+        """(from rank, to rank, bytes) for a batch of the model that ``plan`` trains."""
+        if not self.apart:
+            return []
+        source, size = self.compiled.plan, 4.0 * self.words
+        moves = score_transfer(source, plan, plan.global_batch_size, self.name == "reference")
+        return [(piece.src, piece.dst, size * piece.box.size) for piece in moves.pieces]
 
 
 def role_of(

@@ -11,6 +11,22 @@ LOSSES = ("forward_kl", "reverse_kl", "js")
 # Means over the tokens that count, in nats: the labels' loss, and the divergence at the temperature, not scaled.
 FACTS = ("distill/cross_entropy", "distill/divergence")
 
+# What operators of a loss read and write of a token beside a cross-entropy's and a teacher's head, in words of 4 bytes:
+# (for each token of the vocabulary, besides); with a weight below 1.
+Words = tuple[float, float]
+PLAIN_WORDS: Words = (0.0, 0.0)
+LOGITS_WORDS: Words = (46.5, 0.0)  # beside a teacher's logits
+
+
+def likeliest_words(k: int) -> Words:
+    """Beside the log-probabilities of a teacher's k likeliest tokens."""
+    return 42.5, 55.5 * k
+
+
+def saying_words(k: int) -> Words:
+    """Of a teacher that finds its k likeliest tokens."""
+    return 5.5, 58.5 * k
+
 
 @dataclass(frozen=True)
 class Distillation:

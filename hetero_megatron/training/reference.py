@@ -151,7 +151,8 @@ def _record(
         return loader([rows[i] for i in indices])
 
     runtime.warm_up(fetch, 0, batch, forward_only=True)
-    own_logps = _recorded(runtime, fetch, batch)
+    with runtime.comm.clock.counting():
+        own_logps = _recorded(runtime, fetch, batch)
     unknown = (float("nan"), float("nan"))
     vector = torch.tensor([own_logps.get(number, unknown) for number in numbers], dtype=torch.float64)
     gathered = runtime.world.gather_vectors(vector.flatten())

@@ -90,6 +90,8 @@ def _serve(
         comm.activity = "waiting for the model that is trained"
         instruction, answer = meet(meeting, config.plan.ranks[0], replace(answer, stop=exit.reason))
         if instruction.ends:
+            if instruction.problem is None:  # else the receiver may be gone
+                transfer.finish()
             return instruction
         if answer.problem is not None and (request is None or instruction.send):
             continue  # at the start, or in a batch that is wanted: the ranks that train raise it, and end the run

@@ -100,7 +100,8 @@ def _score_split(
 
     with data.loader(dataset) as loader:
         for first in range(0, samples, batch):
-            model.run(loader, first, batch)
+            with comm.clock.counting():
+                model.run(loader, first, batch)
             loader.advance(batch)
             for rows, tokens, values in gather_rows(comm, config.plan, first, batch, config.scores.top_k, likeliest):
                 _fill(files[0], name, rows, tokens, values)

@@ -30,10 +30,12 @@ from hetero_megatron.plans.islands import with_islands_where_quick
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.beside import predict_beside
 from hetero_megatron.predictor.simulate.step import Prediction
+from hetero_megatron.spec.distillation import likeliest_words
 
 MOST_SPLITS, MOST_SEARCHED = 64, 10  # splits of the cluster, and those that are searched
 SMALL = 8  # chips of a cluster that is split by chips, not nodes
 QUICK = 150_000  # actions of a search on a part of the cluster, see ``SearchOptions.work``
+LITTLE = 0.1  # of memory, of searches that leave room for what a role says
 MARGINS = (0.2, 0.35, 0.5, 0.65)  # of memory, of searches that leave room for a second model on the same chips
 
 
@@ -91,6 +93,9 @@ class RoleSearch:
     def __init__(
         self, problem: PlanningProblem, asked: ForwardQuestion, epochs: float = 1.0, progress: Progress | None = None
     ) -> None:
+        if asked.name == "teacher":
+            costs = replace(problem.options.costs, loss_words=likeliest_words((asked.words - 1) // 2))
+            problem = replace(problem, options=replace(problem.options, costs=costs))
         self._problem, self._asked, self._epochs = problem, asked, epochs
         self._say = progress or (lambda text: None)
         self._budget, made_for = TimeBudget(problem.options.time_limit), (problem.model, problem.cluster)
@@ -118,6 +123,14 @@ class RoleSearch:
                 accepted="a smaller model, or more chips or memory in the cluster file",
             )  # fmt: skip
         return RolePlacement(tuple(alternatives), self._asked, cluster, searched, len(splits), self._epochs)
+
+    def on_ranks(self, ranks: frozenset[int]) -> Alternative:
+        """The role on these ranks and the model that is trained on all others, each under the best plan found.
+
+        Raises:
+            UserError: there is none of one of both.
+        """
+        return self._joined(ranks, ForwardPlans(self._asked, shrink(self._problem.cluster, sorted(ranks))).best())
 
     def _in_a_file(self, whole: SearchResult) -> Alternative:
         """One pass of the role over the data, on all chips, and then steps without it."""
@@ -203,10 +216,11 @@ class RoleSearch:
                 continue
             left = sum(self._speeds.of(rank.rank) for rank in cluster.ranks if rank.rank not in ranks)
             estimated.append((max(forward.seconds, work / left), i, ranks, forward))
-        best: tuple[float, frozenset[int], ForwardPlan] | None = None
+        found: list[tuple[float, int, frozenset[int], ForwardPlan]] = []
         searched = 0
-        for _, _, ranks, forward in sorted(estimated, key=lambda row: row[:2])[:MOST_SEARCHED]:
-            if best is not None and forward.seconds >= best[0] or self._budget.over():
+        for _, i, ranks, forward in sorted(estimated, key=lambda row: row[:2])[:MOST_SEARCHED]:
+            fastest = min((row[0] for row in found), default=math.inf)
+            if forward.seconds >= fastest or self._budget.over():
                 continue
             searched += 1
             try:
@@ -215,14 +229,17 @@ class RoleSearch:
                 problem = f"on the other chips: {error.problem}"
                 continue
             step = max(trained.step_seconds, forward.seconds)
-            if best is None or step < best[0]:
+            if step < fastest:
                 self._say(f"{step:.3g} s with the {self._asked.name} on {len(ranks)} chips")
-                best = step, ranks, forward
-        if best is None:
-            if estimated and not searched:
-                problem = "the time limit was over before any of them was searched"
-            return Alternative("own chips", math.inf, problem=problem), searched
-        return self._joined(best[1], best[2]), searched
+            found.append((step, i, ranks, forward))
+        if estimated and not searched:
+            problem = "the time limit was over before any of them was searched"
+        for _, _, ranks, forward in sorted(found, key=lambda row: row[:2]):
+            joined = self._joined(ranks, forward)
+            if joined.step_seconds < math.inf:
+                return joined, searched
+            problem = joined.problem
+        return Alternative("own chips", math.inf, problem=problem), searched
 
     def _left(self, ranks: frozenset[int]) -> PlanningProblem:
         """The problem on the chips that the role has not."""
@@ -230,12 +247,29 @@ class RoleSearch:
         return self._problem.on(shrink(cluster, [r.rank for r in cluster.ranks if r.rank not in ranks]))
 
     def _joined(self, ranks: frozenset[int], forward: ForwardPlan) -> Alternative:
-        """Both plans as one, on the cluster's ranks, after a search with all effort."""
+        """Both plans as one, on the cluster's ranks, after a search with all effort; where the ranks that train have no
+        room for what the role says, after searches that leave some."""
+        excess, problem = "", self._left(ranks)
+        least = problem.options.costs.margin
+        for margin in (None, *(margin for margin in (LITTLE, *MARGINS) if margin > least)):
+            try:
+                result = search(problem if margin is None else _quick(problem.with_margin(margin)), budget=self._budget)
+            except UserError:
+                if margin is None:
+                    raise
+                break
+            found = [self._beside(choice.plan, ranks, forward) for choice in (result.best, *result.others)]
+            best = min(found, key=lambda one: one.step_seconds)
+            if best.step_seconds < math.inf:
+                return best
+            excess = excess or found[0].problem
+        return Alternative("own chips", math.inf, problem=excess)
+
+    def _beside(self, trained: Plan, ranks: frozenset[int], forward: ForwardPlan) -> Alternative:
+        """A plan of the chips that the role has not, and the role's."""
         problem, asked, cluster = self._problem, self._asked, self._problem.cluster
-        best = search(self._left(ranks), budget=self._budget).best
         left = [r.rank for r in cluster.ranks if r.rank not in ranks]
-        trained = renumbered(best.plan, dict(enumerate(left)))
-        trained = with_islands_where_quick(trained, problem.model, cluster)
+        trained = with_islands_where_quick(renumbered(trained, dict(enumerate(left))), problem.model, cluster)
         role_plan = renumbered(forward.plan, dict(enumerate(sorted(ranks))))
         plan = replace(trained, roles=((asked.name, role_plan),))
         validate(plan, problem.model, cluster, dtype=problem.dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hetero_megatron.plans.canonical import Recompute
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.routing import EVEN, Routing
+from hetero_megatron.spec.distillation import PLAIN_WORDS, Words
 from hetero_megatron.spec.flops import LOGITS_BYTES
 
 
@@ -64,6 +65,8 @@ class CostOptions:
         logits_bytes: of a micro-batch's logits on a rank, above which head and loss go through chunks of tokens.
         reference: how many times all pipelines run forward before every step: once for the reference of preference
             pairs, which is the base without adapters; see ``Preference.forwards``.
+        loss_words: of 4 bytes, that the loss of distillation reads and writes of a token beside a cross-entropy: (for
+            each token of the vocabulary, besides); see ``spec/distillation.py``.
         role_seconds: before every step, for a second model that only runs forward.
         host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s), and for
             activations where the chip's own is not known.
@@ -86,6 +89,7 @@ class CostOptions:
     fp8: Fp8 | None = None
     logits_bytes: int = LOGITS_BYTES
     reference: int = 0
+    loss_words: Words = PLAIN_WORDS
     role_seconds: float = 0.0
     host_bandwidth: float = 25e9
     host_memory_bandwidth: float = 200e9

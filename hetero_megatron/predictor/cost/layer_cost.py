@@ -133,8 +133,8 @@ class CostModel:
             assert recipe is not None and chip in self.rates.fp8, f"{chip} has no fp8"
             products = Fp8Products(self.rates.fp8[chip], recipe.recipe, self.item)
         options, rates = self.options, self.chip_rates(chip)
-        arguments = options.sequence_parallel, options.softmax_batches, products, options.logits_bytes
-        operators = Operators(model or self.model, rates, self.item, *arguments)
+        sizes = options.softmax_batches, products, options.logits_bytes, options.loss_words
+        operators = Operators(model or self.model, rates, self.item, options.sequence_parallel, *sizes)
         whole = operators if model in (None, self.model) else self.operators(chip, fp8)
         return whole if whole.layers_measured and not operators.layers_measured else operators
 

@@ -16,6 +16,7 @@ from hetero_megatron.predictor.cost.product_cost import Fp8Products, Products, i
 from hetero_megatron.predictor.cost.rates import ChipRates, model_fingerprint
 from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.activation_bytes import norm_outputs
+from hetero_megatron.spec.distillation import PLAIN_WORDS, Words
 from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad, plain_load
 from hetero_megatron.spec.flops import (
     LOGITS_BYTES,
@@ -50,6 +51,7 @@ class ModelledOperators:
         fp8: what the linear modules of layers compute in; None: the dtype of the run. Head, router, experts, adapters
             and attention stay in that dtype.
         logits_bytes: of logits on a rank, above which head and loss go through chunks of tokens.
+        loss_words: as in :class:`~hetero_megatron.predictor.cost.cost_options.CostOptions`.
     """
 
     model: ModelSpec
@@ -59,6 +61,7 @@ class ModelledOperators:
     softmax_batches: int = 0
     fp8: Fp8Products | None = None
     logits_bytes: int = LOGITS_BYTES
+    loss_words: Words = PLAIN_WORDS
 
     @cached_property
     def fingerprint(self) -> str:
@@ -213,19 +216,23 @@ class ModelledOperators:
         products, small = self._mlp_products(share, tokens, columns), activation / self.rates.bytes_per_second
         return products.forward + small, products.input + products.weight + 2 * small
 
+    def small_operators(self, share: float, tokens: float) -> float:
+        """Forward of what a layer does beside products and attention. Read and written: norms and residuals (10 h, on
+        the token shard), rotation (2 q + 2 kv), activation (2-3 f)."""
+        model = self.model
+        h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        common = common_columns(model, model.moe_share)
+        columns = (2 if model.gated else 1) * common
+        local = 2 * (q + kv) * bool(model.ropes) * (1 - linear_layers(model)) + columns + common
+        norms = 10 * h * (share if self.sequence_parallel else 1.0)
+        return tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
+
     @cached_method
     def layer_by_operators(
         self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), host_seconds: float = 0.0
     ) -> Seconds:
         model, tokens = self.model, rows * length
-        h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        common = common_columns(model, model.moe_share)
-        columns = (2 if model.gated else 1) * common
-        products = self.products(share, tokens)
-        # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).
-        local = 2 * (q + kv) * bool(model.ropes) * (1 - linear_layers(model)) + columns + common
-        norms = 10 * h * (share if self.sequence_parallel else 1.0)
-        small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
+        products, small = self.products(share, tokens), self.small_operators(share, tokens)
         core, linear = self.attention(share, rows, length), self.linear_attention(share, rows, length)
         core = (core[0] + linear, core[1] + LINEAR_BACKWARD * linear)
         # Kernels are launched ahead of the device, so launching only counts where it takes longer than running them.

@@ -71,6 +71,18 @@ class Operators(ModelledOperators):
         modelled, plain = (x.layer_by_operators(share, rows, length) for x in (self, self.unquantised))
         return unquantised[0] * modelled[0] / plain[0], unquantised[1] * modelled[1] / plain[1]
 
+    def elementwise(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> float:
+        """What a layer takes more with elementwise recompute: measured where it has no routed experts; else as much
+        slower than modelled as all small operators of a measured layer, beside its products and attention."""
+        if load is None and rows and self._has("elementwise"):
+            return sum(self._from_table("elementwise", share, rows, length))
+        modelled = super().elementwise(share, rows, length, load)
+        if not rows or not self.layers_measured:
+            return modelled
+        core = self.attention(share, rows, length)[0] + self.linear_attention(share, rows, length)
+        small = self.layer(share, rows, length)[0] - self.products(share, rows * length).forward - core
+        return modelled * max(1.0, small / self.small_operators(share, rows * length))
+
     @cached_property
     def unquantised(self) -> Operators:
         """The same chip where nothing is in fp8."""
@@ -222,7 +234,17 @@ class Operators(ModelledOperators):
         return product + moved, 2 * (product + moved)
 
     def _main_head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
-        """Of the main loss's tokens alone."""
+        """Of the main loss's tokens alone. What a loss does beside a cross-entropy is as much slower than modelled as
+        that is, and has its gradients in forward."""
+        plain = self._cross_entropy_head(share, rows, length, chunked)
+        of_vocab, others = self.loss_words
+        if not (of_vocab and rows):
+            return plain
+        moved = 4 * rows * length * (of_vocab * share * self.model.vocab_size + others)
+        slower = sum(plain) / sum(self.head_by_operators(share, rows, length, chunked))
+        return plain[0] + slower * moved / self.rates.bytes_per_second, plain[1]
+
+    def _cross_entropy_head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
         tabled = self._from_table("head", share, rows, length)
         if chunked is None or chunked == self.in_chunks(share, rows, length):
             return tabled
@@ -238,12 +260,6 @@ class Operators(ModelledOperators):
             return seconds, seconds
         forward, backward = self._from_table("waiting", share, rows, length)
         return seconds + forward, seconds + backward
-
-    def elementwise(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> float:
-        """What a layer takes more with elementwise recompute, as measured where it was and has no routed experts."""
-        if load is None and self._has("elementwise"):
-            return sum(self._from_table("elementwise", share, rows, length))
-        return super().elementwise(share, rows, length, load)
 
     def _elementwise_by_operators(self, share: float, rows: float, length: int) -> Seconds:
         return (super().elementwise(share, rows, length),) * 2

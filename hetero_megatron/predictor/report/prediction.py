@@ -60,9 +60,15 @@ def bubble_share(prediction: Prediction) -> float:
     return 1 - busy / (max(prediction.pipeline_seconds) * sum(len(timeline.busy) for timeline in prediction.timelines))
 
 
+def mfu_words(prediction: Prediction) -> str:
+    """What the MFU is a share of; beside a role it is of the other model and its chips."""
+    beside = "" if prediction.role is None else f", without the {prediction.role.name}"
+    return f"the chips' peak (MFU{beside})"
+
+
 def format_prediction(prediction: Prediction) -> str:
     """Step time and its parts, use of the chips, memory, and what was assumed."""
-    share = f", {prediction.mfu:.1%} of the chips' peak (MFU)" if prediction.mfu is not None else ""
+    share = f", {prediction.mfu:.1%} of {mfu_words(prediction)}" if prediction.mfu is not None else ""
     lines = [
         f"plan {prediction.plan.fingerprint()}: {plural(prediction.plan.world_size, 'rank')}, "
         f"{plural(len(prediction.plan.pipelines), 'pipeline')}",

@@ -18,7 +18,7 @@ from hetero_megatron.html.pictures import (
     share_caption,
 )
 from hetero_megatron.plans.dump import degrees, format_layers
-from hetero_megatron.predictor.report.prediction import Question, format_prediction, format_seconds, holdings
+from hetero_megatron.predictor.report.prediction import Question, format_prediction, format_seconds, holdings, mfu_words
 from hetero_megatron.predictor.report.timeline import groups, prediction_charts
 from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.spec import ModelSpec
@@ -40,7 +40,7 @@ def html_page(
 def prediction_pictures(prediction: Prediction, cluster: Cluster | None = None, model: ModelSpec | None = None) -> str:
     """The sections about a predicted plan; with the model also who holds which tokens and heads."""
     colors = chip_colors([prediction.chips[rank] for rank in sorted(prediction.chips)])
-    mfu = [("of the chips' peak (MFU)", f"{prediction.mfu:.1%}")] if prediction.mfu is not None else []
+    mfu = [(f"of {mfu_words(prediction)}", f"{prediction.mfu:.1%}")] if prediction.mfu is not None else []
     free = min(prediction.limits[rank] - memory.total for rank, memory in prediction.memory.items())
     parts = [
         figures(

@@ -37,7 +37,9 @@ class RoleCosts:
 def role_costs(role: ForwardRole, cluster: Cluster, dtype: str, options: CostOptions) -> RoleCosts:
     """One price for runs, predictions and searches."""
     compiled = role.compiled
-    forward_options = CostOptions(reference=role.forwards, margin=options.margin, logits_bytes=options.logits_bytes)
+    forward_options = CostOptions(
+        reference=role.forwards, margin=options.margin, logits_bytes=options.logits_bytes, loss_words=role.loss_words[1]
+    )
     costs = CostModel(compiled.spec, cluster, compiled.plan.seq_length, dtype, forward_options)
     forward = StepSimulator(compiled.plan, costs, PreparedPlan(compiled))
     busy = {rank: role.forwards * seconds for rank, seconds in forward.computing_forward.items()}
@@ -48,7 +50,8 @@ def predict_beside(
     plan: Plan, model: ModelSpec, cluster: Cluster, dtype: str, options: CostOptions, role: ForwardRole,
     prepared: PreparedPlan | None = None,
 ) -> Prediction:  # fmt: skip
-    """One step of a plan with a role. With ranks of its own a step is as long as the longer of both.
+    """One step of a plan with a role. With ranks of its own a step is as long as the longer of both: the role's forward
+    (while what it said is sent), or the arrival of what was said and then the step.
 
     Args:
         options, prepared: as of :func:`~hetero_megatron.predictor.simulate.step.predict`.
@@ -56,14 +59,16 @@ def predict_beside(
     Raises:
         UserError: the plan does not match the cluster, or rates or links are missing.
     """
-    price = role_costs(role, cluster, dtype, options)
-    before = 0.0 if role.apart else price.seconds
+    price, options = role_costs(role, cluster, dtype, options), replace(options, loss_words=role.loss_words[0])
+    arrival = price.costs.links.exchange(role.sends(plan))
+    sent = arrival.seconds + arrival.latency
+    before = sent if role.apart else price.seconds
     prediction = predict(plan, model, cluster, dtype, options=replace(options, role_seconds=before), prepared=prepared)
     alone = prediction.step_seconds - before
-    if role.apart and price.seconds > alone:
+    if role.apart and price.seconds > alone + sent:
         waits = replace(options, role_seconds=price.seconds - alone)
         prediction = predict(plan, model, cluster, dtype, options=waits, prepared=prepared)
-    said = RolePrediction(role.name, role.compiled.plan.ranks, price.seconds, alone, role.apart)
+    said = RolePrediction(role.name, role.compiled.plan.ranks, price.seconds, alone, role.apart, sent)
     busy = {rank: seconds + (0.0 if role.apart else price.busy[rank]) for rank, seconds in prediction.busy.items()}
     limits, chips = dict(prediction.limits), dict(prediction.chips)
     assumed, dtypes = dict(prediction.assumed), dict(prediction.dtypes)

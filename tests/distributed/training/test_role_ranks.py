@@ -18,8 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hetero_megatron.cli.main import main
 from hetero_megatron.comm import Comm
-from hetero_megatron.pipeline.role_scores import ScoreTransfer, head_parts, packed_answers, unpacked_answers
+from hetero_megatron.pipeline.role_scores import ScoreTransfer, packed_answers, unpacked_answers
 from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.role_layouts import head_parts
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns
 from tests.support.hf_reference import make_hf
 from tests.support.pool import shared_pool
@@ -50,6 +51,7 @@ def pass_rank(comm: Comm, pairs: list[tuple[Plan, Plan, int, int]]) -> None:
         moved = ScoreTransfer(comm, teacher, student, 2 * K + 1, whole)
         if comm.rank in teacher.ranks:
             moved.send(expected(teacher, comm.rank, first, size, whole), first, size)
+            moved.finish()
         elif comm.rank in student.ranks:
             wanted, rows = expected(student, comm.rank, first, size, whole), moved.receive(first, size)
             assert wanted.keys() == rows.keys()

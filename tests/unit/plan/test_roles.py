@@ -70,7 +70,8 @@ def test_no_other_format_has_roles() -> None:
 
 
 def test_a_step_takes_as_long_as_the_longer_of_both() -> None:
-    """Of a teacher on slow chips the student waits, of one on fast chips the teacher."""
+    """Of a teacher on slow chips the student waits, of one on fast chips the teacher; what it says takes time to
+    arrive, and the loss beside it takes longer."""
     run = configure(RUN.split(), {"WORLD_SIZE": "4"})
     found = {}
     for name, teacher, layers in (("alone", None, 6), ("quick", 1, 6), ("slow", 3, 24)):
@@ -82,7 +83,7 @@ def test_a_step_takes_as_long_as_the_longer_of_both() -> None:
         asked = None if teacher is None else RoleConfig("teacher", "", spec, top_k=8)
         prediction, says = record.expectation(replace(run, plan=plan, role=asked))
         assert prediction is not None
-        found[name] = prediction.step_seconds, says
+        found[name] = prediction, says
         assert record.expected_busy(replace(run, plan=plan, role=asked)).keys() == {0}
         if teacher is not None:  # one price for runs and predictions
             models, cluster = {"teacher": hm.Model.of(spec)}, hm.Cluster.read(CLUSTER)
@@ -92,8 +93,13 @@ def test_a_step_takes_as_long_as_the_longer_of_both() -> None:
             assert told.simulated.role is not None and str(told.simulated.role) in says
             assert "at the same time" in told.page()
             assert [row["rank"] for row in told.as_json()["ranks"]] == [0, teacher]
-    assert found["quick"][0] == found["alone"][0] and "the teacher waits for the student" in found["quick"][1]
-    assert found["slow"][0] > found["alone"][0] and "the student waits for the teacher" in found["slow"][1]
+    alone, (quick, quick_says), (slow, slow_says) = found["alone"][0], found["quick"], found["slow"]
+    assert quick.role is not None and slow.role is not None
+    assert quick.step_seconds == pytest.approx(quick.role.step_seconds + quick.role.sent)
+    link = hm.Cluster.read(CLUSTER).described.ranks  # ranks 0 and 1 are on two nodes
+    assert link[0].node != link[1].node and quick.role.sent >= 8 * 256 * 17 * 4 / 50e6
+    assert quick.role.step_seconds > alone.step_seconds and "the teacher waits for the student" in quick_says
+    assert slow.step_seconds == pytest.approx(slow.role.seconds) and "the student waits for the teacher" in slow_says
 
 
 def test_predict_knows_a_teacher_on_the_same_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

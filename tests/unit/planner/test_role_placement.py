@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -11,10 +12,13 @@ import pytest
 import hetero_megatron as hm
 from hetero_megatron.api.roles import place_role
 from hetero_megatron.cli.main import main
+from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.forward_plans import ForwardPlans, ForwardQuestion
+from hetero_megatron.planner.whatif.role_placement import RoleSearch
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.forward_only import ForwardRole, role_of
@@ -29,10 +33,12 @@ WORDS = (WORDS + "--more-schedules never --micro-batch-size 1").split()
 
 def old_chips(cluster: hm.Cluster, model: hm.Model, other: hm.Model, length: int, batch: int) -> float:
     """Seconds of a step with the role on the slow chips, both by the search of what is left and the forward plans."""
-    quick, slow = cluster.without("slow"), cluster.without("fast")
+    described = cluster.described
     asked = ForwardQuestion("teacher", other.spec, length, batch, "fp32", CostOptions(), 129)
-    step = search(PlanningProblem(model.spec, quick.described, length, batch, OPTIONS)).best.step_seconds
-    return max(step, ForwardPlans(asked, slow.described).best().seconds)
+    slow = frozenset(rank.rank for rank in described.ranks if rank.chip == "small")
+    found = RoleSearch(PlanningProblem(model.spec, described, length, batch, OPTIONS), asked).on_ranks(slow)
+    assert frozenset(found.ranks) == slow and found.plan is not None
+    return found.step_seconds
 
 
 @pytest.mark.slow
@@ -131,3 +137,31 @@ def test_forward_plans_are_as_fast_as_any_of_many() -> None:
         plan = plan_from_dict({"seq_length": 128, "global_batch_size": 8, "pipelines": pipelines}, spec, cluster)
         role = ForwardRole("teacher", CompiledPlan(plan, spec), 129)
         assert best.seconds <= 1.0001 * role_costs(role, cluster, "fp32", CostOptions()).seconds
+
+
+def test_what_a_role_says_finds_room_on_the_ranks_that_train() -> None:
+    """Where the best plan without it leaves too little, another one is taken, not another placement."""
+    model, teacher = hm.Model("tiny").spec, hm.Model("tiny").spec
+
+    def question(memory: int) -> tuple[PlanningProblem, RoleSearch]:
+        cluster = emulated(memory)
+        problem = PlanningProblem(model, cluster, 128, 8, OPTIONS)
+        return problem, RoleSearch(problem, ForwardQuestion("teacher", teacher, 128, 8, "fp32", CostOptions(), 129))
+
+    problem, roomy = question(1 << 30)
+    best, found = search(problem.on(shrink(problem.cluster, [0]))).best, roomy.on_ranks(frozenset({1}))
+    assert found.prediction is not None and found.prediction.memory[0].second_model > 1 << 17
+    needed = best.prediction.memory[0].total + (1 << 16)  # less than with what the teacher says
+    _, tight = question(math.ceil(needed / (1 - CostOptions().margin)))
+    again = tight.on_ranks(frozenset({1}))
+    assert again.prediction is not None and not again.prediction.over, again.problem
+    assert again.step_seconds >= found.step_seconds and again.plan != found.plan
+
+
+def emulated(memory: int) -> Cluster:
+    """Two chips, of which the first has so many bytes."""
+    sizes = {"a": f"{memory} B", "b": "1 GiB"}
+    chips = {name: {"memory": size, "emulate": {"speed": 0.5}} for name, size in sizes.items()}
+    nodes = [{"name": name, "chip": name} for name in chips]
+    return cluster_from_dict({"version": 1, "nodes": nodes, "chips": chips,
+                              "links": {"inter_node": {"bandwidth": "25 MB/s"}}})  # fmt: skip
