@@ -10,8 +10,8 @@ running sum of g, lambda = exp(G), kappa = exp(G_C - G), and D_ij = exp(G_i - G_
 lambda, kappa and D are 0 between documents. Pairs of tokens, (1 + M)^-1 and A, are made for all chunks at once
 (``delta_pairs``); then one program for some features of a head's values goes from chunk to chunk (``delta_states``).
 Backward makes both again, with every chunk's state kept; the gradients of the states go the other way
-(``delta_state_gradients``), and all other ones are made for all chunks at once (``delta_gradients``), a program for a
-key head with all its value heads, so that nothing is added up in memory.
+(``delta_state_gradients``), and all other ones are made for all chunks at once (``delta_query_gradients`` and
+``delta_key_gradients``), a program for a key head with all its value heads, so that nothing is added up in memory.
 
 Operands of products are bf16 where the arguments are, else in fp32: of fp16, whose range states and their gradients
 may leave, with 10 bits of mantissa where the chip's table has ``tf32``. (1 + M)^-1 is made in fp32 always. Queries and
@@ -28,7 +28,7 @@ import torch
 import triton.language as tl
 
 from hetero_kernels.attention_rows import adjacent
-from hetero_kernels.gated_delta_backward import delta_gradients, delta_state_gradients
+from hetero_kernels.gated_delta_backward import delta_key_gradients, delta_query_gradients, delta_state_gradients
 from hetero_kernels.gated_delta_forward import delta_pairs, delta_states
 from hetero_kernels.limits import INTERPRETED, Limits, accumulator, cdiv, config, limits_of, power_of_two, wide
 
@@ -102,27 +102,57 @@ class _Call:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.stored, device=self.v.device)
 
-    def pairs(self) -> tuple[Tensor, Tensor]:
-        """((1 + M)^-1, A), [b, heads, chunks, C, C] each."""
+    def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """((1 + M)^-1, A, rates of rows): see ``delta_pairs``."""
         b, heads = self.ends[:2]
         inverse, inside = (self.empty(b, heads, self.chunks, self.chunk, self.chunk) for _ in range(2))
+        rates = self.empty(b, heads, self.chunks, 4, self.chunk, dtype=wide(self.v.dtype))
         acc = accumulator(self.v.dtype)
         exact = "tf32x3" if acc == tl.float32 and self._tf32 else "ieee"
-        self.launch(delta_pairs, b * heads * self.chunks, (self.q, self.k), (inverse, inside), (), (), exact=exact)
-        return inverse, inside
+        levels = self.chunk.bit_length() - 1
+        self.launch(
+            delta_pairs, b * heads * self.chunks, (self.q, self.k, self.beta, *self.decay), (inverse, inside, rates),
+            (self.g,), (*self.of_tokens, *self.products, exact, *self.dims[::2], self.chunk, levels),
+        )  # fmt: skip
+        return inverse, inside, rates
 
-    def states(self, pairs: tuple[Tensor, Tensor], state: Tensor | None, results: Sequence[Tensor], out: bool) -> None:
+    def states(self, pairs: tuple[Tensor, ...], state: Tensor | None, results: Sequence[Tensor], out: bool) -> None:
         """``results``: out and the last state, or the state before each chunk and what is written."""
         found = (*results, *results)  # out, last, states, written: the kernel writes two of them
         state = None if state is None else state.contiguous()
         self.launch(
-            delta_states, self._tiles("delta_states"), (self.q, self.k, self.v),
-            (*pairs, found[0] if state is None else state, *found), (self.v,), (out, state is not None),
+            delta_states, self.tiles("delta_states"), (self.q, self.k, self.v, self.beta),
+            (*pairs, found[0] if state is None else state, *found), (self.v,),
+            (out, state is not None, *self.products, *self.dims, self.block_v("delta_states"), self.chunk),
         )  # fmt: skip
 
-    def _tiles(self, op: str) -> int:
+    @property
+    def decay(self) -> tuple[Tensor, Tensor]:
+        """g, and numbers of documents, or anything."""
+        return self.g, self.g if self.documents is None else self.documents
+
+    @property
+    def of_tokens(self) -> tuple[bool, float, float]:
+        """DOCUMENTS, EPS, SCALE."""
+        return self.documents is not None, self.eps, self.k.shape[3] ** -0.5
+
+    @property
+    def products(self) -> tuple[tl.dtype, tl.dtype, str]:
+        """ACC, DOT, PRECISION."""
+        acc, dtype = accumulator(self.v.dtype), self.v.dtype
+        dot = tl.bfloat16 if dtype == torch.bfloat16 and not INTERPRETED else acc
+        return acc, dot, "tf32" if dtype == torch.float16 and self._tf32 else "ieee"
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """DIM, DIM_V, BLOCK_D."""
+        dim = self.k.shape[3]
+        return dim, self.v.shape[3], max(power_of_two(dim), 1 if INTERPRETED else 16)
+
+    def tiles(self, op: str) -> int:
+        """Programs of a kernel that goes from chunk to chunk."""
         b, heads, _, dim_v = self.ends
-        return b * heads * cdiv(dim_v, self._block_v(op))
+        return b * heads * cdiv(dim_v, self.block_v(op))
 
     @property
     def _tf32(self) -> bool:
@@ -131,35 +161,24 @@ class _Call:
     def _config(self, op: str) -> dict[str, int]:
         return config(op, self.k.shape[3], self.v.dtype, self.limits)
 
-    def _block_v(self, op: str) -> int:
+    def block_v(self, op: str) -> int:
+        """BLOCK_V."""
         smallest = 1 if INTERPRETED else 16
         return min(self._config(op)["block_v"], max(power_of_two(self.v.shape[3]), smallest))
 
     def launch(
         self, kernel: Any, programs: int, inputs: Sequence[Tensor], others: Sequence[Tensor], strided: Sequence[Tensor],
-        flags: tuple[Any, ...], exact: str | None = None,
+        constants: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        """In pieces where the grid may not hold all programs. Arguments of all kernels: ``inputs``, g, beta, documents,
-        ``others``; sizes; strides, at last those of ``strided``; ``flags`` and what else is constant."""
-        op, dtype = kernel.fn.__name__, self.v.dtype
-        chosen, dim = self._config(op), self.k.shape[3]
-        block_d = max(power_of_two(dim), 1 if INTERPRETED else 16)
-        acc = accumulator(dtype)
-        dot = tl.bfloat16 if dtype == torch.bfloat16 and not INTERPRETED else acc
-        precision = "tf32" if dtype == torch.float16 and self._tf32 else "ieee"
-        numbers = self.g if self.documents is None else self.documents
-        strides = [n for x in (self.q, self.k, self.g, self.beta, *strided) for n in x.stride()[:3]]
-        constants: tuple[Any, ...] = (*flags, self.documents is not None, self.eps, dim**-0.5, acc, dot, precision)
-        if exact is not None:
-            constants += (exact, dim, block_d, self.chunk, self.chunk.bit_length() - 1)
-        else:
-            constants += (dim, self.v.shape[3], block_d, self._block_v(op), self.chunk)
-        heads, key_heads = self.v.shape[2], self.k.shape[2]
+        """In pieces where the grid may not hold all programs. Strides: of q, k and beta, then of ``strided``."""
+        chosen = self._config(kernel.fn.__name__)
+        strides = [n for x in (self.q, self.k, self.beta, *strided) for n in x.stride()[:3]]
+        heads, key_heads, tokens = self.v.shape[2], self.k.shape[2], self.k.shape[1]
         for first in range(0, programs, self.limits.max_grid):
             grid = (min(self.limits.max_grid, programs - first),)
             kernel[grid](
-                *inputs, self.g, self.beta, numbers, *others, first, heads, heads // key_heads, self.k.shape[1],
-                self.chunks, *strides, *constants, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
+                *inputs, *others, first, heads, heads // key_heads, tokens, self.chunks, *strides, *constants,
+                num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
             )  # fmt: skip
 
 
@@ -227,13 +246,24 @@ def gated_delta_bwd(
     written, change = (call.empty(*v.shape) for _ in range(2))
     call.states(pairs, state, (before, written), False)
     dout, dlast = adjacent(dout), dlast.contiguous()
+    op = "delta_state_gradients"
     call.launch(
-        delta_state_gradients, call._tiles("delta_state_gradients"), (call.q, call.k),
-        (*pairs, dout, dlast, dv, change, after, first), (dout,), (),
+        delta_state_gradients, call.tiles(op), (call.q, call.k, call.beta),
+        (*pairs, dout, dlast, dv, change, after, first), (dout,),
+        (*call.products, *call.dims, call.block_v(op), call.chunk),
     )  # fmt: skip
     del pairs
+    programs = b * k.shape[2] * call.chunks
+    of_keys = call.empty(b, k.shape[2], call.chunks, call.chunk, call.chunk)
+    running = call.empty(b, k.shape[1], heads, dtype=wide(v.dtype))
+    inputs, constants = (call.q, call.k, call.beta, *call.decay), (*call.of_tokens, *call.products, *call.dims)
     call.launch(
-        delta_gradients, b * k.shape[2] * call.chunks, (call.q, call.k, call.v),
-        (dout, written, change, before, after, dq, dk, dg, dbeta), (call.v, dout), (),
+        delta_query_gradients, programs, inputs, (dout, written, before, dq, of_keys, running), (call.g, dout),
+        (*constants, call.block_v("delta_query_gradients"), call.chunk),
+    )  # fmt: skip
+    call.launch(
+        delta_key_gradients, programs, inputs,
+        (call.v, written, change, before, after, of_keys, running, dk, dg, dbeta), (call.g, call.v),
+        (*constants, call.block_v("delta_key_gradients"), call.chunk),
     )  # fmt: skip
     return dq, dk, dv, dg, dbeta, None if state is None else first

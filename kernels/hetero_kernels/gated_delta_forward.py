@@ -69,13 +69,14 @@ def _unit_lower_inverse(lower, CHUNK: tl.constexpr, LEVELS: tl.constexpr, ACC: t
 
 @triton.jit(do_not_specialize=["first_program", "chunks"])
 def delta_pairs(
-    q_ptr, k_ptr, g_ptr, beta_ptr, number_ptr, inverse_ptr, inside_ptr, first_program, heads, group, tokens, chunks,
-    q_b, q_s, q_h, k_b, k_s, k_h, g_b, g_s, g_h, w_b, w_s, w_h,
+    q_ptr, k_ptr, beta_ptr, g_ptr, number_ptr, inverse_ptr, inside_ptr, rates_ptr, first_program, heads, group, tokens,
+    chunks, q_b, q_s, q_h, k_b, k_s, k_h, w_b, w_s, w_h, g_b, g_s, g_h,
     DOCUMENTS: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """(1 + M)^-1 and A of each chunk, contiguous [b, heads, chunks, CHUNK, CHUNK]."""
+    """(1 + M)^-1 and A of each chunk, [b, heads, chunks, CHUNK, CHUNK], and what rows of products with states are
+    multiplied with, [b, heads, chunks, 4, CHUNK]: lambda / |k|, kappa / |k|, lambda scale / |q|, and lambda_C."""
     program = tl.program_id(0) + first_program
     chunk, head = program % chunks, (program // chunks % heads).to(tl.int64)
     batch = (program // chunks // heads).to(tl.int64)
@@ -86,15 +87,20 @@ def delta_pairs(
     k = load_rows(k_ptr, lane, live, d, inside_d, k_s, DOT)
     q = load_rows(q_ptr, lane, live, d, inside_d, q_s, DOT)
     k_unit, q_unit = one_over_norm(k, live, EPS, ACC), one_over_norm(q, live, EPS, ACC) * SCALE
-    running, _, _, _, number = chunk_decay(
+    running, reach, rest, carried, number = chunk_decay(
         g_ptr + batch * g_b + head * g_h, g_s, number_ptr + batch * tokens, start, tokens, DOCUMENTS, CHUNK, ACC
     )
     decay = pair_decay(running, number, DOCUMENTS, CHUNK) * k_unit[None, :]
     beta = widen(
         tl.load(beta_ptr + batch * w_b + head * w_h + (start + lane) * w_s, mask=live, other=0.0), ACC
     )
-    at = (batch * heads + head) * chunks + chunk
-    at = at * CHUNK * CHUNK + lane[:, None] * CHUNK + lane[None, :]
+    block = (batch * heads + head) * chunks + chunk
+    rates_at = rates_ptr + block * 4 * CHUNK + lane
+    tl.store(rates_at, reach * k_unit)
+    tl.store(rates_at + CHUNK, rest * k_unit)
+    tl.store(rates_at + 2 * CHUNK, reach * q_unit)
+    tl.store(rates_at + 3 * CHUNK, tl.zeros([CHUNK], ACC) + carried)
+    at = block * CHUNK * CHUNK + lane[:, None] * CHUNK + lane[None, :]
     pairs = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC)
     tl.store(inside_ptr + at, narrow(pairs * decay * q_unit[:, None], inside_ptr.dtype.element_ty))
     keys = tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=ACC)
@@ -105,11 +111,11 @@ def delta_pairs(
 
 @triton.jit(do_not_specialize=["first_program", "chunks"])
 def delta_states(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, number_ptr, inverse_ptr, inside_ptr, state_ptr, out_ptr, last_ptr,
-    states_ptr, written_ptr, first_program, heads, group, tokens, chunks, q_b, q_s, q_h, k_b, k_s, k_h, g_b, g_s, g_h,
-    w_b, w_s, w_h, v_b, v_s, v_h, OUT: tl.constexpr, STATE: tl.constexpr, DOCUMENTS: tl.constexpr, EPS: tl.constexpr,
-    SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DIM: tl.constexpr,
-    DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, beta_ptr, inverse_ptr, inside_ptr, rates_ptr, state_ptr, out_ptr, last_ptr, states_ptr,
+    written_ptr, first_program, heads, group, tokens, chunks, q_b, q_s, q_h, k_b, k_s, k_h, w_b, w_s, w_h,
+    v_b, v_s, v_h, OUT: tl.constexpr, STATE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One chunk after the other, BLOCK_V features of one head's values.
 
@@ -125,9 +131,7 @@ def delta_states(
     q_ptr += batch * q_b + head // group * q_h
     k_ptr += batch * k_b + head // group * k_h
     v_ptr += batch * v_b + head * v_h
-    g_ptr += batch * g_b + head * g_h
     beta_ptr += batch * w_b + head * w_h
-    number_ptr += batch * tokens
     line = batch * heads + head
     of_state = d[:, None] * DIM_V + e[None, :]
     state_mask = inside_d[:, None] & inside_e[None, :]
@@ -136,33 +140,31 @@ def delta_states(
     if STATE:
         state += tl.load(state_ptr + line * DIM * DIM_V + of_state, mask=state_mask, other=0.0).to(ACC)
     for chunk in range(chunks):
-        start = chunk * CHUNK
-        first, live = start.to(tl.int64), start + lane < tokens
-        pair = (line * chunks + chunk) * CHUNK * CHUNK
+        start, block = chunk * CHUNK, line * chunks + chunk
+        first, live = tl.full([], 0, tl.int64) + start, start + lane < tokens
         k = load_rows(k_ptr + first * k_s, lane, live, d, inside_d, k_s, DOT)
         v = load_rows(v_ptr + first * v_s, lane, live, e, inside_e, v_s, ACC)
         beta = widen(tl.load(beta_ptr + (start + lane) * w_s, mask=live, other=0.0), ACC)
-        inverse = widen(tl.load(inverse_ptr + pair + of_chunk), DOT)
-        _, reach, rest, carried, _ = chunk_decay(g_ptr, g_s, number_ptr, start, tokens, DOCUMENTS, CHUNK, ACC)
-        k_unit = one_over_norm(k, live, EPS, ACC)
+        inverse = widen(tl.load(inverse_ptr + block * CHUNK * CHUNK + of_chunk), DOT)
+        rates = rates_ptr + block * 4 * CHUNK + lane
         rounded = state.to(DOT)
         read = tl.dot(k, rounded, input_precision=PRECISION, out_dtype=ACC)
-        change = (v - read * (reach * k_unit)[:, None]) * beta[:, None]
+        change = (v - read * tl.load(rates)[:, None]) * beta[:, None]
         written = tl.dot(inverse, change.to(DOT), input_precision=PRECISION, out_dtype=ACC)
         row = (batch * tokens + first + lane) * heads + head
         of_tokens, token_mask = row[:, None] * DIM_V + e[None, :], live[:, None] & inside_e[None, :]
         if OUT:
             q = load_rows(q_ptr + first * q_s, lane, live, d, inside_d, q_s, DOT)
-            inside = widen(tl.load(inside_ptr + pair + of_chunk), DOT)
-            q_unit = one_over_norm(q, live, EPS, ACC) * SCALE
-            out = tl.dot(q, rounded, input_precision=PRECISION, out_dtype=ACC) * (reach * q_unit)[:, None]
+            inside = widen(tl.load(inside_ptr + block * CHUNK * CHUNK + of_chunk), DOT)
+            out = tl.dot(q, rounded, input_precision=PRECISION, out_dtype=ACC) * tl.load(rates + 2 * CHUNK)[:, None]
             out = tl.dot(inside, written.to(DOT), out, input_precision=PRECISION, out_dtype=ACC)
             tl.store(out_ptr + of_tokens, narrow(out, out_ptr.dtype.element_ty), mask=token_mask)
         else:
-            here = states_ptr + (line * chunks + chunk) * DIM * DIM_V + of_state
+            here = states_ptr + block * DIM * DIM_V + of_state
             tl.store(here, narrow(state, states_ptr.dtype.element_ty), mask=state_mask)
             tl.store(written_ptr + of_tokens, narrow(written, written_ptr.dtype.element_ty), mask=token_mask)
-        left = (written * (rest * k_unit)[:, None]).to(DOT)
+        left = (written * tl.load(rates + CHUNK)[:, None]).to(DOT)
+        carried = tl.load(rates_ptr + block * 4 * CHUNK + 3 * CHUNK)
         state = tl.dot(tl.trans(k), left, state * carried, input_precision=PRECISION, out_dtype=ACC)
     if OUT:
         tl.store(last_ptr + line * DIM * DIM_V + of_state, narrow(state, last_ptr.dtype.element_ty), mask=state_mask)
