@@ -29,7 +29,8 @@ def chunk_decay(
     """(running sum of g, lambda, kappa, lambda of the whole chunk, number of each token's document)."""
     lane = tl.arange(0, CHUNK)
     g = tl.load(g_ptr + (start + lane) * g_s, mask=start + lane < tokens, other=0.0).to(ACC)
-    running, total = tl.cumsum(g, 0), tl.sum(g, 0)
+    running = tl.cumsum(g, 0)
+    total = tl.sum(tl.where(lane == CHUNK - 1, running, 0.0), 0)  # of the same roundings
     reach, rest, carried, number = tl.exp(running), tl.exp(total - running), tl.exp(total), lane
     if DOCUMENTS:
         number = tl.load(number_ptr + tl.minimum(start + lane, tokens - 1))
