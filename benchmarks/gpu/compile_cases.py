@@ -133,15 +133,14 @@ def grouped() -> Iterator[Call]:
 
 def delta_rules() -> Iterator[Call]:
     """Qwen3-Next's layer: 16 key and 32 value heads of 128; in context groups values have 256 features."""
-    shapes = [(128, 128, BF16), (128, 256, BF16), (64, 64, BF16), (256, 256, BF16), (128, 128, torch.float16),
-              (128, 128, FP32)]  # fmt: skip
+    shapes = [(128, 128, BF16), (128, 256, BF16), (64, 64, BF16), (128, 128, torch.float16), (128, 128, FP32)]
     for dim, dim_v, dtype in shapes:
         q, v = empty(1, 16384, 16, dim, dtype=dtype), empty(1, 16384, 32, dim_v, dtype=dtype)
         g, beta = empty(1, 16384, 32, dtype=FP32), empty(1, 16384, 32, dtype=dtype)
         state, documents = empty(1, 32, dim, dim_v, dtype=FP32), empty(1, 16384, dtype=torch.int32)
         kind = {BF16: "", FP32: ", fp32"}.get(dtype, ", fp16")
         for name, more in (("", dict[str, Any]()), (", documents", {"state": state, "documents": documents})):
-            if name and (dim, dtype) != (128, BF16):
+            if name and (dim_v, dtype) != (128, BF16):
                 continue
             call = f"{dim}x{dim_v}{kind}{name}"
             yield f"gated_delta_fwd {call}", partial(hk.gated_delta_fwd, q, q, v, g, beta, **more)

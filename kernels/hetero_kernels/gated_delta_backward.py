@@ -85,13 +85,12 @@ def _over_values(
 
 @triton.jit
 def _row_products(
-    x_ptr, x_s, y_ptr, y_s, row, live, ACC: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr,
-    ROWS: tl.constexpr,
+    x_ptr, x_s, y_ptr, y_s, row, live, ACC: tl.constexpr, DIM_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of each row, the sum of x y over the features of values."""
+    """Of each row, the sum of x y over the features of values: a few at a time, which take few registers."""
     total = tl.zeros([ROWS], ACC)
-    for at in range(0, DIM_V, BLOCK_V):
-        e = at + tl.arange(0, BLOCK_V)
+    for at in range(0, DIM_V, 16):
+        e = at + tl.arange(0, 16)
         x = load_rows(x_ptr, row, live, e, e < DIM_V, x_s, ACC)
         y = load_rows(y_ptr, row, live, e, e < DIM_V, y_s, ACC)
         total += tl.sum(x * y, 1)
@@ -171,9 +170,7 @@ def delta_key_gradients(
     q_ptr += batch * q_b + key_head * q_h + first * q_s
     k = load_rows(k_ptr, lane, live, d, inside_d, k_s, DOT)
     k_unit = one_over_norm(k, live, EPS, ACC)
-    products = tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * k_unit[:, None] * k_unit[None, :]
-    products = tl.where(lane[:, None] > lane[None, :], products, 0.0)
-    d_pairs, dk = tl.zeros([CHUNK, CHUNK], ACC), tl.zeros([CHUNK, BLOCK_D], ACC)
+    dk = tl.zeros([CHUNK, BLOCK_D], ACC)
     for member in range(group):
         head = key_head * group + member
         running, reach, rest, carried, number = chunk_decay(
@@ -191,17 +188,20 @@ def delta_key_gradients(
         )  # fmt: skip
         by_state *= reach[:, None]
         dk -= by_state * beta[:, None]
-        again = load_rows(k_ptr, lane, live, d, inside_d, k_s, ACC)  # kept, it would fill registers all along
+        again = load_rows(k_ptr, lane, live, d, inside_d, k_s, ACC)
         d_beta = -tl.sum(by_state * again, 1) * k_unit
         d_running = tl.load(running_ptr + row + lane * heads, mask=live, other=0.0) + beta * d_beta
-        by_token *= pair_decay(running, number, DOCUMENTS, CHUNK)
-        d_pairs -= by_token * beta[:, None]
-        by_token *= -products
+        by_token *= tl.where(lane[:, None] > lane[None, :], -pair_decay(running, number, DOCUMENTS, CHUNK), 0.0)
+        k = load_rows(k_ptr, lane, live, d, inside_d, k_s, DOT)  # again: kept, it would fill registers
+        d_pairs = by_token * beta[:, None]
+        d_pairs = ((d_pairs + tl.trans(d_pairs)) * k_unit[None, :]).to(DOT)
+        dk = tl.dot(d_pairs, k, dk, input_precision=PRECISION, out_dtype=ACC)
+        by_token *= tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * k_unit[:, None] * k_unit[None, :]
         d_beta += tl.sum(by_token, 1)
         by_token *= beta[:, None]
         d_running += tl.sum(by_token, 1) - tl.sum(by_token, 0)
         v_at = v_ptr + batch * v_b + head * v_h + first * v_s
-        d_beta += _row_products(change_ptr + row * DIM_V, row_s, v_at, v_s, lane, live, ACC, DIM_V, BLOCK_V, CHUNK)
+        d_beta += _row_products(change_ptr + row * DIM_V, row_s, v_at, v_s, lane, live, ACC, DIM_V, CHUNK)
         tl.store(dbeta_ptr + row + lane * heads, narrow(d_beta, dbeta_ptr.dtype.element_ty), mask=live)
         # S <- lambda_C S + (kappa k)' V
         by_state, _ = _over_values(
@@ -213,7 +213,7 @@ def delta_key_gradients(
         again = load_rows(k_ptr, lane, live, d, inside_d, k_s, ACC)
         d_rest = tl.sum(by_state * again, 1) * k_unit
         through = _row_products(
-            states_ptr + state, DIM_V, after_ptr + state, DIM_V, d, inside_d, ACC, DIM_V, BLOCK_V, BLOCK_D
+            states_ptr + state, DIM_V, after_ptr + state, DIM_V, d, inside_d, ACC, DIM_V, BLOCK_D
         )
         d_running += tl.where(lane == CHUNK - 1, tl.sum(d_rest, 0) + tl.sum(through, 0) * carried, 0.0) - d_rest
         d_g = tl.cumsum(d_running, 0, reverse=True)
@@ -222,10 +222,6 @@ def delta_key_gradients(
     pairs_at = pairs_ptr + block * CHUNK * CHUNK + lane[:, None] * CHUNK + lane[None, :]
     q = load_rows(q_ptr, lane, live, d, inside_d, q_s, DOT)
     dk = tl.dot(tl.trans(widen(tl.load(pairs_at), DOT)), q, dk, input_precision=PRECISION, out_dtype=ACC)
-    d_pairs = tl.where(lane[:, None] > lane[None, :], d_pairs, 0.0)
-    k = load_rows(k_ptr, lane, live, d, inside_d, k_s, DOT)
-    weighted = ((d_pairs + tl.trans(d_pairs)) * k_unit[None, :]).to(DOT)
-    dk = tl.dot(weighted, k, dk, input_precision=PRECISION, out_dtype=ACC)
     unit = load_rows(k_ptr, lane, live, d, inside_d, k_s, ACC) * k_unit[:, None]
     dk = (dk - unit * tl.sum(dk * unit, 1)[:, None]) * k_unit[:, None]
     row = (batch * tokens + first) * key_heads + key_head

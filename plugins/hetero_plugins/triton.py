@@ -367,7 +367,7 @@ _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
 # Of the operators' contracts; others: 1.
 _VERSIONS = {"attention": 3, "adamw": 3, "attn_merge": 2, "linear_cross_entropy": 2, "rope": 2}
 _FEATURES = {"attention": ("softcap", "sinks", "dropout")}
-_LARGEST = {"gated_delta_rule": {"key_dim": 256}}  # a program holds a state's whole columns, and was compiled so far
+_LARGEST = {"gated_delta_rule": {"key_dim": 128}}  # whole columns of a state are in registers
 _OVERWRITTEN = {"cross_entropy": ("logits",), "vocab_cross_entropy": ("logits",), "rope": ("q", "k")}
 # operator, file of hetero_kernels, forward, backward
 _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ...] = (

@@ -102,7 +102,7 @@ def test_a_decay_of_single_features_is_refused_by_name() -> None:
 
 
 def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU does unasked; not keys of more features than a program was compiled for, and not the CPU."""
+    """A GPU does unasked; not keys of more features than fit a program's registers, and not the CPU."""
     registry, dims = load_plugins().registry, {"key_dim": (128,), "value_dim": (128, 256)}
     monkeypatch.setattr(provider, "INTERPRETED", False)
 
@@ -111,8 +111,8 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return resolve(registry, [signature]).provider("gated_delta_rule")
 
     assert serves("cuda") == "triton" and serves("cpu") == "aten"
-    assert serves("cuda", key_dim=(256,)) == "triton" and serves("cuda", key_dim=(320,)) == "aten"
-    with pytest.raises(UserError, match="key_dim 320 is over 256"):
-        signature = Signature("gated_delta_rule", "cuda", BF16, "cuda", dims={"key_dim": (320,)})
+    assert serves("cuda", key_dim=(192,)) == "aten"
+    with pytest.raises(UserError, match="key_dim 192 is over 128"):
+        signature = Signature("gated_delta_rule", "cuda", BF16, "cuda", dims={"key_dim": (192,)})
         resolve(registry, [signature], {"gated_delta_rule": "triton"})
     assert not SPECS["gated_delta_rule"].features
