@@ -114,9 +114,10 @@ def workload(op: str, size: int, dtype: torch.dtype, device: torch.device, token
         state[3].abs_()
         return lambda limits: hk.adamw_step(*lists, limits=limits, **call)
     if op.startswith("delta_"):  # of which each is one of several kernels: the others' time is the same
-        q, v = randn(1, tokens, 16, size), randn(1, tokens, 32, size)
-        last, g = randn(1, 32, size, size, kind=torch.float32), -randn(1, tokens, 32, kind=torch.float32).square()
-        beta = randn(1, tokens, 32).sigmoid()
+        heads = min(32, 2 * tokens)
+        q, v, beta = randn(1, tokens, heads // 2, size), randn(1, tokens, heads, size), randn(1, tokens, heads)
+        last = randn(1, heads, size, size, kind=torch.float32)
+        beta, g = beta.sigmoid(), -randn(1, tokens, heads, kind=torch.float32).square()
         if op == "delta_states":
             return lambda limits: hk.gated_delta_fwd(q, q, v, g, beta, limits=limits)
         return lambda limits: hk.gated_delta_bwd(v, last, q, q, v, g, beta, limits=limits)
