@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
+from triton.runtime import interpreter
 
 import hetero_kernels as hk
 from hetero_megatron.errors import UserError
@@ -14,7 +17,7 @@ from hetero_megatron.ops import SPECS, Signature
 from hetero_megatron.ops.kernel_plan import resolve
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_plugins import triton as provider
-from tests.support.kernel_cases import BF16, DEVICE, FP32, FP64, fenced_memory, inputs_fenced, randn
+from tests.support.kernel_cases import BF16, DEVICE, FP16, FP32, FP64, fenced_memory, inputs_fenced, randn
 
 EPS = 0.3
 SMALL = {
@@ -84,6 +87,39 @@ def test_alike_keys_that_do_not_decay_cancel_nothing(monkeypatch: pytest.MonkeyP
     found = arguments(1, 64, 1, 1, 4, 2, FP32)
     found[1], found[3], found[4] = found[1][:, :1].expand(-1, 64, -1, -1), 0 * found[3], 0 * found[4] + 1
     judge(None, found, None, 1e-5, monkeypatch)
+
+
+@pytest.mark.skipif(not hk.INTERPRETED, reason="a GPU rounds by itself")
+@pytest.mark.parametrize(("dtype", "bits", "bound"), [(BF16, 7, 1e-2), (FP16, 10, 1.5e-3)], ids=str)
+def test_operands_with_as_few_bits_as_a_gpu_gives_them(
+    dtype: torch.dtype, bits: int, bound: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter multiplies in fp32. Here operands are rounded first: to bf16, and to TF32 where fp16 came in; but
+    those of (1 + M)^-1, three TF32 products of which are as good as fp32."""
+    plain = interpreter.InterpreterBuilder.create_dot
+    rounded = set()
+
+    def create_dot(self: Any, a: Any, b: Any, total: Any, precision: Any, most: int) -> Any:
+        rounded.add(str(precision).rpartition(".")[2].lower())
+        if "x3" not in str(precision).lower():
+            a, b = (interpreter.TensorHandle(_rounded(x.data, bits), x.dtype.scalar) for x in (a, b))
+        return plain(self, a, b, total, precision, most)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    table = tmp_path / "table.json"
+    chosen = {"chunk": 32, "tf32": 1, "num_warps": 4, "num_stages": 1}
+    table.write_text(json.dumps({"ops": {"delta_pairs": [{"max_size": None, "config": chosen}]}}))
+    found = arguments(1, 70, 1, 1, 16, 8, dtype)
+    found[3] *= 0.02  # what was written long ago is read
+    judge(hk.Limits("interpreter", processors=2, table=str(table)), found, None, bound, monkeypatch)
+    assert rounded == {"tf32x3", "ieee" if dtype == BF16 else "tf32"}
+
+
+def _rounded(x: Any, bits: int) -> Any:
+    """fp32 to nearest even of ``bits`` bits of mantissa."""
+    cut, word = 23 - bits, x.view(numpy.uint32)
+    word = word + (numpy.uint32((1 << cut - 1) - 1) + ((word >> numpy.uint32(cut)) & numpy.uint32(1)))
+    return (word & numpy.uint32(2**32 - (1 << cut))).view(numpy.float32)
 
 
 def test_an_empty_share_has_its_state() -> None:
