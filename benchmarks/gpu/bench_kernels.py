@@ -3,10 +3,11 @@
     python benchmarks/gpu/bench_kernels.py [--only rms_norm,attention] [--check] [--tests] [--out results.json]
         [--seconds 540] [--resume]
 
-Beside torch eager, torch.compile, F.rms_norm, F.linear_cross_entropy (where torch has it), cuDNN's attention (forced)
-and Liger-Kernel (where installed). Per side: device milliseconds of forward and backward (median, L2 emptied), the
-share of the floor that is reached (measured copy bandwidth, or measured matmul rate), host microseconds per call, and
-peak memory of forward and backward. At the end, which targets are met. Exits with 1 if a result is wrong, with 2 if
+Beside torch eager, torch.compile, F.rms_norm, F.linear_cross_entropy (where torch has it), cuDNN's attention (forced),
+Liger-Kernel (where installed) and, of the gated delta rule, the project's own chunks in torch. Per side: device
+milliseconds of forward and backward (median, L2 emptied), the share of the floor that is reached (measured copy
+bandwidth, or measured matmul rate), host microseconds per call, and peak memory of forward and backward. At the end,
+which targets are met. Exits with 1 if a result is wrong, with 2 if
 there is no GPU, and with 3 if ``--seconds`` were over before the last case: the same command with ``--resume`` then
 goes on after the cases in ``--out`` (also after one that killed the process, which counts as wrong). ``--tests`` runs
 the repository's kernel tests on the GPU first (odd shapes, masks, fences), for ``--seconds`` at most.
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "kernels")]
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "kernels"), str(ROOT)]
 
 import torch  # noqa: E402
 import torch._functorch.config  # noqa: E402  (torch itself does not import it)
@@ -36,6 +37,7 @@ import torch._functorch.config  # noqa: E402  (torch itself does not import it)
 
 def cases(device: torch.device, only: list[str]) -> dict[str, Callable[[], Any]]:
     """Makers by name, to be called one after another, so that only one case's tensors exist."""
+    import delta_cases as delta
     import loss_cases as loss
     import row_cases as row
 
@@ -49,6 +51,9 @@ def cases(device: torch.device, only: list[str]) -> dict[str, Callable[[], Any]]
         ("attention", loss.attention, [(b, s, 32, 8, 128, True, s == 2048) for b, s in lengths]),
         ("linear_cross_entropy", loss.linear_cross_entropy,
          [(8192, 4096, 128256), *((n, 4096, 128256) for n in (4096, 16384, 32768)), (4096, 4096, 32000)]),
+        ("gated_delta", delta.gated_delta,
+         [(1, 16384, 16, 32, 128, 128), (4, 4096, 16, 32, 128, 128), (1, 4096, 16, 32, 128, 256),
+          (1, 16384, 16, 32, 128, 128, long)]),
         ("cross_entropy", loss.cross_entropy, [(8192, v) for v in (131072, 32768, 65536, 16384, 4096)]),
         ("rms_norm", row.rms_norm, [*norms, (32768, 4096), (32768, 65536)]),
         ("add_rms_norm", row.add_rms_norm, [(8192, 4096), (2048, 16384), (2048, 8192), (2048, 4096), (8192, 8192)]),
@@ -152,7 +157,7 @@ def targets(results: list[dict[str, Any]]) -> list[tuple[str, bool | None]]:
     for result in results:
         name, sides = f"{result['op']} {result['shape']}", result["sides"]
         ours = sides.get("ours", {})
-        if not result["op"].startswith(("attention ", "linear")):  # bound by memory
+        if not result["op"].startswith(("attention ", "linear", "gated_delta")):  # bound by memory
             for direction, goal in (("forward", 0.85), ("backward", 0.75)):
                 share, floor = ours.get(f"{direction}_share"), result.get(f"{direction}_floor_ms", 0.0)
                 if share is not None:

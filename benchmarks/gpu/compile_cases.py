@@ -131,6 +131,22 @@ def grouped() -> Iterator[Call]:
         yield f"grouped_gemm_dw {name}, into", partial(hk.grouped_gemm_dw, dy, x, ends, into=into)
 
 
+def delta_rules() -> Iterator[Call]:
+    """Qwen3-Next's layer: 16 key and 32 value heads of 128; in context groups values have 256 features."""
+    shapes = [(128, 128, BF16), (128, 256, BF16), (64, 64, BF16), (128, 128, torch.float16), (128, 128, FP32)]
+    for dim, dim_v, dtype in shapes:
+        q, v = empty(1, 16384, 16, dim, dtype=dtype), empty(1, 16384, 32, dim_v, dtype=dtype)
+        g, beta = empty(1, 16384, 32, dtype=FP32), empty(1, 16384, 32, dtype=dtype)
+        state, documents = empty(1, 32, dim, dim_v, dtype=FP32), empty(1, 16384, dtype=torch.int32)
+        kind = {BF16: "", FP32: ", fp32"}.get(dtype, ", fp16")
+        for name, more in (("", dict[str, Any]()), (", documents", {"state": state, "documents": documents})):
+            if name and (dim_v, dtype) != (128, BF16):
+                continue
+            call = f"{dim}x{dim_v}{kind}{name}"
+            yield f"gated_delta_fwd {call}", partial(hk.gated_delta_fwd, q, q, v, g, beta, **more)
+            yield f"gated_delta_bwd {call}", partial(hk.gated_delta_bwd, v, state, q, q, v, g, beta, **more)
+
+
 def products_in_fp8() -> Iterator[Call]:
     """A layer's product: 8,192 tokens, 4,096 x 4,096, and its weight's gradient."""
     n, fp8 = 4096, torch.float8_e4m3fn
@@ -148,4 +164,4 @@ def products_in_fp8() -> Iterator[Call]:
     yield "quantise_fp8 whole, turned", partial(whole, turned=True)
 
 
-CASES = (norms, elementwise, softmaxes, losses, attentions, grouped, products_in_fp8, optimizers)
+CASES = (norms, elementwise, softmaxes, losses, attentions, grouped, delta_rules, products_in_fp8, optimizers)

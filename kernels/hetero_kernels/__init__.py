@@ -45,6 +45,10 @@ Inputs may be views; outputs are contiguous. On the CPU set TRITON_INTERPRET=1 b
     KeyIntervals(bounds, sk, offset=0, causal=True, window=None): prepared once, for bounds= of many calls
     attention_delta(dout, out) -> delta[b, hq, sq]
     attention_merge(out_a, lse_a, out_b, lse_b) -> out, lse
+    gated_delta_fwd(q[b, s, hk, dk], k, v[b, s, hv, dv], g[b, s, hv], beta, state[b, hv, dk, dv]|None, *,
+        documents=None, eps=1e-6) -> out[b, s, hv, dv], last[b, hv, dk, dv]
+        (documents: document_numbers(documents, s, device) -> int32[b, s])
+    gated_delta_bwd(dout, dlast, q, k, v, g, beta, state|None, *, <same>) -> dq, dk, dv, dg, dbeta, dstate|None
     quantise_fp8(x[b, rows, n], kind, largest[b], turned) -> (fp8, scales)   (one pass; turned: [b, n, rows])
     quantise_fp8_blocks(x[rows, n], kind, blocks) -> (fp8, scales)   (blocks: 1x128, 128x128, 128x1)
     gemm_fp8_blocks(a[m, k], a_scale[m, k/128], b[n, k], b_scale, dtype) -> a b^T in dtype   (a, b in fp8; b_scale
@@ -69,6 +73,7 @@ from hetero_kernels.attention_rows import (
 )
 from hetero_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_reference
 from hetero_kernels.dropout import dropout, dropout_reference
+from hetero_kernels.gated_delta import document_numbers, gated_delta_bwd, gated_delta_fwd, gated_delta_reference
 from hetero_kernels.gelu import gelu_bwd, gelu_fwd, gelu_reference
 from hetero_kernels.gemm_fp8 import (
     gemm_fp8_blocks,
@@ -125,8 +130,12 @@ __all__ = [
     "cross_entropy_fwd",
     "cross_entropy_reference",
     "document_bounds",
+    "document_numbers",
     "dropout",
     "dropout_reference",
+    "gated_delta_bwd",
+    "gated_delta_fwd",
+    "gated_delta_reference",
     "gelu_bwd",
     "gelu_fwd",
     "gelu_reference",

@@ -48,6 +48,10 @@ CANDIDATES: dict[str, list[Config]] = {
     "attention_bwd_kv": _product(block_q=(32, 64), block_k=(64, 128), num_warps=(4, 8), num_stages=(1, 2, 3, 4)),
     "attention_bwd_q": _product(block_q=(64, 128), block_k=(32, 64), num_warps=(4, 8), num_stages=(1, 2, 3, 4)),
     "attention_rows": _product(tile=(1024, 2048, 4096, 8192), num_warps=(2, 4, 8)),
+    "delta_states": _product(block_v=(16, 32, 64), num_warps=(4, 8), num_stages=(1, 2, 3)),
+    "delta_state_gradients": _product(block_v=(16, 32, 64), num_warps=(4, 8), num_stages=(1, 2, 3)),
+    "delta_query_gradients": _product(block_v=(16, 32, 64, 128), num_warps=(4, 8), num_stages=(1, 2)),
+    "delta_key_gradients": _product(block_v=(16, 32, 64, 128), num_warps=(4, 8), num_stages=(1, 2)),
     "adamw": _product(tile=(1024, 2048, 4096), num_warps=(4, 8)),
     "l2norm": _product(tile=(2048, 4096, 8192, 16384), num_warps=(4, 8)),
 }
@@ -66,6 +70,10 @@ SIZES: dict[str, list[int]] = {
     "attention_bwd_kv": [64, 128, 256],
     "attention_bwd_q": [64, 128, 256],
     "attention_rows": [64, 128],
+    "delta_states": [64, 128],
+    "delta_state_gradients": [64, 128],
+    "delta_query_gradients": [64, 128],
+    "delta_key_gradients": [64, 128],
     "adamw": [65536],
     "l2norm": [65536],
 }
@@ -105,6 +113,14 @@ def workload(op: str, size: int, dtype: torch.dtype, device: torch.device, token
         call: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 2}
         state[3].abs_()
         return lambda limits: hk.adamw_step(*lists, limits=limits, **call)
+    if op.startswith("delta_"):  # of which each is one of several kernels: the others' time is the same
+        heads = min(32, 2 * tokens)
+        q, v, beta = randn(1, tokens, heads // 2, size), randn(1, tokens, heads, size), randn(1, tokens, heads)
+        last = randn(1, heads, size, size, kind=torch.float32)
+        beta, g = beta.sigmoid(), -randn(1, tokens, heads, kind=torch.float32).square()
+        if op == "delta_states":
+            return lambda limits: hk.gated_delta_fwd(q, q, v, g, beta, limits=limits)
+        return lambda limits: hk.gated_delta_bwd(v, last, q, q, v, g, beta, limits=limits)
     q, k, v = randn(1, tokens, 16, size), randn(1, tokens, 4, size), randn(1, tokens, 4, size)
     lse = randn(1, 16, tokens, kind=torch.float32).abs() + 10
     if op == "attention_fwd":
@@ -118,7 +134,7 @@ def workload(op: str, size: int, dtype: torch.dtype, device: torch.device, token
 
 def _fits(op: str, size: int, dtype: torch.dtype, candidate: Config, limits: Limits) -> bool:
     """Whether a candidate runs as it is; attention would cut one that needs too much on-chip memory."""
-    if "num_stages" not in candidate:
+    if not op.startswith("attention_") or "num_stages" not in candidate:
         return True
     blocks = candidate["block_q"], candidate["block_k"], candidate["num_stages"]
     dims = (power_of_two(size),) * 2

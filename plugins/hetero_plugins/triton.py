@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.ops.attention_op import add_sinks, sink_gradient
 from hetero_megatron.ops.cross_entropy import NO_LABEL
 from hetero_megatron.ops.dropout import ScoreDropout, dropped_units
@@ -320,6 +321,44 @@ def _grouped_gemm_backward(
     return _grouped_input(dy, weight, ends), _grouped_weight(dy, x, ends), dbias
 
 
+def _numbers(v: torch.Tensor, documents: Any) -> torch.Tensor | None:
+    if documents is None or all(len(starts) <= 1 for starts in documents):
+        return None
+    return _document_numbers(tuple(map(tuple, documents)), v.shape[1], v.device)
+
+
+@functools.lru_cache(maxsize=32)  # as bounds of attention
+def _document_numbers(documents: tuple[tuple[int, ...], ...], tokens: int, device: torch.device) -> torch.Tensor:
+    return _kernels().document_numbers(documents, tokens, device)  # type: ignore[no-any-return]
+
+
+def _one_decay_per_head(g: torch.Tensor) -> None:
+    if g.dim() != 3:
+        raise UserError(
+            "it decays whole states, not one feature of keys otherwise than another", field="gated_delta_rule: g",
+            value=list(g.shape), accepted="[b, s, value heads], or another provider of it: --kernels",
+        )  # fmt: skip
+
+
+def _gated_delta(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor | None,
+    documents: Any, eps: float,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    _one_decay_per_head(g)
+    return _kernels().gated_delta_fwd(  # type: ignore[no-any-return]
+        q, k, v, g, beta, state, documents=_numbers(v, documents), eps=eps
+    )
+
+
+def _gated_delta_backward(
+    dout: torch.Tensor, dlast: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
+    beta: torch.Tensor, state: torch.Tensor | None, documents: Any, eps: float,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    return _kernels().gated_delta_bwd(  # type: ignore[no-any-return]
+        dout, dlast, q, k, v, g, beta, state, documents=_numbers(v, documents), eps=eps
+    )
+
+
 _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
     "grouped_gemm": {"input": _grouped_input, "weight": _grouped_weight},
     "attention": {"share": _attention_share, "delta": lambda dout, out: _kernels().attention_delta(dout, out)},
@@ -328,6 +367,7 @@ _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
 # Of the operators' contracts; others: 1.
 _VERSIONS = {"attention": 3, "adamw": 3, "attn_merge": 2, "linear_cross_entropy": 2, "rope": 2}
 _FEATURES = {"attention": ("softcap", "sinks", "dropout")}
+_LARGEST = {"gated_delta_rule": {"key_dim": 128}}  # whole columns of a state are in registers
 _OVERWRITTEN = {"cross_entropy": ("logits",), "vocab_cross_entropy": ("logits",), "rope": ("q", "k")}
 # operator, file of hetero_kernels, forward, backward
 _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ...] = (
@@ -344,6 +384,7 @@ _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ..
     ("linear_cross_entropy", "linear_cross_entropy", _linear_cross_entropy, _linear_cross_entropy_backward),
     ("attention", "attention", _attention, _attention_backward),
     ("grouped_gemm", "grouped_gemm", _grouped_gemm, _grouped_gemm_backward),
+    ("gated_delta_rule", "gated_delta", _gated_delta, _gated_delta_backward),
     ("dropout", "dropout", _dropout, _dropout),
     ("attn_delta", "attention", _delta, None),
     ("attn_merge", "attention", _merge, None),
@@ -366,7 +407,7 @@ def _kernel(
     overwritten = _OVERWRITTEN.get(op, ())
     return Kernel(
         op, "triton", TRITON, forward, backward,
-        Capability(automatic=AUTOMATIC, features=_FEATURES.get(op, ())), _supports,
+        Capability(automatic=AUTOMATIC, features=_FEATURES.get(op, ()), largest=_LARGEST.get(op, {})), _supports,
         parts=_PARTS.get(op, {}), version=_VERSIONS.get(op, 1), interpreted=INTERPRETED,
         private="logits" in overwritten, overwrites=overwritten,
     )  # fmt: skip

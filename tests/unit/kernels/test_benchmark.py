@@ -33,6 +33,7 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ("loss_cases", "attention", (2, 20, 2, 1, 16, True, True, None, (0, 3, 11))),
     ("loss_cases", "attention_merge", (20, 2, 16)),
     ("loss_cases", "attention_delta", (20, 2, 16)),
+    ("delta_cases", "gated_delta", (1, 5, 1, 2, 4, 6, (0, 3))),
     ("loss_cases", "adamw", ([(20, 5), (7,)],)),
     ("loss_cases", "l2norm", ([(20, 5), (7,)],)),
 ]
@@ -144,7 +145,7 @@ def test_the_most_telling_shape_of_every_operator_comes_first(monkeypatch: pytes
     import bench_kernels
 
     calls = [(name[3:], made.args[1:]) for name, made in bench_kernels.cases(DEVICE, []).items()]
-    first = [name for name, _ in calls[:14]]
+    first = [name for name, _ in calls[:15]]
     assert set(first) == {name for name, _ in calls} and first[0] == "attention" and len(calls) < 100
     assert calls[0][1][:2] == (1, 16384)
     for name, shapes in {

@@ -88,6 +88,21 @@ def test_grouped_products_spill_nothing_and_16_bit_ones_run_on_warp_groups() -> 
         assert "fp32" in name or row["wgmma"] > 0, name
 
 
+DELTA_SPILLS = {"delta_query_gradients": 250, "delta_key_gradients": 550}  # bytes, nearly all between inner loops
+
+
+def test_the_gated_delta_rule_fits_and_spills_little_and_next_to_nothing_in_its_loops() -> None:
+    rules = {name: row for name, row in ROWS.items() if name.startswith("gated_delta_")}
+    kernels = {name.rpartition(": ")[2] for name in rules}
+    assert kernels == {"delta_pairs", "delta_states", "delta_state_gradients", *DELTA_SPILLS}
+    for name, row in rules.items():
+        in_fp16, in_fp32 = "fp16" in name, "fp32" in name  # both with operands of 4 bytes
+        spills = DELTA_SPILLS.get(name.rpartition(": ")[2], 0)
+        assert row["shared_bytes"] <= ON_CHIP and row["spill_bytes"] <= spills * (4 if in_fp16 else 1), name
+        assert row["loop_spills"] <= (8 if in_fp16 else 2) * (spills > 0), name
+        assert in_fp16 or in_fp32 or (row["wgmma"] > 0 and row["mma"] == 0), name
+
+
 def test_the_memory_that_attention_is_cut_by_is_what_the_compiler_takes() -> None:
     blocks = json.loads((ROOT / "kernels" / "hetero_kernels" / "tables" / "cuda-90.json").read_text())["ops"]
     for name, kernel, dim, mask in ATTENTION:
