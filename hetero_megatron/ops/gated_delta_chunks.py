@@ -31,7 +31,7 @@ def _chunk(length: int) -> int:
     return min(CHUNK, length)
 
 
-class Unit(NamedTuple):
+class UnitVectors(NamedTuple):
     """A normalised tensor x r: [n, b, key heads, 1, C, dk], and r."""
 
     x: Tensor
@@ -51,8 +51,8 @@ class Chunks(NamedTuple):
     ``together`` says which tokens are of one document (None: all).
     """
 
-    q: Unit
-    k: Unit
+    q: UnitVectors
+    k: UnitVectors
     v: Tensor
     beta: Tensor
     reach: Tensor  # lambda [.., C, 1]; feature by feature [.., C, dk]
@@ -83,9 +83,9 @@ def join(x: Tensor, length: int) -> Tensor:
     return x.flatten(3, 4).flatten(1, 2)[:, :length]
 
 
-def unit(x: Tensor, eps: float) -> Unit:
+def unit(x: Tensor, eps: float) -> UnitVectors:
     r = torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
-    return Unit(x * r, r)
+    return UnitVectors(x * r, r)
 
 
 def document_masks(documents: Documents, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

@@ -151,4 +151,6 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="key_dim 192 is over 128"):
         signature = Signature("gated_delta_rule", "cuda", BF16, "cuda", dims={"key_dim": (192,)})
         resolve(registry, [signature], {"gated_delta_rule": "triton"})
-    assert not SPECS["gated_delta_rule"].features
+    by_feature = SPECS["gated_delta_rule"].features
+    signature = Signature("gated_delta_rule", "cuda", BF16, "cuda", dims=dims, features=by_feature)
+    assert resolve(registry, [signature]).provider("gated_delta_rule") == "aten"  # a decay per key feature

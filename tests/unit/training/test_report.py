@@ -211,7 +211,8 @@ def test_a_measured_step_is_whole(run_dir: Path) -> None:
 
 
 def test_forwards_before_a_step_are_in_its_prediction(tmp_path: Path) -> None:
-    """A teacher like the student takes as long as a reference; KTO with adapters runs three forwards."""
+    """A teacher like the student takes as long as a reference, and makes the loss longer; KTO with adapters runs three
+    forwards."""
     run = config(tmp_path)
     found: dict[str, tuple[float, dict[int, float]]] = {}
     for name, more in (
@@ -223,7 +224,7 @@ def test_forwards_before_a_step_are_in_its_prediction(tmp_path: Path) -> None:
         assert prediction is not None
         found[name] = prediction.step_seconds, record.expected_busy(made)
     (alone, busy), (beside, busy_beside), (dpo, busy_dpo), (kto, _) = found.values()
-    assert beside > alone and beside == pytest.approx(dpo) and busy_beside == pytest.approx(busy_dpo)
+    assert beside > dpo > alone and all(busy_beside[r] >= busy_dpo[r] for r in busy)
     assert kto - alone == pytest.approx(3 * (dpo - alone)) and all(busy_beside[r] > busy[r] for r in busy)
 
 
