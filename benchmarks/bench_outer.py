@@ -1,0 +1,162 @@
+"""Loss with outer steps beside synchronous training: the same tokens, seed, schedule and inner plans.
+
+    python benchmarks/bench_outer.py --work DIR [--steps 512] [--only NAME …]
+
+Two unequal islands of one rank each (3 and 1 of 4 sequences: what an island's inner plan is changes no number) train a
+Llama of 10.8 M parameters on the standard library's sources, cut into tokens by a BPE that was trained on them. Every
+variant is a run of ``pretrain_gpt.py`` of its own, one after another, on the CPU in fp32, without emulation. Compared is
+the loss on held-out documents (the same ones) of the global weights, every few rounds of exchanges and at the end;
+losses are nats per token. ``seed`` runs the synchronous plan with other initial weights and another order of samples:
+what chance alone does. A run that is complete in DIR is read, not repeated.
+
+Settings are those of the papers and were chosen before: AdamW inside; outside SGD of lr 0.7 with Nesterov momentum 0.9
+(DiLoCo); the islands begin apart from the first step on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import machine, rank_env, ranks
+from hetero_megatron.data.sources.stdlib import stdlib_files
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.outer import bytes_per_exchange
+from hetero_megatron.spec.flops import parameter_count
+from hetero_megatron.spec.hf_config import from_hf_config
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCABULARY, LENGTH, SHARES = 2048, 128, (3, 1)
+MODEL = {
+    "model_type": "llama", "hidden_size": 320, "num_hidden_layers": 8, "num_attention_heads": 5,
+    "num_key_value_heads": 5, "intermediate_size": 896, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+OUTER = {"every": 32, "fragments": 4}
+SEED = 1234
+VARIANTS: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "outer": {"outer": {}},
+    "outer, int4": {"outer": {"compress": "int4"}},
+    "outer, int8": {"outer": {"compress": "int8"}},
+    "synchronous, other seed": {"seed": SEED + 1},
+    "outer, int4, beside the computing": {"outer": {"compress": "int4", "delay": 1, "mixing": 0.5}},
+}
+
+
+def plan_of(outer: dict[str, Any] | None) -> dict[str, Any]:
+    """Each island in one micro-batch."""
+    layers = [0, MODEL["num_hidden_layers"]]
+    pipelines = [
+        {"micro_batch_size": share, "num_micro_batches": 1, "stages": [{"ranks": [rank], "layers": layers}]}
+        for rank, share in enumerate(SHARES)
+    ]
+    plan = {"version": 1, "seq_length": LENGTH, "global_batch_size": sum(SHARES), "pipelines": pipelines}
+    return plan if outer is None else {**plan, "outer": {"islands": [0, 1], **OUTER, **outer}}
+
+
+def make_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of the corpus."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if (folder / "tokenizer.json").exists():
+        return
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<eos>"], show_progress=False)
+    bpe.train_from_iterator((Path(file).read_text(errors="replace") for file in stdlib_files()), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>").save_pretrained(folder)
+
+
+def run(name: str, variant: dict[str, Any], work: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Lines of ``metrics.jsonl`` of a variant's run."""
+    folder = work / name.replace(", ", "-").replace(" ", "_")
+    metrics = folder / "metrics.jsonl"
+    if not (folder / "complete").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(json.dumps(plan_of(variant.get("outer"))))
+        words = (
+            f"--split 90,10,0 --train-iters {args.steps} --lr {args.lr} --min-lr {args.lr / 10} --lr-decay-style cosine "
+            f"--lr-warmup-iters {args.warm_up} --weight-decay 0.1 --adam-beta2 0.95 --dtype fp32 --save-interval 0 "
+            f"--seed {variant.get('seed', SEED)} --eval-interval {args.evaluate} --eval-iters {args.eval_iters}"
+        )
+        job = [str(ROOT / "pretrain_gpt.py"), "--model", str(work / "model"), "--plan", str(folder / "plan.json")]
+        job += ["--data-path", "stdlib", "--tokenizer-model", str(work / "tokenizer"), "--save", str(folder)]
+        job += ["--data-cache-path", str(work / "cache"), *words.split()]
+        with open(folder / "log", "w") as log:
+            command = [sys.executable, *ranks(len(SHARES), *job)]
+            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **rank_env()})
+        if done.returncode:
+            raise SystemExit(f"{name} failed:\n{(folder / 'log').read_text()[-4000:]}")
+        (folder / "complete").touch()
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def evaluations(lines: list[dict[str, Any]]) -> dict[int, float]:
+    """Loss on held-out documents by step."""
+    return {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+
+
+def crossing(variant: dict[str, Any]) -> float:
+    """Bytes that leave an island per step, each way: gradients of weights that the other owns and these weights back,
+    or differences."""
+    spec = from_hf_config(MODEL)
+    plan = plan_from_dict(plan_of(variant.get("outer")), spec)
+    if plan.outer is None:
+        return 4.0 * parameter_count(spec)
+    return sum(bytes_per_exchange(plan, spec, 4)) / plan.outer.every
+
+
+def report(found: dict[str, dict[int, float]]) -> None:
+    """A row per variant."""
+    exact = found.get("synchronous", {})
+    steps = sorted(set.intersection(*(set(losses) for losses in found.values())))
+    tokens = LENGTH * sum(SHARES)
+    heads = " | ".join(f"{step * tokens / 1e6:.2f} M tokens" for step in steps)
+    print(f"\n| variant | {heads} | bytes across per step | of synchronous |\n|{'---|' * (len(steps) + 3)}")
+    for name, losses in found.items():
+        cells = [
+            f"{losses[step]:.4f}" + (f" ({losses[step] - exact[step]:+.4f})" if exact and losses is not exact else "")
+            for step in steps
+        ]
+        size, whole = crossing(VARIANTS[name]), crossing({})
+        print(f"| {name} | {' | '.join(cells)} | {size / 1e3:,.0f} kB | 1/{whole / size:.0f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="runs, tokenizer and tokens")
+    parser.add_argument("--steps", type=int, default=512, help="of 512 tokens; a multiple of 32")
+    parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW, after warm-up; cosine to a tenth")
+    parser.add_argument("--warm-up", type=int, default=64, help="steps")
+    parser.add_argument("--evaluate", type=int, default=128, help="steps between evaluations")
+    parser.add_argument("--eval-iters", type=int, default=32, help="batches of an evaluation")
+    parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(VARIANTS), help="some of the variants")
+    args = parser.parse_args()
+    if args.steps % OUTER["every"] or args.evaluate % OUTER["every"]:
+        parser.error(f"--steps and --evaluate: multiples of {OUTER['every']}, for global weights change at exchanges")
+    args.work.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(args.work / "tokenizer")
+    (args.work / "model").mkdir(exist_ok=True)
+    (args.work / "model" / "config.json").write_text(json.dumps(MODEL))
+    print(f"{machine()}; {parameter_count(from_hf_config(MODEL)) / 1e6:.1f} M parameters, {args.steps} steps of "
+          f"{LENGTH * sum(SHARES)} tokens, AdamW lr {args.lr:g}, outer steps {OUTER}", flush=True)  # fmt: skip
+    found = {}
+    for name in args.only or VARIANTS:
+        lines = run(name, VARIANTS[name], args.work, args)
+        found[name] = evaluations(lines)
+        rates = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
+        print(f"{name}: {rates[len(rates) // 2]:,.0f} tokens/s (median), held-out loss {list(found[name].values())}",
+              flush=True)  # fmt: skip
+    report(found)
+
+
+if __name__ == "__main__":
+    main()
