@@ -1,13 +1,13 @@
 """Loss with outer steps beside synchronous training: the same tokens, seed, schedule and inner plans.
 
-    python benchmarks/bench_outer.py --work DIR [--steps 512] [--only NAME …]
+    python benchmarks/bench_outer.py --work DIR [--steps 320] [--only NAME …]
 
 Two unequal islands of one rank each (3 and 1 of 4 sequences: what an island's inner plan is changes no number) train a
 Llama of 10.8 M parameters on the standard library's sources, cut into tokens by a BPE that was trained on them. Every
-variant is a run of ``pretrain_gpt.py`` of its own, one after another, on the CPU in fp32, without emulation. Compared is
-the loss on held-out documents (the same ones) of the global weights, every few rounds of exchanges and at the end;
-losses are nats per token. ``seed`` runs the synchronous plan with other initial weights and another order of samples:
-what chance alone does. A run that is complete in DIR is read, not repeated.
+variant is a run of ``pretrain_gpt.py`` of its own, one after another, on the CPU in fp32, without emulation. Compared
+is the loss on held-out documents (the same ones) of the global weights, every few rounds of exchanges and at the end,
+in nats per token. ``synchronous, other seed`` has other initial weights and another order of samples: what chance alone
+does. A run that is complete in DIR is read, not repeated.
 
 Settings are those of the papers and were chosen before: AdamW inside; outside SGD of lr 0.7 with Nesterov momentum 0.9
 (DiLoCo); the islands begin apart from the first step on.
@@ -83,8 +83,8 @@ def run(name: str, variant: dict[str, Any], work: Path, args: argparse.Namespace
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.json").write_text(json.dumps(plan_of(variant.get("outer"))))
         words = (
-            f"--split 90,10,0 --train-iters {args.steps} --lr {args.lr} --min-lr {args.lr / 10} --lr-decay-style cosine "
-            f"--lr-warmup-iters {args.warm_up} --weight-decay 0.1 --adam-beta2 0.95 --dtype fp32 --save-interval 0 "
+            f"--split 90,10,0 --train-iters {args.steps} --lr {args.lr} --min-lr {args.lr / 10} "
+            f"--lr-decay-style cosine --lr-warmup-iters {args.warm_up} --weight-decay 0.1 --adam-beta2 0.95 --dtype fp32 --save-interval 0 "
             f"--seed {variant.get('seed', SEED)} --eval-interval {args.evaluate} --eval-iters {args.eval_iters}"
         )
         job = [str(ROOT / "pretrain_gpt.py"), "--model", str(work / "model"), "--plan", str(folder / "plan.json")]
@@ -133,10 +133,10 @@ def report(found: dict[str, dict[int, float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="runs, tokenizer and tokens")
-    parser.add_argument("--steps", type=int, default=512, help="of 512 tokens; a multiple of 32")
+    parser.add_argument("--steps", type=int, default=320, help="of 512 tokens; a multiple of 32")
     parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW, after warm-up; cosine to a tenth")
-    parser.add_argument("--warm-up", type=int, default=64, help="steps")
-    parser.add_argument("--evaluate", type=int, default=128, help="steps between evaluations")
+    parser.add_argument("--warm-up", type=int, default=32, help="steps")
+    parser.add_argument("--evaluate", type=int, default=160, help="steps between evaluations")
     parser.add_argument("--eval-iters", type=int, default=32, help="batches of an evaluation")
     parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(VARIANTS), help="some of the variants")
     args = parser.parse_args()
