@@ -84,7 +84,8 @@ def run(name: str, variant: dict[str, Any], work: Path, args: argparse.Namespace
         (folder / "plan.json").write_text(json.dumps(plan_of(variant.get("outer"))))
         words = (
             f"--split 90,10,0 --train-iters {args.steps} --lr {args.lr} --min-lr {args.lr / 10} "
-            f"--lr-decay-style cosine --lr-warmup-iters {args.warm_up} --weight-decay 0.1 --adam-beta2 0.95 --dtype fp32 --save-interval 0 "
+            f"--lr-decay-style cosine --lr-warmup-iters {args.warm_up} "
+            "--weight-decay 0.1 --adam-beta2 0.95 --dtype fp32 --save-interval 0 "
             f"--seed {variant.get('seed', SEED)} --eval-interval {args.evaluate} --eval-iters {args.eval_iters}"
         )
         job = [str(ROOT / "pretrain_gpt.py"), "--model", str(work / "model"), "--plan", str(folder / "plan.json")]

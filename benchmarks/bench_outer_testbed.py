@@ -29,8 +29,7 @@ MODEL = {
     "num_kv_heads": 4, "head_dim": 16, "vocab_size": 257, "max_position_embeddings": 2048,
 }  # fmt: skip
 WORK = {
-    "model": MODEL, "seq_length": 128, "batch": 20, "every": 32, "fragments": 4, "sizes": [1, 2],
-    "calibration_steps": 1, "steps": 1,
+    "model": MODEL, "seq_length": 128, "batch": 20, "fragments": 4, "sizes": [1, 2], "calibration_steps": 1, "steps": 1,
 }  # fmt: skip
 RATES = ("25 MB/s", "5 MB/s", "1 MB/s")
 
@@ -50,10 +49,10 @@ def report(rate: str, found: dict[str, Any]) -> None:
         row["speed"] = row["batch"] * length / row["mean"]
     total = sum(row["speed"] for row in found["rows"] if row["kind"] == "alone")
     print(f"\n### {rate} between the islands ({notes(found)})\n")
-    print("| plan | predicted s | measured s | error | tokens/s | of the islands' sum | MB across per step |")
-    print("|---|---|---|---|---|---|---|")
+    print("| plan | predicted s | measured s | late | error | tokens/s | of the islands' sum | MB across per step |")
+    print("|---|---|---|---|---|---|---|---|")
     for row in found["rows"]:
-        times = f"{row['predicted']:.3f} | {row['mean']:.3f} | {row['predicted'] / row['mean'] - 1:+.1%}"
+        times = f"{row['predicted']:.3f} | {row['mean']:.3f} | {row['late']:.1%} | {row['predicted'] / row['mean'] - 1:+.1%}"
         name = f"**{row['name']}**" if row["chosen"] else row["name"]
         print(f"| {name} | {times} | {row['speed']:.0f} | {row['speed'] / total:.1%} | {row['across'] / 1e6:.3f} |")
     errors = [abs(row["predicted"] / row["mean"] - 1) for row in found["rows"]]
@@ -69,6 +68,7 @@ def main() -> None:
     parser.add_argument("--chips", default="clock", choices=("clock", "soft"))
     parser.add_argument("--links", default="namespaces", choices=("namespaces", "paced", "none"))
     parser.add_argument("--only", nargs="*", metavar="RATE", choices=RATES, help="some of the rates: %(choices)s")
+    parser.add_argument("--every", type=int, default=32, help="steps between exchanges of a weight, at most")
     parser.add_argument("--out", help="write everything as JSON")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
@@ -77,7 +77,7 @@ def main() -> None:
     found = {}
     for rate in args.only or RATES:
         how = args.chips, args.links, args.verbose
-        found[rate] = run_job(rate, "testbed_outer_job.py", far_apart(rate), WORK, *how)
+        found[rate] = run_job(rate, "testbed_outer_job.py", far_apart(rate), {**WORK, "every": args.every}, *how)
         report(rate, found[rate])
         if args.out:
             Path(args.out).write_text(json.dumps(found, indent=1))

@@ -25,7 +25,7 @@ from hetero_megatron.plans.outer import exchanged, fragment_tensors, owners_by_i
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec
 
-ALONE, SYNCHRONOUS = 2, 3  # measured steps; of outer steps one round of all fragments
+ALONE, SYNCHRONOUS = 2, 2  # measured steps; of outer steps one round of all fragments
 
 
 def calibration(work: Work, spec: ModelSpec, cluster: Cluster) -> CalibrationOptions:
