@@ -52,7 +52,8 @@ def report(rate: str, found: dict[str, Any]) -> None:
     print("| plan | predicted s | measured s | late | error | tokens/s | of the islands' sum | MB across per step |")
     print("|---|---|---|---|---|---|---|---|")
     for row in found["rows"]:
-        times = f"{row['predicted']:.3f} | {row['mean']:.3f} | {row['late']:.1%} | {row['predicted'] / row['mean'] - 1:+.1%}"
+        error = row["predicted"] / row["mean"] - 1
+        times = f"{row['predicted']:.3f} | {row['mean']:.3f} | {row['late']:.1%} | {error:+.1%}"
         name = f"**{row['name']}**" if row["chosen"] else row["name"]
         print(f"| {name} | {times} | {row['speed']:.0f} | {row['speed'] / total:.1%} | {row['across'] / 1e6:.3f} |")
     errors = [abs(row["predicted"] / row["mean"] - 1) for row in found["rows"]]
