@@ -11,7 +11,8 @@ token. ``synchronous, other seed`` has other initial weights and another order o
 that is complete in DIR is read, not repeated.
 
 Settings are those of the papers and were chosen before: AdamW inside; outside SGD of lr 0.7 with Nesterov momentum 0.9
-(DiLoCo); the islands begin apart from the first step on.
+(DiLoCo); the islands begin apart from the first step on. ``outer, averages`` takes the weighted mean of the islands'
+weights instead (lr 1, no momentum), which tells what the outer momentum does.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "outer, int8": {"outer": {"compress": "int8"}},
     "synchronous, other seed": {"seed": SEED + 1},
     "outer, int4, beside the computing": {"outer": {"compress": "int4", "delay": 1, "mixing": 0.5}},
+    "outer, averages": {"outer": {"optimizer": {"lr": 1, "momentum": 0}}},
 }
 
 
