@@ -68,6 +68,7 @@ def measure(
     rows = []
     for facts, data in world.gather_objects(chosen)[0]:
         count = work["long_steps"] if facts["predicted"] > LONG and "long_steps" in work else work["steps"]
+        count = facts.get("count", count)
         warm_up = work.get("warm_up", WARM_UP)
         mine = run(plan_from_dict(data, spec, cluster), spec, comm, build, count, warm_up)
         every = [s for s in world.gather_objects(mine, Steps | None) if s is not None]

@@ -21,11 +21,12 @@ from hetero_megatron.checkpoint.state import MODEL, OPTIMIZER, check_model, make
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
+from hetero_megatron.parallel.optimizer import ShardedOptimizer
 from hetero_megatron.parallel.outer_steps import Exchange, OuterSteps
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.canonical import Outer
 from hetero_megatron.spec import ModelSpec, trained_tensors
-from hetero_megatron.utils.text import plural, word
+from hetero_megatron.utils.text import plural
 
 OUTER, LOST = "outer", "lost"  # OUTER: also key of the state
 _PHASE = ("every", "fragments", "delay")  # by which it is told what is due when
@@ -76,33 +77,36 @@ def outer_state(outer: OuterSteps) -> dict[str, Any]:
 
 
 def check_outer(checkpoint: Checkpoint, plan: Plan) -> None:
-    """Refuse to go on with the optimizers of a checkpoint under other outer steps.
+    """Refuse to go on with the optimizers of a checkpoint where exchanges are due at other steps.
 
     Raises:
-        UserError: it was made with other ones, or this run has none.
+        UserError: it was made with other ones.
     """
     saved, outer = checkpoint.state.get(OUTER), plan.outer
-    if saved is None:  # all islands begin from what it holds
+    if saved is None or outer is None:  # all islands begin from what it holds; a plan of one takes the global weights
         return
-    islands = saved["islands"]
-    accepted = "a plan with such outer steps, or --no-load-optim or --finetune, which take the global weights"
-    if outer is None:
-        raise UserError(
-            f"the checkpoint is one of outer steps between {plural(islands, 'island')}, and the plan has none",
-            field=checkpoint.field, value=str(checkpoint.path), accepted=accepted,
-        )  # fmt: skip
     changes = [
         f"{key} {saved[key]} (here {getattr(outer, key)})" for key in _PHASE if saved[key] != getattr(outer, key)
     ]
-    if islands != len(outer.islands):
-        changes.insert(0, f"{islands} {word(islands, 'island')} (here {len(outer.islands)})")
     if (saved["rates"]["momentum"] > 0) != (outer.momentum > 0):
         changes.append(f"momentum {saved['rates']['momentum']:g} (here {outer.momentum:g})")
     if changes:
+        accepted = "a plan with such outer steps, or --no-load-optim or --finetune, which take the global weights"
         raise UserError(
             f"the checkpoint was made with other outer steps: {', '.join(changes)}",
             field=checkpoint.field, value=str(checkpoint.path), accepted=accepted,
         )  # fmt: skip
+
+
+def other_islands(was: Mapping[str, Any], outer: Outer | None) -> list[str]:
+    """What a run says that goes on with another number of islands than the checkpoint's."""
+    before, now = was["islands"], 1 if outer is None else len(outer.islands)
+    made = f"the checkpoint is one of outer steps between {plural(before, 'island')}, "
+    if outer is None:
+        return [f"{made}and the plan has none: it goes on from the global weights, with the first island's moments"]
+    if now > before:
+        return [f"{made}here are {now}: the others begin from the global weights, with the first one's moments"]
+    return [f"{made}here are {now}: what the others went since the last exchange is left out"] if now < before else []
 
 
 def other_rates(was: Mapping[str, Any], outer: Outer) -> list[str]:
@@ -124,31 +128,62 @@ def _compress(was: Mapping[str, Any]) -> str:
 
 
 def load_outer(checkpoint: Checkpoint, outer: OuterSteps, spec: ModelSpec, group: Group) -> None:
-    """Go on where the checkpoint's islands were, after :func:`check_outer`. Called on all ranks.
+    """Go on where the checkpoint's islands were, after :func:`check_outer`; further ones begin from the global weights.
+    Called on all ranks.
 
     Raises:
         UserError: it does not hold all of it.
     """
     check_model(checkpoint, spec)
-    outer_saved = checkpoint.state[OUTER]
-    outer.updates = outer_saved["updates"]
-    for fragment, tokens in zip(outer.fragments, outer_saved["tokens"], strict=True):
-        fragment.tokens = [float(count) for count in tokens]
-    if outer_saved["under_way"]:
+    saved = checkpoint.state[OUTER]
+    outer.updates, islands = saved["updates"], len(outer.places)
+    for fragment, tokens in zip(outer.fragments, saved["tokens"], strict=True):
+        fragment.tokens = [float(count) for count in [*tokens, *[0] * islands][:islands]]
+    if saved["under_way"]:
         outer.exchange = Exchange(None, [], [])
         current_fragment = outer.under_way()
         assert current_fragment is not None
         outer.exchange.sums = [torch.zeros_like(piece.weights) for piece in current_fragment.pieces]
-    saved = checkpoint.state["optimizer"] or {}
-    keys = (key for key in checkpoint.metadata.state_dict_metadata if key.startswith(f"island.0.{OPTIMIZER}."))
-    names = (key.split(".") for key in keys)
-    make_states(outer.optimizer, sorted({parts[3] for parts in names}), saved.get("numbers", {}))
+    _make_states(checkpoint, outer.optimizer)
     tensors, _ = outer_tensors(outer, spec, True, reading=True)
-    if _compress(outer_saved) == Outer.compress:  # nothing was lost
-        tensors = {key: t for key, t in tensors.items() if not key.startswith(f"island.{outer.index}.{LOST}.")}
+    is_new = outer.index >= saved["islands"]
+    own, source = f"island.{outer.index}.", f"island.{0 if is_new else outer.index}."
+    left_out = [f"{own}{LOST}."] if is_new or _compress(saved) == Outer.compress else []  # nothing was lost
+    left_out += [f"{own}{MODEL}."] if is_new else []
+    _read(checkpoint, {
+        key.replace(own, source, 1) if key.startswith(own) else key: tensor
+        for key, tensor in tensors.items() if not key.startswith(tuple(left_out))
+    }, group)  # fmt: skip
+    if is_new:
+        outer.begin_from_global()
+    outer.optimizer.all_gather()
+
+
+def load_one_island(checkpoint: Checkpoint, optimizer: ShardedOptimizer, spec: ModelSpec, group: Group) -> None:
+    """Go on without outer steps: from the global weights, with the first island's moments. Called on all ranks.
+
+    Raises:
+        UserError: it does not hold all of it.
+    """
+    check_model(checkpoint, spec)
+    _make_states(checkpoint, optimizer)
+    tensors, _ = owned_tensors(optimizer, spec)
+    _read(checkpoint, {
+        f"island.0.{key}" if key.startswith(f"{OPTIMIZER}.") else key: tensor for key, tensor in tensors.items()
+    }, group)  # fmt: skip
+    optimizer.all_gather()
+
+
+def _make_states(checkpoint: Checkpoint, optimizer: ShardedOptimizer) -> None:
+    """Moments as the checkpoint has them, to be overwritten."""
+    keys = (key for key in checkpoint.metadata.state_dict_metadata if key.startswith(f"island.0.{OPTIMIZER}."))
+    numbers = (checkpoint.state["optimizer"] or {}).get("numbers", {})
+    make_states(optimizer, sorted({key.split(".")[3] for key in keys}), numbers)
+
+
+def _read(checkpoint: Checkpoint, tensors: Mapping[str, BoxedTensor], group: Group) -> None:
     for key, tensor in tensors.items():
         if checkpoint.shape(key) != tensor.shape:
             damage = Damaged(checkpoint.path / METADATA, f"holds no complete state of outer steps: {key[:200]}")
             raise damaged_error(damage, checkpoint.field)
     checkpoint.read_into(tensors, group)
-    outer.optimizer.all_gather()

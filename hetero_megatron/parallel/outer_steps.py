@@ -123,6 +123,12 @@ class OuterSteps:
         for piece in self._pieces():
             piece.weights.copy_(piece.master)
 
+    @torch.no_grad()
+    def begin_from_global(self) -> None:
+        """This island begins from the global weights, which others have moved already."""
+        for piece in self._pieces():
+            piece.master.copy_(piece.weights)
+
     def _pieces(self) -> Iterator[OuterPiece]:
         return (piece for fragment in self.fragments for piece in fragment.pieces)
 

@@ -236,18 +236,22 @@ class Checkpointing:
 
     def _load_tensors(self, checkpoint: Checkpoint, with_optimizer: bool) -> None:
         outer, spec, world = self.runtime.outer, self.config.spec, self.runtime.world
-        if with_optimizer and checkpoint.state.get("outer") is not None:
-            from hetero_megatron.checkpoint.outer_state import check_outer, load_outer, other_rates
+        assert self.runtime.optimizer is not None
+        if with_optimizer and (was := checkpoint.state.get("outer")) is not None:
+            from hetero_megatron.checkpoint import outer_state
 
-            check_outer(checkpoint, self.config.plan)
-            assert outer is not None
-            load_outer(checkpoint, outer, spec, world)
-            for text in other_rates(checkpoint.state["outer"], outer.outer):
+            outer_state.check_outer(checkpoint, self.config.plan)
+            told = outer_state.other_islands(was, None if outer is None else outer.outer)
+            if outer is None:
+                outer_state.load_one_island(checkpoint, self.runtime.optimizer, spec, world)
+            else:
+                outer_state.load_outer(checkpoint, outer, spec, world)
+                told += outer_state.other_rates(was, outer.outer)
+            for text in told:
                 self._log(notice_line(text))
             return
         from hetero_megatron.checkpoint.state import load_tensors
 
-        assert self.runtime.optimizer is not None
         load_tensors(checkpoint, self.runtime.optimizer, spec, world, with_optimizer)
         self._begin_outer()
 

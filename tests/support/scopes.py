@@ -6,7 +6,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 SCOPES = {
     "testbed": (  # of which there is one at a time, so that a second process would wait
-        "tests/slow/test_cut_links.py", "tests/slow/test_island_jobs.py", "tests/slow/test_testbed_failures.py",
+        "tests/slow/test_cut_links.py", "tests/slow/test_island_faults.py", "tests/slow/test_island_jobs.py",
+        "tests/slow/test_testbed_failures.py",
         "tests/slow/test_testbed_training.py", "tests/testbed/test_launch.py",
     ),
     "hosts": (  # likewise

@@ -34,7 +34,7 @@ ROUNDS = 2  # of dividing the batch by what the islands took
 FINEST = 64  # parts of the batch, of which fewer are not moved from one island to another
 MARGINS = (None, 0.2, 0.35, 0.5)  # of memory, for the global weights and their momentum
 FRAGMENTS = (4, 2, 1)
-WORTH = 1.05  # least speed-up for which outer steps are taken
+WORTH = 1.05  # least speed-up for which outer steps are taken, and more islands than another division has
 WAITING = 0.02  # part of a step that exchanges may take before settings are tried that change training more
 
 
@@ -97,7 +97,7 @@ class _Search:
                 continue
             tried += 1
             self._say(f"{prediction.step_seconds:.4g} s per step with {len(islands)} islands")
-            if best is None or prediction.step_seconds < best[1].step_seconds:
+            if best is None or _better((plan, prediction), best):
                 best = plan, prediction
         if best is None:
             raise UserError(
@@ -190,6 +190,14 @@ class _Search:
 
 def _slowest(plans: Sequence[SimulatedPlan]) -> float:
     return max(one.step_seconds for one in plans)
+
+
+def _better(found: tuple[Plan, Prediction], than: tuple[Plan, Prediction]) -> bool:
+    """Whether it is faster; by enough, where it has more islands, which changes training more."""
+    counts = [len(plan.outer.islands) for plan, _ in (found, than) if plan.outer is not None]
+    more, fewer = counts[0] > counts[1], counts[0] < counts[1]
+    ratio = than[1].step_seconds / found[1].step_seconds
+    return ratio >= WORTH if more else ratio > (1 / WORTH if fewer else 1)
 
 
 def _sizes(batch: int, speeds: Sequence[float]) -> list[int]:

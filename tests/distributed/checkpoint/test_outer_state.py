@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hetero_megatron.checkpoint import outer_state as saved
+from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.native import Checkpoint
 from hetero_megatron.checkpoint.outer_state import check_outer, other_rates
 from hetero_megatron.comm.fake import FakeComm
@@ -20,7 +21,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.run_page import read_run, run_page
 from hetero_megatron.parallel.optimizer import SGD
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.spec import logical_tensors
+from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.training.runtime import Runtime
 from tests.support.programs import inside, run_ranks
 from tests.support.small_plans import LLAMA
@@ -85,8 +86,37 @@ def test_a_run_stops_while_an_exchange_is_under_way_and_goes_on_bit_for_bit(tmp_
         inside([*one, *source, "--skip-train", "--save", str(again)])
         found = next(row["validation_loss"] for row in metrics(again) if "validation_loss" in row)
         assert abs(found - known) < 1e-9 * known, (source, found, known)
-    _, err = inside([*one, "--load", str(whole)], 2)
-    assert "one of outer steps between 2 islands, and the plan has none" in err
+
+
+THREE_ISLANDS = """
+seq_length: 16
+global_batch_size: 6
+outer: {islands: [0, 1, 2], every: 1, optimizer: {lr: 1, momentum: 0}}
+pipelines:
+  - {micro_batch_size: 1, num_micro_batches: 3, stages: [{ranks: 0, layers: [0, 4]}]}
+  - {micro_batch_size: 2, num_micro_batches: 1, stages: [{ranks: 1, layers: [0, 4]}]}
+  - {micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 2, layers: [0, 4]}]}
+"""
+
+
+@pytest.mark.slow
+def test_islands_come_and_go(tmp_path: Path) -> None:
+    """Two, then three, then one without the others, from the checkpoints of those before: with plain SGD inside and
+    outside, and an exchange in every step, that is one process which was never stopped."""
+    two = PLAN.replace("every: 4, fragments: 2, delay: 1, mixing: 0.25, compress: int4", "every: 1, optimizer: {lr: 1, "
+                       "momentum: 0}")  # fmt: skip
+    sgd = ["--optimizer", "sgd", "--sgd-momentum", "0", "--clip-grad", "0"]
+    parts, steps = ["--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts"), *sgd], ["--exit-interval=2"]
+    run_ranks(3, [*words(tmp_path, two), *parts, *steps])
+    out, _ = run_ranks(3, [*words(tmp_path, THREE_ISLANDS), *parts, *steps])
+    assert "between 2 islands, here are 3: the others begin from the global weights" in out
+    one = words(tmp_path, SINGLE)
+    out, _ = inside([*one, *parts])
+    assert "between 3 islands, and the plan has none: it goes on from the global weights" in out
+    inside([*one, *sgd, "--save", str(tmp_path / "whole")])
+    first, second = ([row for row in metrics(tmp_path / d) if "loss" in row] for d in ("whole", "parts"))
+    assert [row["consumed_samples"] for row in second] == [6 * step for step in range(1, 8)]
+    assert [row["loss"] for row in second] == pytest.approx([row["loss"] for row in first], rel=1e-12)
 
 
 def test_other_outer_steps_are_refused_by_name(tmp_path: Path) -> None:
@@ -115,20 +145,25 @@ def test_other_outer_steps_are_refused_by_name(tmp_path: Path) -> None:
         assert other is not None and other_rates(state, other) == [f"outer compress is {text}" for text in texts]
 
 
+def fake_runtime(compress: str) -> tuple[Runtime, ModelSpec]:
+    """Of rank 3, which is the second island."""
+    spec = small_spec()
+    compiled = CompiledPlan(outer_plan(spec, compress=compress), spec)
+    comm = FakeComm(3, torch.device("cpu"))
+    comm.create_groups(compiled.groups)
+    return Runtime(
+        compiled, comm, torch.float32, lambda _, box: torch.ones(box.shape), lambda groups: SGD(groups, 0.0)
+    ), spec  # fmt: skip
+
+
 def test_what_was_lost_is_read_where_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """And begins with zeros, or is left alone, under another ``compress``."""
     monkeypatch.setattr(saved, "check_model", lambda found, spec: None)
-    spec = small_spec()
     for was, now, reads in [
         ("int8", "int4", True), ("bf16", "int8", True), (None, "int8", False), ("none", "int4", False),
         ("int8", "none", False),
     ]:  # fmt: skip
-        compiled = CompiledPlan(outer_plan(spec, compress=now), spec)
-        comm = FakeComm(3, torch.device("cpu"))
-        comm.create_groups(compiled.groups)
-        runtime = Runtime(
-            compiled, comm, torch.float32, lambda _, box: torch.ones(box.shape), lambda groups: SGD(groups, 0.0)
-        )
+        runtime, spec = fake_runtime(now)
         assert runtime.outer is not None
         state = saved.outer_state(runtime.outer) | {"compress": was}
         if was is None:  # of a version without compression
@@ -143,3 +178,36 @@ def test_what_was_lost_is_read_where_there_is_some(monkeypatch: pytest.MonkeyPat
         lost = {key for key in read if key.startswith("island.1.lost.")}
         assert len(lost) == (len(logical_tensors(spec)) if reads else 0), (was, now)
         assert any(key.startswith("island.1.model.") for key in read)
+
+
+@pytest.mark.parametrize(("before", "source"), [(1, 0), (2, 1), (3, 1)])
+def test_what_an_island_reads_of_fewer_and_of_more(
+    before: int, source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Island 1 of two: its own state, or the first one's moments beside the global weights, and no tokens so far."""
+    monkeypatch.setattr(saved, "check_model", lambda found, spec: None)
+    runtime, spec = fake_runtime("int8")
+    outer = runtime.outer
+    assert outer is not None
+    tokens = [[float(10 * f + i) for i in range(before)] for f in range(len(outer.fragments))]
+    state = saved.outer_state(outer) | {"islands": before, "tokens": tokens}
+    tensors, _ = saved.outer_tensors(outer, spec, True, reading=True)
+    shapes = {key.replace("island.1.", f"island.{source}."): tensor.shape for key, tensor in tensors.items()}
+    read = set[str]()
+
+    def read_into(tensors: dict[str, BoxedTensor], group: object) -> None:
+        read.update(tensors)
+        for key, tensor in tensors.items():
+            for _, values in tensor.parts.values():
+                values.fill_(2.0 if key.startswith("island.") else 3.0)
+
+    found = SimpleNamespace(
+        state={"outer": state, "optimizer": None}, metadata=Metadata({}), shape=shapes.get, read_into=read_into
+    )  # fmt: skip
+    saved.load_outer(found, outer, spec, runtime.world)
+    assert [f.tokens for f in outer.fragments] == [[*row, 0.0][:2] for row in tokens]
+    own = {key.split(".")[2] for key in read if key.startswith("island.")}
+    assert all(key.startswith(f"island.{source}.") for key in read if key.startswith("island."))
+    assert own == ({"model", "lost"} if source else set())
+    pieces = [piece for fragment in outer.fragments for piece in fragment.pieces]
+    assert all((piece.weights == 3).all() and (piece.master == (2 if source else 3)).all() for piece in pieces)

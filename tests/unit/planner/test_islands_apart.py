@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.planner.whatif.islands_apart import WAITING, IslandsApart, best_apart
+from hetero_megatron.planner.whatif.islands_apart import WAITING, IslandsApart, _better, best_apart
 from hetero_megatron.plans.outer import COMPRESS
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
@@ -82,6 +83,20 @@ def test_slower_links_never_get_exchanges_that_change_training_less() -> None:
         assert found.waiting <= WAITING or now[:2] == (1, len(forms) - 1) and outer.every == EVERY
         before = now
     assert before > (0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("islands", "seconds", "than", "better"),
+    [(2, 0.99, 2, True), (2, 1.0, 2, False), (4, 0.96, 2, False), (4, 0.95, 2, True), (2, 1.04, 4, True),
+     (2, 1.06, 4, False)],
+)  # fmt: skip
+def test_more_islands_have_to_be_worth_it(islands: int, seconds: float, than: int, better: bool) -> None:
+    """As training changes more: a twentieth at least, as outer steps have to be themselves."""
+    found, other = (
+        (SimpleNamespace(outer=SimpleNamespace(islands=range(count))), SimpleNamespace(step_seconds=took))
+        for count, took in ((islands, seconds), (than, 1.0))
+    )
+    assert _better(found, other) == better  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
