@@ -52,11 +52,11 @@ class Runs:
         """A model of few layers on each of the first ``count`` groups of a type (None: all), side by side."""
         return self._run([[g] for groups in self.groups.values() for g in groups[:count]], [FEW])
 
-    def elementwise(self) -> Run:
-        """The same on one group of a type, with elementwise recompute."""
+    def recomputing(self, kind: str) -> Run:
+        """The same on one group of a type, with recompute of a kind."""
         run = self.alone(1)
-        plan = run.plan.with_stages(lambda stage: replace(stage, recompute=Recompute("elementwise")))
-        return replace(run, plan=plan, title=run.title + ", elementwise recompute")
+        plan = run.plan.with_stages(lambda stage: replace(stage, recompute=Recompute(kind)))
+        return replace(run, plan=plan, title=f"{run.title}, {kind} recompute")
 
     def pipelines(self, many: Mapping[str, int]) -> list[Run]:
         """With every chip type in front once; ``many``: layers by chip type, see :func:`depths`."""

@@ -22,12 +22,17 @@ from hetero_megatron.predictor.cost.link_model import LinkModel
 from hetero_megatron.predictor.cost.rates import LinkRates, Rates
 from hetero_megatron.predictor.cost.rates_document import link_document
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.flops import layers_by_kind
+from hetero_megatron.spec.flops import layers_by_kind, linear_layers
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 
 STRAGGLER = 0.1  # slower than its fellows by more than this share
 CALLS, EXCHANGES = 5, 2  # of operators, and steps of an exchange between replicas, for each step of a pipeline
 UPDATES = (1 << 18, 1 << 21)  # elements of an update that stand for all
+# Recompute that is measured, and of which models; that of attention is measured alone.
+RECOMPUTED: Mapping[str, Callable[[ModelSpec], bool]] = {
+    "elementwise": lambda model: model.moe is None,
+    "selective": lambda model: linear_layers(model) > 0,
+}
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,11 @@ def calibrate(
         return observations
 
     slow, out, stages = _all_stages(observed, cluster, options, models, runs)
-    sizes = options.micro_batch_sizes if spec.moe is None and 1 in options.tp else ()
-    recomputed = observed([runs(model, 1, n, out).elementwise() for model in models for n in sizes])
+    sizes = options.micro_batch_sizes if 1 in options.tp else ()
+    recomputed = {
+        kind: observed([runs(model, 1, n, out).recomputing(kind) for model in models if measured(model) for n in sizes])
+        for kind, measured in RECOMPUTED.items()
+    }
     log("attention alone")
     operators = world.gather_objects(measure_operators(job, spec, options.lengths, CALLS * options.steps), Tables)
     if job.fp8:
@@ -110,9 +118,10 @@ def calibrate(
     for chip in dict.fromkeys(rank.chip for rank in cluster.ranks):
         ranks = [rank.rank for rank in cluster.ranks if rank.chip == chip and rank.rank not in out]
         rates = _stage_rates([o for o in stages if o.chip == chip], network, (fixed or {}).get(chip), *shape)
-        own, again = ([o for o in row if o.chip == chip] for row in (stages, recomputed))
-        if rows := _elementwise(own, again, options.seq_length):
-            rates["elementwise"] = rows
+        for kind, again in recomputed.items():
+            own, own_again = ([o for o in row if o.chip == chip] for row in (stages, again))
+            if rows := _recomputed(own, own_again, options.seq_length):
+                rates[kind] = rows
         tables, spread = operators[ranks[0]]
         of_experts, varied = experts[ranks[0]]
         if of_experts:
@@ -181,10 +190,10 @@ def _stage_rates(
     }
 
 
-def _elementwise(
+def _recomputed(
     stages: Sequence[StageTimes], recomputed: Sequence[StageTimes], length: int
 ) -> list[list[Any]]:
-    """What a layer alone takes more with elementwise recompute, forward and backward, by model and micro-batch size."""
+    """What a layer alone takes more with recompute, forward and backward, by model and micro-batch size."""
     rows = []
     for key in sorted({o.key for o in recomputed}):
         these, others = (

@@ -101,7 +101,7 @@ def _unbounded(cells: Cells, row: Entry) -> Bounds:
 
 ROWS: Mapping[str, Callable[[Cells, Entry], Bounds]] = {
     "gemm": _gemm, "gemm_backward": _gemm, "attention": _attention, "optimizer": _optimizer, "embed": _unbounded,
-    "elementwise": _unbounded,
+    "elementwise": _unbounded, "selective": _unbounded,
     "layers": _layers(_least), "split_layers": _layers(_least, split=True),
     "head": _layers(head_flops), "split_head": _layers(head_flops, split=True),
 }  # fmt: skip

@@ -234,7 +234,7 @@ class CostModel:
             operators.split_layer(share, rows, length, load), operators.split_head(share, rows, length, chunked)
         )
         whole_backward = operators.layer(share, rows, length, load=load)[1]
-        recompute_seconds = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
+        recompute_seconds = operators.core_again(share, rows, length) if recompute == "selective" else 0.0
         if recompute == "elementwise":  # with the gathers of what attention and MLP read
             recompute_seconds = operators.elementwise(share, rows, length, load) + count / 2 * forward
         with_head = exchanges_of_head(self.model)

@@ -7,7 +7,7 @@ micro-batch; ``length``: tokens per sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -82,6 +82,15 @@ class Operators(ModelledOperators):
         core = self.attention(share, rows, length)[0] + self.linear_attention(share, rows, length)
         small = self.layer(share, rows, length)[0] - self.products(share, rows * length).forward - core
         return modelled * max(1.0, small / self.small_operators(share, rows * length))
+
+    def core_again(self, share: float, rows: float, length: int) -> float:
+        """What a layer takes more with selective recompute: the core of attention or of linear attention again; that of
+        the latter is measured."""
+        if self._kinds:
+            return sum(part * x.core_again(share, rows, length) for x, part in self._kinds)
+        if rows and self._has("selective"):
+            return sum(self._from_table("selective", share, rows, length))
+        return self.attention(share, rows, length)[0] + self.linear_attention(share, rows, length)
 
     @cached_property
     def unquantised(self) -> Operators:
@@ -221,7 +230,7 @@ class Operators(ModelledOperators):
             seconds = self._projection(share, rows, length)[0] + self._of_modules.layer(share, rows, length)[0]
         else:
             seconds = {
-                "selective": lambda: self._of_modules.attention(share, rows, length)[0],
+                "selective": lambda: self._of_modules.core_again(share, rows, length),
                 "elementwise": lambda: self._of_modules.elementwise(share, rows, length),
             }.get(recompute, lambda: 0.0)()
         return self.model.mtp_layers * seconds
@@ -266,8 +275,9 @@ class Operators(ModelledOperators):
 
     @cached_method
     def _from_table(self, table: str, share: float, rows: float, length: int) -> Seconds:
-        """Measured rows at exactly their sizes; elsewhere the modelled time, corrected by measured / modelled at the
-        nearest sizes."""
+        """Measured rows at exactly their sizes; between and beyond sizes of the same TP degree and length on the line
+        through the two nearest, beyond them no less than modelled; elsewhere the modelled time, corrected by measured /
+        modelled at the nearest sizes."""
         if not rows:
             return 0.0, 0.0
         if self._kinds:
@@ -280,10 +290,14 @@ class Operators(ModelledOperators):
             "layers": self.layer_by_operators, "waiting": self.layer_by_operators, "embed": self.embed_by_operators,
             "head": self.head_by_operators, "split_layers": self._split_layer_by_operators,
             "split_head": self._split_head_by_operators, "elementwise": self._elementwise_by_operators,
+            "selective": lambda *size: (self.linear_attention(*size),) * 2,
         }[table]  # fmt: skip
         forward, backward = model(share, rows, length)
         if not measured:
             return forward, backward
+        if table != "waiting" and (line := _by_line(measured, share, rows, length)) is not None:
+            between, (on_line, back_on_line) = line
+            return (on_line, back_on_line) if between else (max(on_line, forward), max(back_on_line, backward))
         ratios: list[list[tuple[tuple[float, ...], float]]] = [[], []]
         for row in measured:
             size = (1 / row.tp, row.micro_batch_size, int(row.seq_length))
@@ -300,6 +314,25 @@ class Operators(ModelledOperators):
     def _measured(self, table: str) -> list[LayerRow]:
         rates = self.rates if self.fp8 is None or table not in IN_FP8 else self.fp8.rates
         return [r for r in getattr(rates, table) if r.fingerprint == self.fingerprint]
+
+
+def _by_line(
+    measured: Sequence[LayerRow], share: float, rows: float, length: int
+) -> tuple[bool, Seconds] | None:
+    """(whether ``rows`` lie between measured sizes, seconds on the line through the two nearest ones) of the same TP
+    degree and length; None: fewer than two were measured, or ``rows`` are fewer."""
+    alike = (r for r in measured if r.seq_length == length and math.isclose(1 / r.tp, share))
+    by_size = {r.micro_batch_size: r for r in alike}
+    same = [by_size[size] for size in sorted(by_size)]
+    if len(same) < 2 or rows < same[0].micro_batch_size:
+        return None
+    b = next((i for i, r in enumerate(same) if r.micro_batch_size > rows), len(same) - 1)
+    low, high = same[b - 1], same[b]
+    t = (rows - low.micro_batch_size) / (high.micro_batch_size - low.micro_batch_size)
+    # Beyond the largest size nothing becomes faster.
+    ends = (low.forward, high.forward), (low.backward, high.backward)
+    forward, backward = (x + t * (y - x if t <= 1 else max(y - x, 0.0)) for x, y in ends)
+    return t <= 1, (forward, backward)
 
 
 def _mean(seconds: Iterable[tuple[Seconds, float]]) -> Seconds:

@@ -38,7 +38,6 @@ CORE_OVERHEAD_BYTES = 64 << 20  # the same on a CPU, on top of the process befor
 LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none (Calculon's values)
 COLLECTIVES = ("all_to_all", "exchange")
 FAMILIES = ("layers", "split", "waiting", "attention", "visits", "optimizer", "exchange")  # with a spread of their own
-
 POSITIVE = ("gemm_flops", "bytes_per_second", "attention_flops")
 LINK_KEYS = ("within", "between", "from", "to", "alpha", "beta", "message_seconds", "collectives", "spread", "source")
 Row = tuple[float, ...]
@@ -46,8 +45,8 @@ Row = tuple[float, ...]
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Measured seconds of one layer (or embedding, or head) on one rank that has 1/tp of it; or of what a TP group's
-    ranks wait for each other; or of the two parts of a backward, B_INPUT (``forward``) and W (``backward``)."""
+    """Measured seconds of one layer (or embedding, head, recompute) on one rank that has 1/tp of it; or of what a TP
+    group's ranks wait for each other; or of B_INPUT (``forward``) and W (``backward``)."""
 
     fingerprint: str
     tp: float
@@ -84,6 +83,7 @@ class ChipRates:
     split_layers: tuple[LayerRow, ...] = ()
     split_head: tuple[LayerRow, ...] = ()
     elementwise: tuple[LayerRow, ...] = ()
+    selective: tuple[LayerRow, ...] = ()
     experts: tuple[tuple[Any, ...], ...] = ()
     calibrated: bool = False
     score_seconds: float = 0.0

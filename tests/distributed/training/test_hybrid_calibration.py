@@ -31,6 +31,7 @@ MODEL = replace(from_hf_config(HYBRIDS["qwen3_next"]), max_position_embeddings=L
 LAYERS = MODEL.num_layers
 DENSE_FIRST = from_hf_config(DOTS1 | {"first_k_dense_replace": 2, "num_hidden_layers": LAYERS})
 MODELS = {"linear attention": MODEL, "dense first": replace(DENSE_FIRST, max_position_embeddings=LENGTH)}
+CUTS = [(1, "none"), (2, "none"), (3, "none"), (2, "selective")]  # layers of the first of two stages, recompute
 CLUSTER = {
     "nodes": [{"name": "n", "count": 2, "chip": "c"}],
     "chips": {"c": {"memory": "1 GiB", "dtypes": ["fp32"], "emulate": {"speed": 0.5}}},
@@ -77,9 +78,26 @@ def test_where_only_the_whole_model_was_measured_each_layer_is_like_the_average(
         assert operators.layer(1.0, 1, LENGTH) == pytest.approx((1.5, 3.25))
 
 
-def cut(model: ModelSpec, layers: int, cluster: Cluster) -> Run:
+def test_sizes_between_and_beyond_measured_ones_are_on_their_line() -> None:
+    """Also where another TP degree was measured, whose layers take half; beyond them never less than modelled."""
+    plain = from_hf_config(DOTS1 | {"first_k_dense_replace": 0})
+    name = model_fingerprint(plain)
+    rows = [[name, tp, n, 16, (0.5 + 0.25 * n) / tp, (1.0 + n) / tp] for tp in (1, 2) for n in (2, 4, 8)]
+    cluster = cluster_from_dict({**CLUSTER, "rates": {"chips": {"c": {"fp32": {"layers": rows}}}}})
+    operators = CostModel(plain, cluster, 16, "fp32").operators("c")
+    for tp in (1, 2):
+        for n in (2, 3, 4, 6, 8, 12, 64):
+            expected = ((0.5 + 0.25 * n) / tp, (1.0 + n) / tp)
+            assert operators.layer(1 / tp, n, 16) == pytest.approx(expected)
+    modelled, flat = operators.layer_by_operators(1.0, 10**6, 16), [[name, 1, n, 16, 1e-6, 1e-6] for n in (1, 2)]
+    cluster = cluster_from_dict({**CLUSTER, "rates": {"chips": {"c": {"fp32": {"layers": flat}}}}})
+    assert CostModel(plain, cluster, 16, "fp32").operators("c").layer(1.0, 10**6, 16) == pytest.approx(modelled)
+
+
+def cut(model: ModelSpec, layers: int, cluster: Cluster, recompute: str) -> Run:
     """Both chips, the first with so many layers."""
     stages = [{"ranks": [0], "layers": [0, layers]}, {"ranks": [1], "layers": [layers, LAYERS]}]
+    stages = [{**stage, "recompute": recompute} for stage in stages]
     pipeline = {"micro_batch_size": 1, "num_micro_batches": 4, "stages": stages}
     head = {"version": 1, "seq_length": LENGTH, "global_batch_size": 4, "schedule": "1f1b"}
     plan = plan_from_dict({**head, "pipelines": [pipeline]}, model, cluster)
@@ -95,8 +113,8 @@ def _observe(comm: Any, model: ModelSpec) -> tuple[dict[str, Any], list[list[tup
     try:
         rates = calibrate(job, cluster, model, options, lambda _: None).rates
         took = []
-        for layers in (1, 2, 3):
-            run = cut(model, layers, cluster)
+        for layers, recompute in CUTS:
+            run = cut(model, layers, cluster, recompute)
             runtime = job.runtime(run)
             if runtime is not None:
                 train(runtime, run, 4)
@@ -113,8 +131,8 @@ def test_stages_take_what_calibration_says(model: ModelSpec) -> None:
     answers = shared_pool().run(_observe, model)
     cluster = cluster_from_dict({**CLUSTER, "rates": answers[0][0]})
     costs = CostModel(model, cluster, LENGTH, "fp32")
-    for i, layers in enumerate((1, 2, 3)):
-        plan = cut(model, layers, cluster).plan
+    for i, (layers, recompute) in enumerate(CUTS):
+        plan = cut(model, layers, cluster, recompute).plan
         stages = StageCosts(plan, costs).of(plan.pipelines[0]).costs
         for rank in range(2):
             forward, backward = answers[rank][1][i]
