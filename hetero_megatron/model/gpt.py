@@ -111,10 +111,14 @@ class Layer(nn.Module):
         if spec.norm_placement != "post":
             self.input_layernorm = norm()
         self.kind = spec.layer(number)
-        if self.kind.linear:
+        if self.kind.mixer == "gated_delta":
             from hetero_megatron.model.gated_delta_net import GatedDeltaNet
 
-            self.linear_attn = GatedDeltaNet(spec, share, kernels)
+            self.linear_attn: nn.Module = GatedDeltaNet(spec, share, kernels)
+        elif self.kind.mixer == "mamba2":
+            from hetero_megatron.model.state_space import StateSpaceMixer
+
+            self.linear_attn = StateSpaceMixer(spec, share, kernels)
         else:
             attention = Attention if spec.mla is None else LatentAttention
             self.self_attn = attention(spec, number, share, kernels, dropout.attention)

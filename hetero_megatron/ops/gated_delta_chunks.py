@@ -85,7 +85,7 @@ def _unit(x: Tensor, eps: float) -> _Unit:
     return _Unit(x * r, r)
 
 
-def _document_masks(documents: Documents, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+def document_masks(documents: Documents, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """Of tokens in chunks, 1 or 0: the document began in an earlier chunk [n, b, 1, 1, C, 1]; it goes on after this one
     [n, b, 1, 1, C, 1]; one document goes through the chunk [n, b, 1, 1, 1, 1]; two tokens are of one document
     [n, b, 1, 1, C, C]. None: there is one document per row."""
@@ -118,7 +118,7 @@ def _prepare(
     causal = torch.ones(running.shape[-2], running.shape[-2], dtype=torch.bool, device=v.device).tril()
     decay = (running - running.transpose(-1, -2)).masked_fill_(~causal, -torch.inf).exp_()
     reach, rest, carried = running.exp(), (total - running).exp_(), total.exp()
-    masks = _document_masks(documents, length, decay)
+    masks = document_masks(documents, length, decay)
     if masks is not None:
         entered, leaves, through, same_document = masks
         reach, rest, carried, decay = reach * entered, rest * leaves, carried * through, decay.mul_(same_document)

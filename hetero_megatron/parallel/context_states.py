@@ -18,7 +18,7 @@ from torch import nn
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Piece
-from hetero_megatron.model.gated_delta_net import NORM_EPS, DeltaCore
+from hetero_megatron.model.gated_delta_net import DeltaCore
 from hetero_megatron.model.layers import Context
 from hetero_megatron.parallel.head_exchange import HeadExchange
 from hetero_megatron.plans.context_plan import StageContext
@@ -122,46 +122,37 @@ class ContextDelta(nn.Module):
         self.shared, self.inner = shared, core
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor, weights: tuple[Tensor, ...], context: Context
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, b: Tensor | None, a: Tensor, weights: tuple[Tensor, ...],
+        context: Context,
+    ) -> Tensor:  # fmt: skip
         """As the core, of the rank's own tokens."""
         shared, documents = self.shared, context.documents
-        *filters, a_log, dt_bias = weights
-        decay, write = self.inner.decay(a, a_log, dt_bias), b.sigmoid()
+        decay, write = self.inner.steps(b, a, weights)
         seen = [x.flatten(2) for x in shared.look_back(*map(shared.by_heads, (q, k, v)))]
         outs, carried = list[Tensor](), list[Tensor | None]()
         for run in shared.runs:
             start, end = run.tokens
             looked = starts_within(documents, start - run.past, end)
-            convolve = self.inner.kernels.causal_conv
-            q, k, v = (convolve(x[:, run.seen], w, looked)[:, run.past :] for x, w in zip(seen, filters, strict=True))
+            convolved = self.inner.convolved([x[:, run.seen] for x in seen], weights, looked)
+            q, k, v = (x[:, run.past :] for x in convolved)
             rows, goes_on = starts_within(documents, start, end), shared.goes_on(run.number, documents)
             out, *rest = self._run(q, k, v, decay[:, run.own], write[:, run.own], rows, goes_on)
-            outs.append(out)
+            outs.append(self.inner.added(out, v, weights))
             carried += rest
         outs = outs or [seen[2].unflatten(-1, (-1, shared.value_dim))]  # without tokens
         outs = list(_Carry.apply(shared, documents, len(outs), *outs, *carried))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _run(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Documents, goes_on: bool
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, write: Tensor, documents: Documents, goes_on: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """Of a run with zero before it (out [b, s, value heads, dv], last state); where something is before it, too
         what queries read of that [b, s, value heads, dk], and what becomes of it [b, value heads, dk, dk]:
         (out, read, through, last state)."""
-        dk, dv = self.shared.key_dim, self.shared.value_dim
-        q, k, v = q.unflatten(-1, (-1, dk)), k.unflatten(-1, (-1, dk)), v.unflatten(-1, (-1, dv))
-        rule = self.inner.kernels.gated_delta_rule
-        if not goes_on:
-            out, last = rule(q, k, v, g, beta, None, documents, NORM_EPS)
-            return out, None, None, last
-        rows, _, heads = v.shape[:3]
-        state = torch.eye(dk, dk + dv, dtype=g.dtype, device=v.device).roll(dv, 1).expand(rows, heads, -1, -1)
-        values = torch.cat([v, v.new_zeros(*v.shape[:3], dk)], -1)
-        both, last = rule(q, k, values, g, beta, state, documents, NORM_EPS)
-        out, read = both.split([dv, dk], -1)
-        last, through = last.split([dv, dk], -1)
-        return out, read, through, last
+        if goes_on:
+            return self.inner.apart(q, k, v, g, write, documents)
+        out, last = self.inner.rule(q, k, v, g, write, None, documents)
+        return out, None, None, last
 
 
 class _Carry(torch.autograd.Function):
@@ -178,7 +169,7 @@ class _Carry(torch.autograd.Function):
                 state = shared.receive(last, run.before, 2 * run.number)
                 state = _kept(state, run, documents)
                 outs[i] = outs[i].to(state.dtype).add(_per_head(read.to(state.dtype), state)).to(outs[i].dtype)
-                last = torch.matmul(through, state).add_(last)
+                last = _taken(through, state).add_(last)
                 saved += [read, through, state]
             if shared.goes_on(run.number + 1, documents):
                 sent += shared.send(last, run.after, 2 * run.number + 2)
@@ -205,9 +196,10 @@ class _Carry(torch.autograd.Function):
                 continue
             state, through, read = saved.pop(), saved.pop(), saved.pop()
             grad = grads[i].to(state.dtype)
-            d_state = torch.matmul(through.mT, d_last).add_(torch.einsum("bshk,bshv->bhkv", read.to(grad.dtype), grad))
+            d_state = _taken(through.mT, d_last).add_(torch.einsum("bshk,bshv->bhkv", read.to(grad.dtype), grad))
             gradients[3 * i] = _per_head(grad, state.mT).to(read.dtype)
-            gradients[3 * i + 1] = torch.matmul(d_last, state.mT)
+            of_one = through.shape[-1] == 1  # number
+            gradients[3 * i + 1] = (d_last * state).sum((2, 3), True) if of_one else torch.matmul(d_last, state.mT)
             sent += shared.send(_kept(d_state, run, documents), run.before, 2 * run.number + 1)
         for handle in sent:
             handle.wait()
@@ -216,6 +208,11 @@ class _Carry(torch.autograd.Function):
 
 def _like(x: Tensor) -> tuple[torch.Size, torch.dtype]:
     return x.shape, x.dtype
+
+
+def _taken(through: Tensor, state: Tensor) -> Tensor:
+    """The state [b, heads, dk, dv] after a run: ``through`` is a matrix for each head, or one number."""
+    return through * state if through.shape[-1] == 1 else torch.matmul(through, state)
 
 
 def _per_head(x: Tensor, matrix: Tensor) -> Tensor:

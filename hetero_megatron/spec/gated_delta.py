@@ -43,6 +43,21 @@ class GatedDelta:
         return asdict(self)
 
     @property
+    def mixer(self) -> str:
+        """The kind of a layer that has it."""
+        return "gated_delta"
+
+    @property
+    def rule(self) -> str:
+        """The operator."""
+        return "gated_delta_rule"
+
+    @property
+    def products(self) -> int:
+        """Of vectors with a state, per token and value head: with the key, of the key, and with the query."""
+        return 3
+
+    @property
     def values_per_key(self) -> int:
         """Value heads of a key head."""
         return self.value_heads // self.key_heads

@@ -13,7 +13,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 _FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 
 
-def _exact(function: Callable[..., Any], scope: dict[str, Any]) -> Any:
+def exact(function: Callable[..., Any], scope: dict[str, Any]) -> Any:
     """``function``, compiled again with fp64 where its text says fp32."""
     text = textwrap.dedent(inspect.getsource(function))
     for cast in ("torch.float32", ".float()"):
@@ -25,9 +25,9 @@ def _exact(function: Callable[..., Any], scope: dict[str, Any]) -> Any:
 
 
 _SCOPE = dict(vars(modeling))
-chunked, recurrent = (_exact(inspect.unwrap(getattr(modeling, name)), _SCOPE) for name in _FUNCTIONS)
-_mixer = _exact(inspect.unwrap(modeling.Qwen3NextGatedDeltaNet.forward), _SCOPE)
-_norm = _exact(modeling.Qwen3NextRMSNormGated.forward, _SCOPE)
+chunked, recurrent = (exact(inspect.unwrap(getattr(modeling, name)), _SCOPE) for name in _FUNCTIONS)
+_mixer = exact(inspect.unwrap(modeling.Qwen3NextGatedDeltaNet.forward), _SCOPE)
+_norm = exact(modeling.Qwen3NextRMSNormGated.forward, _SCOPE)
 
 
 def make_exact_delta(module: Any, dtype: torch.dtype) -> None:

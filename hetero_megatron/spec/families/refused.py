@@ -12,7 +12,6 @@ _IMAGES = "images beside text: its language model alone is supported where its o
 REFUSED: dict[str, tuple[str, str]] = {
     "afmoe": ("gates on the output of attention", "qwen3_moe"),
     "apertus": ("the activation xIELU", "arcee"),
-    "bamba": (_STATE_SPACE, "llama"),
     "bitnet": ("ternary weights", "llama"),
     "bloom": (_ALIBI, "gpt2"),
     "codegen": ("queries, keys and values in one matrix, in four parts", "gptj"),
@@ -31,7 +30,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "gpt_bigcode": ("learned positions with one key-value head", "starcoder2"),
     "gpt_neo": ("windows with learned positions, and unscaled attention", "gpt2"),
     "granitemoe": ("experts stored as GraniteMoE has them", "granite"),
-    "granitemoehybrid": (_STATE_SPACE, "granite"),
     "hunyuan_v1_dense": (_TURNED, "qwen3"),
     "hunyuan_v1_moe": (_TURNED, "qwen3_moe"),
     "jamba": (_STATE_SPACE, "mixtral"),

@@ -1,0 +1,51 @@
+"""What a layer of Mamba-2 is (Dao and Gu, 2024): a state that forgets and is written to, without a correction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hetero_megatron.spec.gated_delta import GatedDelta
+
+
+@dataclass(frozen=True)
+class StateSpace(GatedDelta):
+    """The sizes of layers whose mixer is ``mamba2``, in the terms of linear attention: a value head is a head of Mamba,
+    with x as its value; a key head is a group of heads with one B (its key) and one C (its query), and ``key_dim`` the
+    size of the state.
+
+    Args:
+        norm_eps: of the norm of each group's output, which SiLU of a projection of the token is multiplied with before.
+        conv_bias, proj_bias: the convolution, and the projections before and after, have biases.
+        step_limits: between which the step size dt of a token is kept.
+    """
+
+    conv_bias: bool = True
+    proj_bias: bool = False
+    step_limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def mixer(self) -> str:
+        return "mamba2"
+
+    @property
+    def rule(self) -> str:
+        return "state_space_rule"
+
+    def shape(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name not in ("step_limits", "norm_eps")}
+
+    @property
+    def projected(self) -> int:
+        """Features that are projected of a token: B, C, x, the output's gate, and a step size per head."""
+        return 2 * self.key_width + 2 * self.value_width + self.value_heads
+
+    @property
+    def products(self) -> int:
+        """Of matrices with a state, per head: what is written, and what is read."""
+        return 2
+
+    def kept_norm(self, itemsize: int) -> int:
+        """Of the gated norm, bytes per token that it keeps of all heads: its input, and a number of each group."""
+        return itemsize * self.value_width + max(itemsize, 4) * self.key_heads
