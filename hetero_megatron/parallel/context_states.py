@@ -57,11 +57,12 @@ class StageStates:
         assert delta is not None
         self.comm, self.key_dim, self.value_dim = comm, delta.key_dim, delta.value_dim
         member = context.member(comm.rank)
-        self.first_head, last_head = member.held.key_heads
-        self.key_heads, self.values_per_key = last_head - self.first_head, delta.values_per_key
-        seen, move = looked_at(context, member.tokens), convolved(context)
-        shapes = tuple((sum(b - a for a, b in tokens), self.key_heads) for tokens in (member.tokens, seen))
-        self.look_back = HeadExchange(comm.group(context.ranks), [move] * 3, [(shapes[0], shapes[1])] * 3)
+        self.first_head = member.held.value_heads[0]
+        self.heads = tuple(b - a for a, b in (member.held.key_heads, member.held.value_heads))
+        seen, (keys, values) = looked_at(context, member.tokens), convolved(context)
+        before, after = (sum(b - a for a, b in tokens) for tokens in (member.tokens, seen))
+        shapes = [((before, heads), (after, heads)) for heads in (self.heads[0], *self.heads)]
+        self.look_back = HeadExchange(comm.group(context.ranks), [keys, keys, values], shapes)
         all_runs = chain(context)
         self.starts = [run.tokens[0] for run in all_runs]
         moves, self.runs = state_moves(all_runs), list[OwnRun]()
@@ -69,19 +70,19 @@ class StageStates:
             if run.tokens not in member.tokens:
                 continue
             (a, b), past = run.tokens, min(delta.kernel - 1, run.tokens[0])
-            before = moves[number - 1].receives(comm.rank) if number else []
-            after = moves[number].sends(comm.rank) if number < len(moves) else []
+            received = moves[number - 1].receives(comm.rank) if number else []
+            sent = moves[number].sends(comm.rank) if number < len(moves) else []
             own, at = place_among(member.tokens, (a, b)), place_among(seen, (a - past, b))
-            peers = [(p.src, self._heads(p)) for p in before], [(p.dst, self._heads(p)) for p in after]
+            peers = [(p.src, self._heads(p)) for p in received], [(p.dst, self._heads(p)) for p in sent]
             self.runs.append(OwnRun(number, (a, b), own, at, past, *peers))
 
     def _heads(self, piece: Piece) -> slice:
-        a, b = ((x - self.first_head) * self.values_per_key for x in (piece.box.lo[0], piece.box.hi[0]))
-        return slice(a, b)
+        return slice(piece.box.lo[0] - self.first_head, piece.box.hi[0] - self.first_head)
 
-    def by_heads(self, x: Tensor) -> Tensor:
-        """[b, s, key heads n] -> [b, s, key heads, n]."""
-        return x.unflatten(-1, (self.key_heads, x.shape[-1] // max(self.key_heads, 1)))
+    def by_heads(self, *qkv: Tensor) -> list[Tensor]:
+        """Each [b, s, heads n] -> [b, s, heads, n]."""
+        heads = (self.heads[0], *self.heads)
+        return [x.unflatten(-1, (count, x.shape[-1] // max(count, 1))) for x, count in zip(qkv, heads, strict=True)]
 
     def goes_on(self, number: int, documents: Documents) -> bool:
         """Whether some row's document began before run ``number``, so that there is a state before it."""
@@ -128,7 +129,7 @@ class ContextDelta(nn.Module):
         """As the core, of the rank's own tokens."""
         shared, documents = self.shared, context.documents
         decay, write = self.inner.steps(b, a, weights)
-        seen = [x.flatten(2) for x in shared.look_back(*map(shared.by_heads, (q, k, v)))]
+        seen = [x.flatten(2) for x in shared.look_back(*shared.by_heads(q, k, v))]
         outs, carried = list[Tensor](), list[Tensor | None]()
         for run in shared.runs:
             start, end = run.tokens
