@@ -83,9 +83,9 @@ class StateSpaceCore(DeltaCore):
             if len(starts) > 1:
                 first = (torch.arange(g.shape[1], device=g.device) < starts[1])[:, None].to(reach.dtype)
                 reach = torch.cat([reach[:row], (reach[row] * first)[None], reach[row + 1 :]])
-        queries, each = self._of_groups(q), g.shape[2] // max(self._of_groups(q).shape[2], 1)
-        read = queries.to(reach.dtype).repeat_interleave(each, dim=2) * reach[..., None]
-        return out, read, reach[:, -1, :, None, None], last
+        queries = self._of_groups(q).to(reach.dtype)[..., None, :]  # of a group, not of each of its heads: it is kept
+        read = queries * reach.unflatten(2, (queries.shape[2], -1))[..., None]
+        return out, read.flatten(2, 3).to(v.dtype), reach[:, -1, :, None, None], last
 
     def _of_groups(self, x: Tensor) -> Tensor:
         """[b, s, groups dk] -> [b, s, groups, dk]; of each head its own, where heads use groups unevenly."""

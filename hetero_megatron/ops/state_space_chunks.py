@@ -112,7 +112,7 @@ def _states(c: _StateChunks, first: Tensor) -> tuple[Tensor, Tensor]:
     for i in range(len(added)):
         states[i] = state
         state = added[i].addcmul_(state, c.carried[i])
-    return states, state
+    return states, state.clone()  # a part would hold all of them
 
 
 def forward(
@@ -192,4 +192,4 @@ def _state_gradients(c: _StateChunks, reached: Tensor, last: Tensor) -> tuple[Te
     for i in reversed(range(len(after))):
         after[i] = state
         state = direct[i].addcmul_(state, c.carried[i])
-    return after, state
+    return after, state.clone()

@@ -1,11 +1,19 @@
-"""Bytes per token that a layer of Gated DeltaNet keeps from forward to backward, and needs in backward, as plain
-formulas: what ``model/gated_delta_net.py`` and ``ops/gated_delta_chunks.py`` have."""
+"""Bytes per token that a layer of linear attention keeps from forward to backward, and needs in backward, as plain
+formulas: what ``model/gated_delta_net.py`` and ``ops/gated_delta_chunks.py`` have, and, of Mamba-2,
+``spec/state_space_bytes.py``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hetero_megatron.spec.model_spec import ModelSpec
+from hetero_megatron.spec.state_space import StateSpace
+from hetero_megatron.spec.state_space_bytes import (
+    carried_token_bytes,
+    core_bytes,
+    outside_bytes,
+    rule_backward_bytes,
+)
 
 CHUNK = 64  # tokens, of the gated delta rule
 
@@ -24,12 +32,16 @@ def delta_activation_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> fl
     assert delta is not None
     v, heads = delta.value_width, delta.value_heads
     core = _core_bytes(spec, itemsize)
+    if isinstance(delta, StateSpace):
+        return outside_bytes(delta, recompute, itemsize) + (0 if recompute == "selective" else core)
     outside = itemsize * (delta.projected + (2 if recompute == "elementwise" else 3) * v) + wide * heads
     return outside + (0 if recompute == "selective" else core)
 
 
 def _core_bytes(spec: ModelSpec, itemsize: int) -> float:
     assert spec.delta is not None
+    if isinstance(spec.delta, StateSpace):
+        return core_bytes(spec.delta, itemsize)
     heads = spec.delta.value_heads
     return itemsize * (2 * spec.delta.key_width + spec.delta.value_width + heads) + max(itemsize, 4) * 3 * heads
 
@@ -60,6 +72,8 @@ def carried_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> CarriedByte
     heads, dk, dv = delta.value_heads, delta.key_dim, delta.value_dim
     token, carried = itemsize * (2 * delta.key_width + heads * dv), itemsize * heads * (2 * dk + dv)
     run, working = wide * heads * dk * (2 * dv + dk), wide * heads * (2 * dk * dk / CHUNK + 7 * dk)
+    if isinstance(delta, StateSpace):
+        carried, run, working = carried_token_bytes(delta, itemsize)
     if recompute != "selective":
         return CarriedBytes(token, carried, run, working, 0.0)
     return CarriedBytes(0.0, 0.0, 0.0, working + carried, token + _core_bytes(spec, itemsize))
@@ -77,6 +91,8 @@ def delta_backward_bytes(spec: ModelSpec, itemsize: int) -> float:
     """
     delta = spec.delta
     assert delta is not None
+    if isinstance(delta, StateSpace):
+        return rule_backward_bytes(delta, itemsize)
     dk, dv, r = delta.key_dim, delta.value_dim, 1 / delta.values_per_key
     states = dk * dv / CHUNK
     chunks = r * (2 * dk + CHUNK + 2) + 2 * dv + dk + 3 * CHUNK + 3
@@ -88,11 +104,11 @@ def delta_backward_bytes(spec: ModelSpec, itemsize: int) -> float:
 
 
 def delta_core_bytes(spec: ModelSpec, recompute: str, itemsize: int, rows: int, tokens: float) -> float:
-    """That of ``tokens`` of ``rows`` sequences, all heads, with the state before each and its gradient; ``selective``
+    """That of ``tokens`` of ``rows`` sequences, all heads, with the state before each and its gradient (of Mamba-2 two of them); ``selective``
     makes its output again and holds its gradient besides."""
     delta = spec.delta
     assert delta is not None
-    ends = 2 * rows * max(itemsize, 4) * delta.value_heads * delta.key_dim * delta.value_dim
+    ends = (3 if isinstance(delta, StateSpace) else 2) * rows * max(itemsize, 4) * delta.value_heads * delta.key_dim * delta.value_dim
     again = 2 * tokens * itemsize * delta.value_width if recompute == "selective" else 0.0
     return tokens * delta_backward_bytes(spec, itemsize) + ends + again
 

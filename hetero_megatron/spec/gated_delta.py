@@ -58,6 +58,11 @@ class GatedDelta:
         return 3
 
     @property
+    def further_width(self) -> float:
+        """Features of values that the rule would have besides, for its time, where a state of another rank comes."""
+        return self.key_dim
+
+    @property
     def values_per_key(self) -> int:
         """Value heads of a key head."""
         return self.value_heads // self.key_heads

@@ -43,9 +43,10 @@ class StateSpace(GatedDelta):
 
     @property
     def products(self) -> int:
-        """Of matrices with a state, per head: what is written, and what is read."""
+        """Of vectors with a state, per token and head: what is written, and what is read."""
         return 2
 
-    def kept_norm(self, itemsize: int) -> int:
-        """Of the gated norm, bytes per token that it keeps of all heads: its input, and a number of each group."""
-        return itemsize * self.value_width + max(itemsize, 4) * self.key_heads
+    @property
+    def further_width(self) -> float:
+        """A state of another rank adds one product with it."""
+        return self.value_dim / self.products

@@ -114,6 +114,11 @@ _MAMBA: dict[str, Any] = {
 }
 # Mamba-2 in some layers.
 MAMBAS: dict[str, dict[str, Any]] = {
+    "granite_hybrid_experts": _MAMBA | {
+        "model_type": "granitemoehybrid", "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 12,
+        "shared_intermediate_size": 14, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "mamba_n_groups": 1,
+    },
     "granite_hybrid": _MAMBA | {
         "model_type": "granitemoehybrid", "num_local_experts": 0, "shared_intermediate_size": 20,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"], "embedding_multiplier": 1.5,
@@ -126,11 +131,6 @@ MAMBAS: dict[str, dict[str, Any]] = {
         "mamba_d_head": "auto", "mamba_expand": 1, "mamba_d_conv": 3, "mamba_conv_bias": False,
         "mamba_proj_bias": True, "position_embedding_type": "rope", "attention_bias": True,
         "tie_word_embeddings": True, "time_step_limit": [0.3, 1.1],
-    },
-    "granite_hybrid_experts": _MAMBA | {
-        "model_type": "granitemoehybrid", "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 12,
-        "shared_intermediate_size": 14, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
-        "mamba_n_groups": 1,
     },
     "bamba": _MAMBA | {
         "model_type": "bamba", "intermediate_size": 20, "attn_layer_indices": [1], "mlp_bias": True,

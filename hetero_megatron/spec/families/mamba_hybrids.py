@@ -182,6 +182,8 @@ def _read_bamba(read: ConfigReader, name: str) -> ModelSpec:
     if not isinstance(with_attention, list) or not all(type(i) is int and 0 <= i < layers for i in with_attention):
         raise read.refuse("not numbers of layers", "attn_layer_indices", f"a list of 0 to {layers - 1}, or null")
     kinds = [FULL if i in with_attention else LINEAR for i in range(layers)]
+    for key in ("layer_types", "layers_block_type"):  # what attn_layer_indices says counts
+        read.must_be(key, kinds, None)
     delta = _state_space(read, read.positive("rms_norm_eps", _BAMBA.eps)) if LINEAR in kinds else None
     return decoder(
         ConfigReader({"intermediate_size": 14336, **read.config}, read.where, read.prefix), "bamba", name, _BAMBA,
@@ -203,7 +205,10 @@ def _write_bamba(spec: ModelSpec) -> dict[str, Any]:
 
 BAMBA = Family(
     "bamba", "BambaForCausalLM", read=_read_bamba, write=_write_bamba, examples="Bamba-9B",
-    keys=_KEYS | words("mlp_bias attn_layer_indices z_loss_coefficient num_logits_to_keep partial_rotary_factor"),
+    keys=_KEYS | words(
+        "mlp_bias attn_layer_indices z_loss_coefficient num_logits_to_keep partial_rotary_factor layer_types"
+        " layers_block_type"
+    ),
     names=NameTable(
         modules=_MODULES | {
             "post_attention_layernorm": "pre_ff_layernorm",

@@ -27,7 +27,8 @@ from hetero_megatron.spec.hf_export import export_config
 from hetero_megatron.spec.hf_reader import FIXED, HARMLESS
 from tests.support.families import DENSE, PARALLEL_BLOCKS
 from tests.support.hf_reference import attention_of, hf_to_logical, make_exact
-from tests.support.moe_models import HYBRIDS, MOE_FAMILIES
+from tests.support import mamba_keys
+from tests.support.moe_models import HYBRIDS, MAMBAS, MOE_FAMILIES
 from tests.support.selection import quick
 from tests.unit.model.test_hf import build, error, micro_batch
 
@@ -38,7 +39,7 @@ BASE: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 QUICK = ("llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox")  # the others have what these have, in other combinations
-MIXTURES = {c["model_type"]: c for c in reversed((MOE_FAMILIES | HYBRIDS).values())}  # the first of each family
+MIXTURES = {c["model_type"]: c for c in reversed((MOE_FAMILIES | HYBRIDS | MAMBAS).values())}  # the first of each family
 _PARALLEL_FAMILIES = {config["model_type"] for config in PARALLEL_BLOCKS.values()}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -49,7 +50,9 @@ def base(family: str) -> dict[str, Any]:
     if family in MIXTURES:
         of_every_head = {"num_key_value_heads": 4} if family.startswith("deepseek") else {}
         of_every_head |= {"num_hidden_layers": 4} if family == "qwen3_next" else {}  # one with attention
-        return MIXTURES[family] | BASE | of_every_head
+        of_every_head |= mamba_keys.SIZES if family in ("granitemoehybrid", "bamba") else {}
+        config = MIXTURES[family] | BASE | of_every_head
+        return config if family != "bamba" else {k: v for k, v in config.items() if k != "layer_types"}
     if family in ("gptj", "falcon"):
         return next(c for c in DENSE.values() if c["model_type"] == family) | {"num_hidden_layers": 2}
     plain = ("llama", "mistral", "qwen2", "qwen3")
@@ -213,6 +216,9 @@ def mutations(family: str) -> list[dict[str, Any]]:
         return own + (GPT2 if family == "gptj" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE
     if family == "qwen3_next":
         return [*HYBRID, *ROPE, *SHAPES, *MOE, *EVERYWHERE]
+    if family in ("granitemoehybrid", "bamba"):
+        own = mamba_keys.GRANITE if family == "granitemoehybrid" else mamba_keys.BAMBA
+        return [*mamba_keys.MAMBA, *own, *ROPE, *SHAPES, *EVERYWHERE]
     if family in MIXTURES:
         return [*ROPE, *WINDOWS, *SHAPES, *MOE, *EVERYWHERE]
     return (GPT2 if family == "gpt2" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE
