@@ -182,7 +182,7 @@ def layer_activation_bytes(
     if linear:
         from hetero_megatron.spec.delta_bytes import delta_activation_bytes
 
-        lse += linear * delta_activation_bytes(spec, recompute, itemsize)
+        lse += linear * delta_activation_bytes(spec, recompute, itemsize, tp)
     experts = routed * expert_activation_bytes(spec, load, itemsize, elementwise) if load is not None else 0.0
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
 
@@ -207,7 +207,7 @@ def layer_operand_bytes(
     if linear:
         from hetero_megatron.spec.delta_bytes import delta_operands
 
-        cut = (1 - linear) * cut + linear * delta_operands(spec)
+        cut = (1 - linear) * cut + linear * delta_operands(spec, tp)
     cut += (3 if spec.gated else 2) * common_columns(spec, routed) + dropped[1]
     of_mlp = shared_inputs(spec, routed, tp)
     outputs = 1 if spec.parallel_block is not None and tp <= 1 else 1 + of_mlp

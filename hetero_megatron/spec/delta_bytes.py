@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.state_space import StateSpace
 from hetero_megatron.spec.state_space_bytes import (
+    beside_rule_bytes,
     carried_token_bytes,
     core_bytes,
     outside_bytes,
@@ -18,7 +19,16 @@ from hetero_megatron.spec.state_space_bytes import (
 CHUNK = 64  # tokens, of the gated delta rule
 
 
-def delta_activation_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> float:
+def copied_width(spec: ModelSpec, tp: float) -> float:
+    """Key features of a token that ranks of a TP group have as copies, over all of them: of Mamba-2 with fewer groups
+    than ranks."""
+    delta = spec.delta
+    if not isinstance(delta, StateSpace) or tp <= delta.key_heads:
+        return 0.0
+    return (min(tp, delta.value_heads) - delta.key_heads) * delta.key_dim
+
+
+def delta_activation_bytes(spec: ModelSpec, recompute: str, itemsize: int, tp: float = 1.0) -> float:
     """Of all heads:
 
     - what is projected; the gated norm's input and output, and what the projection after it reads, 3 v;
@@ -33,7 +43,8 @@ def delta_activation_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> fl
     v, heads = delta.value_width, delta.value_heads
     core = _core_bytes(spec, itemsize)
     if isinstance(delta, StateSpace):
-        return outside_bytes(delta, recompute, itemsize) + (0 if recompute == "selective" else core)
+        copies = 2 * copied_width(spec, tp) * itemsize * (1 if recompute == "selective" else 2)
+        return outside_bytes(delta, recompute, itemsize) + copies + (0 if recompute == "selective" else core)
     outside = itemsize * (delta.projected + (2 if recompute == "elementwise" else 3) * v) + wide * heads
     return outside + (0 if recompute == "selective" else core)
 
@@ -79,7 +90,7 @@ def carried_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> CarriedByte
     return CarriedBytes(0.0, 0.0, 0.0, working + carried, token + _core_bytes(spec, itemsize))
 
 
-def delta_backward_bytes(spec: ModelSpec, itemsize: int) -> float:
+def delta_backward_bytes(spec: ModelSpec, itemsize: int, tp: float = 1.0) -> float:
     """Of backward of the gated delta rule, which runs its forward again, in at least fp32, at the worst of its moments
     (``_gradients`` of ``ops/gated_delta_chunks.py``). In elements per value head, r key heads of each:
 
@@ -92,7 +103,7 @@ def delta_backward_bytes(spec: ModelSpec, itemsize: int) -> float:
     delta = spec.delta
     assert delta is not None
     if isinstance(delta, StateSpace):
-        return rule_backward_bytes(delta, itemsize)
+        return rule_backward_bytes(delta, itemsize, copied_width(spec, tp))
     dk, dv, r = delta.key_dim, delta.value_dim, 1 / delta.values_per_key
     states = dk * dv / CHUNK
     chunks = r * (2 * dk + CHUNK + 2) + 2 * dv + dk + 3 * CHUNK + 3
@@ -103,17 +114,21 @@ def delta_backward_bytes(spec: ModelSpec, itemsize: int) -> float:
     return max(itemsize, 4) * delta.value_heads * (chunks + max(moments))
 
 
-def delta_core_bytes(spec: ModelSpec, recompute: str, itemsize: int, rows: int, tokens: float) -> float:
+def delta_core_bytes(
+    spec: ModelSpec, recompute: str, itemsize: int, rows: int, tokens: float, tp: float = 1.0
+) -> float:
     """That of ``tokens`` of ``rows`` sequences, all heads, with the state before each and its gradient (of Mamba-2 two of them); ``selective``
     makes its output again and holds its gradient besides."""
     delta = spec.delta
     assert delta is not None
     ends = (3 if isinstance(delta, StateSpace) else 2) * rows * max(itemsize, 4) * delta.value_heads * delta.key_dim * delta.value_dim
     again = 2 * tokens * itemsize * delta.value_width if recompute == "selective" else 0.0
-    return tokens * delta_backward_bytes(spec, itemsize) + ends + again
+    if isinstance(delta, StateSpace):
+        again += tokens * beside_rule_bytes(delta, recompute, itemsize)
+    return tokens * delta_backward_bytes(spec, itemsize, tp) + ends + again
 
 
-def delta_operands(spec: ModelSpec) -> int:
+def delta_operands(spec: ModelSpec, tp: float = 1.0) -> float:
     """Elements of operands of weight gradients: those of all that is projected, and what the last projection reads."""
     assert spec.delta is not None
-    return spec.delta.projected + spec.delta.value_width
+    return spec.delta.projected + spec.delta.value_width + 2 * copied_width(spec, tp)

@@ -29,7 +29,13 @@ def carried_token_bytes(delta: StateSpace, itemsize: int) -> tuple[float, float,
     return kept, wide * heads * dk * delta.value_dim, wide * 2 * heads * dk
 
 
-def rule_backward_bytes(delta: StateSpace, itemsize: int) -> float:
+def beside_rule_bytes(delta: StateSpace, recompute: str, itemsize: int) -> float:
+    """While backward is in the rule, gradients of its output, of the gate, and of x by D, less what the norm and the
+    projection after it had kept."""
+    return itemsize * delta.value_width * (2 if recompute == "elementwise" else 1)
+
+
+def rule_backward_bytes(delta: StateSpace, itemsize: int, copied: float = 0.0) -> float:
     """Of backward of the state-space rule, which runs its forward again, in at least fp32, at the worst of its moments
     (``_gradients`` of ``ops/state_space_chunks.py``). In elements per head, r groups of each:
 
@@ -37,8 +43,11 @@ def rule_backward_bytes(delta: StateSpace, itemsize: int) -> float:
       2 CHUNK; and 3;
     - one after the other the states before chunks and gradients of those after, dk dv / CHUNK each, with what they are
       made of; products with them; gradients of what is written and of pairs.
+
+    Args:
+        copied: key features beside those of the model (``copied_width`` of ``spec/delta_bytes.py``).
     """
-    dk, dv, r = delta.key_dim, delta.value_dim, 1 / delta.values_per_key
+    dk, dv, r = delta.key_dim, delta.value_dim, (delta.key_width + copied) / delta.key_dim / delta.value_heads
     states = dk * dv / CHUNK
     chunks = r * 2 * dk + 3 * dv + 2 * CHUNK + 3
     moments = (
