@@ -149,7 +149,7 @@ class Layer(nn.Module):
     @property
     def mixer(self) -> nn.Module:
         """Where tokens meet: attention, or linear attention; both have a ``core_attention`` and an ``o_proj``."""
-        return cast(nn.Module, self.linear_attn if self.kind.linear else self.self_attn)
+        return self.linear_attn if self.kind.linear else self.self_attn
 
     def forward(self, x: torch.Tensor, context: Context, added: torch.Tensor | None = None) -> ResidualStream:
         """x, added: [b, s, h]; between the blocks, of a TP rank's own tokens."""

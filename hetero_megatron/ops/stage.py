@@ -117,7 +117,8 @@ def stage_signatures(
         operators["dropout"] = {"width": tuple(sorted(widths))}
     if tiled:
         operators["attn_merge"] = {key: operators["attention"][key] for key in ("head_dim", "heads")}
-        if "gated_delta_rule" in operators and spec.delta is not None:  # values with further features, which carry the state of other ranks
+        # Values with further features, which carry the state of other ranks.
+        if "gated_delta_rule" in operators and spec.delta is not None:
             widths_of_values = (spec.delta.value_dim, spec.delta.value_dim + spec.delta.key_dim)
             operators["gated_delta_rule"] = operators["gated_delta_rule"] | {"value_dim": widths_of_values}
     if "linear_cross_entropy" in wanted and head:

@@ -82,7 +82,8 @@ def carried_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> CarriedByte
     assert delta is not None
     heads, dk, dv = delta.value_heads, delta.key_dim, delta.value_dim
     token, carried = itemsize * (2 * delta.key_width + heads * dv), itemsize * heads * (2 * dk + dv)
-    run, working = wide * heads * dk * (2 * dv + dk), wide * heads * (2 * dk * dk / CHUNK + 7 * dk)
+    run: float = wide * heads * dk * (2 * dv + dk)
+    working: float = wide * heads * (2 * dk * dk / CHUNK + 7 * dk)
     if isinstance(delta, StateSpace):
         carried, run, working = carried_token_bytes(delta, itemsize)
     if recompute != "selective":
@@ -117,11 +118,12 @@ def delta_backward_bytes(spec: ModelSpec, itemsize: int, tp: float = 1.0) -> flo
 def delta_core_bytes(
     spec: ModelSpec, recompute: str, itemsize: int, rows: int, tokens: float, tp: float = 1.0
 ) -> float:
-    """That of ``tokens`` of ``rows`` sequences, all heads, with the state before each and its gradient (of Mamba-2 two of them); ``selective``
-    makes its output again and holds its gradient besides."""
+    """That of ``tokens`` of ``rows`` sequences, all heads, with the state before each and its gradient (of Mamba-2, two
+    of it); ``selective`` makes its output again and holds its gradient besides."""
     delta = spec.delta
     assert delta is not None
-    ends = (3 if isinstance(delta, StateSpace) else 2) * rows * max(itemsize, 4) * delta.value_heads * delta.key_dim * delta.value_dim
+    state = max(itemsize, 4) * delta.value_heads * delta.key_dim * delta.value_dim
+    ends = (3 if isinstance(delta, StateSpace) else 2) * rows * state
     again = 2 * tokens * itemsize * delta.value_width if recompute == "selective" else 0.0
     if isinstance(delta, StateSpace):
         again += tokens * beside_rule_bytes(delta, recompute, itemsize)

@@ -169,7 +169,8 @@ class NameTable:
         width = spec.head_dim if module in self.head_rows else 0
         transpose = module_name in self.transposed and kind == "weight"
         return HFSource(
-            full, start, rows, transpose, block=block, period=period, width=width, filters=module_name in self.filters and kind == "weight",
+            full, start, rows, transpose, block=block, period=period, width=width,
+            filters=module_name in self.filters and kind == "weight",
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.layout import Box, cut, cut_in_tiles
+from hetero_megatron.layout import Box, cut_in_tiles
 from hetero_megatron.spec.gated_delta import GatedDelta
 from hetero_megatron.spec.head_cuts import cut_in_groups, state_heads
 from hetero_megatron.spec.lora import (
@@ -146,8 +146,9 @@ def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
         yield from _norm(spec, f"{base}.input_layernorm", i)
     if spec.layer(i).linear:
         assert spec.delta is not None
-        mixer_tensors = _state_space if isinstance(spec.delta, StateSpace) else _gated_delta
-        yield from mixer_tensors(spec.delta, f"{base}.linear_attn", spec.hidden_size, i)  # type: ignore[operator]
+        name, h = f"{base}.linear_attn", spec.hidden_size
+        delta = spec.delta
+        yield from _state_space(delta, name, h, i) if isinstance(delta, StateSpace) else _gated_delta(delta, name, h, i)
     else:
         yield from _attention(spec, base, i) if spec.mla is None else _latent_attention(spec, spec.mla, base, i)
     if spec.parallel_block != "one_norm":

@@ -25,9 +25,9 @@ from hetero_megatron.spec.families.gpt2 import GPT2_ALIASES
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config
 from hetero_megatron.spec.hf_reader import FIXED, HARMLESS
+from tests.support import mamba_keys
 from tests.support.families import DENSE, PARALLEL_BLOCKS
 from tests.support.hf_reference import attention_of, hf_to_logical, make_exact
-from tests.support import mamba_keys
 from tests.support.moe_models import HYBRIDS, MAMBAS, MOE_FAMILIES
 from tests.support.selection import quick
 from tests.unit.model.test_hf import build, error, micro_batch
@@ -39,7 +39,7 @@ BASE: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 QUICK = ("llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox")  # the others have what these have, in other combinations
-MIXTURES = {c["model_type"]: c for c in reversed((MOE_FAMILIES | HYBRIDS | MAMBAS).values())}  # the first of each family
+MIXTURES = {c["model_type"]: c for c in reversed((MOE_FAMILIES | HYBRIDS | MAMBAS).values())}  # first of each
 _PARALLEL_FAMILIES = {config["model_type"] for config in PARALLEL_BLOCKS.values()}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
