@@ -11,9 +11,12 @@ from tests.support.pool import shared_pool
 from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
 
+# Of two groups of three heads, the second rank has one head of the first and two of the other.
+ASTRIDE = plan([pipe(2, 3, stage([0, 1, 2], [0, 3], tp=3, tp_split=[1, 2, 1], recompute="elementwise"))])
+PLANS = PLANS | {"astride": ASTRIDE}
 # Three groups on two ranks, and one, two or three on three ranks, which have copies of it or whole ones.
 CASES = [
-    ("granite_hybrid", "uneven_tp"), ("granite_hybrid_odd", "uneven_tp"), ("bamba", "uneven_tp"),
+    ("granite_hybrid", "uneven_tp"), ("granite_hybrid_odd", "uneven_tp"), ("bamba", "astride"),
     ("granite_hybrid", "pipeline"), ("granite_hybrid_odd", "pipeline"), ("bamba", "pipeline"),
     ("granite_hybrid_experts", "deferred_weights_and_divided_experts"),
 ]  # fmt: skip
