@@ -31,8 +31,8 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
 - Layers that predict further tokens (`num_nextn_predict_layers` of `deepseek_v3` and `glm4_moe`) are trained and
   exported where `--mtp-num-layers` asks for them ([Multi-token prediction](mtp.md)), else left out with a notice, as
   transformers leaves them out.
-- `qwen3_next` mixes layers of linear attention (Gated DeltaNet) with layers of attention, `granitemoehybrid` and `bamba`
-  layers of Mamba-2; see [Linear attention](linear_attention.md).
+- `qwen3_next` mixes layers of linear attention (Gated DeltaNet) with layers of attention, `granitemoehybrid` and
+  `bamba` layers of Mamba-2; see [Linear attention](linear_attention.md).
 - *Export*: `--save-hf`, as transformers writes it. *Generation*: `hetero-megatron generate`.
 
 ## Supported

@@ -81,7 +81,8 @@ def carried_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> CarriedByte
     delta, wide = spec.delta, max(itemsize, 4)
     assert delta is not None
     heads, dk, dv = delta.value_heads, delta.key_dim, delta.value_dim
-    token, carried = itemsize * (2 * delta.key_width + heads * dv), itemsize * heads * (2 * dk + dv)
+    token = itemsize * (2 * delta.key_width + heads * dv)
+    carried: float = itemsize * heads * (2 * dk + dv)
     run: float = wide * heads * dk * (2 * dv + dk)
     working: float = wide * heads * (2 * dk * dk / CHUNK + 7 * dk)
     if isinstance(delta, StateSpace):

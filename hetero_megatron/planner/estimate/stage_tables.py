@@ -184,7 +184,8 @@ class StageTables:
             saved = alive * (per[tight, :1] - per[tight, -1:])
             # A layer may save nothing that computing it again would free (saved <= 0): no number of layers is enough.
             need = np.ceil((kept[tight] + (work[tight, :1] - room[tight])) / np.maximum(saved, 1.0) - 1e-9)
-            need[(saved <= 0) | (alive <= fitting[tight]) | (room[tight] < 0) | (need < 1) | (need >= self._layers)] = np.inf
+            never = (saved <= 0) | (alive <= fitting[tight]) | (room[tight] < 0) | (need < 1) | (need >= self._layers)
+            need[never] = np.inf
             again = np.array([units[k].layer_again for k in tight])[:, None, None]
             best[tight] = np.minimum(best[tight], backward[tight, :1] + need * again)
             first = {k: (rows, units[k].layer_again) for k, rows in zip(tight.tolist(), need, strict=True)}
