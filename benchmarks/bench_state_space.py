@@ -50,7 +50,7 @@ def main() -> None:
 
         sides: dict[str, Callable[[], None]] = {
             "ours": lambda: rule(c, keys, x, slopes * dt, dt, None, None)[0].sum().backward(),  # noqa: B023
-            **{f"theirs, {chunk}": lambda chunk=chunk: theirs(chunk) for chunk in (64, 128, 256)},  # noqa: B023
+            **{f"theirs, {chunk}": lambda chunk=chunk: theirs(chunk) for chunk in (64, 128, 256)},
         }  # type: ignore[dict-item]
         seconds = best(sides, args.rounds)
         ratios = ", ".join(
