@@ -123,6 +123,25 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
         2,
         256,
     ),
+    "granite-4-h-20M": (  # seven layers of Mamba-2 and one of attention
+        {
+            "model_type": "granitemoehybrid",
+            "hidden_size": 256,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 768,
+            "layer_types": ["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 2,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "vocab_size": 8192,
+        },
+        4,
+        512,
+    ),
 }
 
 

@@ -18,8 +18,8 @@ MAX_INTEGER = 1 << 62  # beyond it sizes and counts do not fit int64
 
 def typed(value: Any, kind: Any, field: str) -> Any:
     """``value`` as ``kind``: ``Any``, ``None``, bool, int, float (finite), str, ``list[K]``, ``tuple[K, ...]``,
-    ``tuple[K, L]``, ``dict[str, K]``, ``K | L``, or a dataclass, whose keys are its fields (those with a default are
-    optional).
+    ``tuple[K, L]``, ``dict[str, K]``, ``K | None``, or a dataclass, whose keys are its fields (those with a default are
+    optional); of several dataclasses the first that has a field for every key.
 
     Raises:
         UserError: naming the path below ``field``.
@@ -31,8 +31,9 @@ def typed(value: Any, kind: Any, field: str) -> Any:
         if value is None and type(None) in arguments:
             return None
         kinds = [k for k in arguments if k is not type(None)]
-        assert len(kinds) == 1, f"{kind}: one kind or None"
-        return typed(value, kinds[0], field)
+        assert len(kinds) == 1 or all(map(dataclasses.is_dataclass, kinds)), f"{kind}: one kind, or dataclasses"
+        known = (k for k in kinds[:-1] if isinstance(value, dict) and value.keys() <= _hints(k).keys())
+        return typed(value, next(known, kinds[-1]), field)
     if origin is tuple and Ellipsis not in arguments and isinstance(value, list) and len(value) == len(arguments):
         return tuple(typed(item, k, f"{field}[{i}]") for i, (item, k) in enumerate(zip(value, arguments, strict=True)))
     if origin in (list, tuple) and isinstance(value, list) and (origin is list or Ellipsis in arguments):

@@ -33,8 +33,8 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
   exported where `--mtp-num-layers` asks for them ([Multi-token prediction](mtp.md)), else left out with a notice, as
   transformers leaves them out.
 - `qwen3_next`, `qwen3_5_text` and `qwen3_5_moe_text` mix layers of linear attention (Gated DeltaNet) with layers of
-  attention, `kimi_linear` (Kimi Delta Attention) with layers of latent attention; see
-  [Linear attention](linear_attention.md).
+  attention, `kimi_linear` (Kimi Delta Attention) with layers of latent attention, `granitemoehybrid` and `bamba`
+  layers of Mamba-2 with layers of attention; see [Linear attention](linear_attention.md).
 - *Export*: `--save-hf`, as transformers writes it. *Generation*: `hetero-megatron generate`.
 
 ## Supported
@@ -68,9 +68,8 @@ def markdown() -> str:
     rows = []
     for name, family in FAMILIES.items():
         experts = "yes" if family.mixture else "-"
-        context = "-" if family.linear else "yes"
         rows.append(
-            f"| `{name}` | {family.examples} | yes | yes | {context} | {experts} | {adapters(family)} | yes | yes |"
+            f"| `{name}` | {family.examples} | yes | yes | yes | {experts} | {adapters(family)} | yes | yes |"
         )
     refused = [f"| `{name}` | {lacks} | `{supported}` |" for name, (lacks, supported) in sorted(REFUSED.items())]
     return _INTRO + "\n".join(rows) + "\n" + _REFUSED + "\n".join(refused) + "\n"

@@ -121,26 +121,25 @@ class CachedDelta(nn.Module):
         self.before: list[torch.Tensor] = []
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor, a: torch.Tensor,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor | None, a: torch.Tensor,
         weights: tuple[torch.Tensor, ...], context: Context,
     ) -> torch.Tensor:  # fmt: skip
         """As :class:`~hetero_megatron.model.gated_delta_net.DeltaCore` of the current tokens."""
-        *filters, a_log, dt_bias = weights
         count, past, rows = q.shape[1], self.inner.delta.kernel - 1, self.rows
-        decay, write, state = self.inner.decay(a, a_log, dt_bias), b.sigmoid(), None if rows.first else self.state
+        decay, write = self.inner.steps(b, a, weights)
         if rows.first:
             self.before = [x.new_zeros(len(x), past, x.shape[-1]) for x in (q, k, v)]
             if rows.even != count:  # what a row was filled up with neither decays its state nor is written to it
                 real = (torch.arange(count, device=q.device) < rows.filled[:, None])[..., None]
                 decay, write = decay * (real[..., None] if decay.dim() == 4 else real), write * real
         joined = [torch.cat(pair, 1) for pair in zip(self.before, (q, k, v), strict=True)]
-        convolve = self.inner.kernels.causal_conv
-        q, k, v = (convolve(x, w, None)[:, past:] for x, w in zip(joined, filters, strict=True))
+        q, k, v = (x[:, past:] for x in self.inner.convolved(joined, weights, None))
         ends = rows.filled if rows.first else torch.ones_like(rows.filled)
         tail = ends[:, None] + torch.arange(past, device=q.device)  # the last tokens of each row, of what was joined
         self.before = [x.gather(1, tail[..., None].expand(-1, -1, x.shape[-1])) for x in joined]
-        out, self.state = self.inner.rule(q, k, v, decay, write, state, context)
-        return out
+        state = None if rows.first else self.state
+        out, self.state = self.inner.rule(q, k, v, decay, write, state, context.documents)
+        return self.inner.added(out, v, weights)
 
 
 def apply_cache(stage: GPTStage, rows: Rows) -> None:

@@ -7,6 +7,7 @@ needs nothing of others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -18,6 +19,7 @@ from hetero_megatron.ops import KernelPlan
 from hetero_megatron.spec import ModelSpec, Share
 
 Tensor = torch.Tensor
+Documents = Sequence[Sequence[int]] | None
 NORM_EPS = 1e-6  # of queries and keys, whatever the model's is
 
 
@@ -39,27 +41,55 @@ class DeltaCore(nn.Module):
         self.delta, self.kernels = spec.delta, kernels
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor, weights: tuple[Tensor, ...], context: Context
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, b: Tensor | None, a: Tensor, weights: tuple[Tensor, ...],
+        context: Context,
+    ) -> Tensor:  # fmt: skip
         """q, k: [b, s, key heads dk], v: [b, s, value heads dv]; b, a: [b, s, value heads]; weights: of the three
         convolutions, A_log and dt_bias -> [b, s, value heads, dv]."""
-        *filters, a_log, dt_bias = weights
-        convolve, documents = self.kernels.causal_conv, context.documents
-        q, k, v = (convolve(x, w, documents) for x, w in zip((q, k, v), filters, strict=True))
-        return self.rule(q, k, v, self.decay(a, a_log, dt_bias), b.sigmoid(), None, context)[0]
+        q, k, v = self.convolved((q, k, v), weights, context.documents)
+        return self.added(self.rule(q, k, v, *self.steps(b, a, weights), None, context.documents)[0], v, weights)
 
-    def decay(self, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-        """The logarithm, at most 0, of what each value head's state is multiplied with, in at least fp32."""
+    def convolved(self, qkv: Sequence[Tensor], weights: tuple[Tensor, ...], documents: Documents) -> list[Tensor]:
+        """Queries, keys and values after their convolutions."""
+        convolve = self.kernels.causal_conv
+        return [convolve(x, w, None, documents) for x, w in zip(qkv, weights[:3], strict=True)]
+
+    def steps(self, b: Tensor | None, a: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """What is done to each value head's state by a token, [b, s, value heads]: the logarithm, at most 0, of what it
+        is multiplied with, in at least fp32; and how much is written."""
+        assert b is not None
+        a_log, dt_bias = weights[3:5]
         dtype = torch.promote_types(a.dtype, torch.float32)
-        return -a_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype))
+        return -a_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype)), b.sigmoid()
 
     def rule(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, context: Context
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, write: Tensor, state: Tensor | None, documents: Documents
     ) -> tuple[Tensor, Tensor]:
         """(out [b, s, value heads, dv], state [b, value heads, dk, dv])."""
         q, k = (x.unflatten(-1, (-1, self.delta.key_dim)) for x in (q, k))
         v = v.unflatten(-1, (-1, self.delta.value_dim))
-        return self.kernels.gated_delta_rule(q, k, v, g, beta, state, context.documents, NORM_EPS)  # type: ignore[no-any-return]
+        return self.kernels.gated_delta_rule(q, k, v, g, write, state, documents, NORM_EPS)  # type: ignore[no-any-return]
+
+    def apart(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, write: Tensor, documents: Documents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The rule with zero before it, and what would become of a state there: (out [b, s, value heads, dv]; what
+        queries read of it, [b, s, value heads, dk]; the matrix that takes it through, [b, value heads, dk, dk], or one
+        number, [b, value heads, 1, 1]; the last state)."""
+        dk, dv = self.delta.key_dim, self.delta.value_dim
+        rows, length, heads = g.shape[:3]
+        v = v.unflatten(-1, (-1, dv))
+        state = torch.eye(dk, dk + dv, dtype=g.dtype, device=v.device).roll(dv, 1).expand(rows, heads, -1, -1)
+        values = torch.cat([v, v.new_zeros(rows, length, heads, dk)], -1)
+        q, k = (x.unflatten(-1, (-1, dk)) for x in (q, k))
+        both, last = self.kernels.gated_delta_rule(q, k, values, g, write, state, documents, NORM_EPS)
+        out, read = both.split([dv, dk], -1)
+        last, through = last.split([dv, dk], -1)
+        return out, read, through, last
+
+    def added(self, out: Tensor, v: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        """What the rule gives, [b, s, value heads, dv], and what goes past it."""
+        return out
 
 
 class GatedDeltaNet(nn.Module):

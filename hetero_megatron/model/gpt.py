@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
 
+from hetero_megatron.model.gated_delta_net import GatedDeltaNet
+from hetero_megatron.model.kimi_delta import KimiDeltaNet
 from hetero_megatron.model.latent_attention import LatentAttention
 from hetero_megatron.model.layers import Attention, Context, Linear, Norm, joint_products, lay_together
 from hetero_megatron.model.moe import MoEMLP
+from hetero_megatron.model.state_space import StateSpaceMixer
 from hetero_megatron.ops import Angles, KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
 from hetero_megatron.ops.dropout import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, Draws
 from hetero_megatron.spec import Dropout, LayerKind, ModelSpec, Rope, Share
@@ -80,6 +83,13 @@ def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) ->
     return MoEMLP(spec, share, kernels, shared)
 
 
+def _linear_mixer(spec: ModelSpec) -> type[GatedDeltaNet | KimiDeltaNet | StateSpaceMixer]:
+    assert spec.delta is not None
+    if spec.delta.by_feature:
+        return KimiDeltaNet
+    return StateSpaceMixer if spec.delta.mixer == "mamba2" else GatedDeltaNet
+
+
 class ResidualStream(NamedTuple):
     """The residual stream after a layer, both [b, s, h]: ``x``, and what its MLP adds. The next norm makes the sum
     as it reads them."""
@@ -111,14 +121,8 @@ class Layer(nn.Module):
         if spec.norm_placement != "post":
             self.input_layernorm = norm()
         self.kind = spec.layer(number)
-        if self.kind.linear and spec.delta is not None and spec.delta.by_feature:
-            from hetero_megatron.model.kimi_delta import KimiDeltaNet
-
-            self.linear_attn: Any = KimiDeltaNet(spec, share, kernels)
-        elif self.kind.linear:
-            from hetero_megatron.model.gated_delta_net import GatedDeltaNet
-
-            self.linear_attn = GatedDeltaNet(spec, share, kernels)
+        if self.kind.linear:
+            self.linear_attn = _linear_mixer(spec)(spec, share, kernels)
         else:
             attention = Attention if spec.mla is None else LatentAttention
             self.self_attn = attention(spec, number, share, kernels, dropout.attention)
@@ -149,7 +153,7 @@ class Layer(nn.Module):
     @property
     def mixer(self) -> nn.Module:
         """Where tokens meet: attention, or linear attention; both have a ``core_attention`` and an ``o_proj``."""
-        return cast(nn.Module, self.linear_attn if self.kind.linear else self.self_attn)
+        return self.linear_attn if self.kind.linear else self.self_attn
 
     def forward(self, x: torch.Tensor, context: Context, added: torch.Tensor | None = None) -> ResidualStream:
         """x, added: [b, s, h]; between the blocks, of a TP rank's own tokens."""

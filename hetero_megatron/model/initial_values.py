@@ -19,15 +19,17 @@ def initial_values(tensor: LogicalTensor, box: Box, spec: ModelSpec, seed: int) 
 
     The projections that write into the residual stream (``o_proj``, ``down_proj``) get
     ``init_std / sqrt(2 * num_layers)``, as in GPT-2 and Megatron. Of an adapter, B is 0 and A uniform within
-    1 / sqrt(inputs), as in PEFT. Of linear attention, the gated norm's weights and dt_bias are 1 and A_log is as in
+    1 / sqrt(inputs), as in PEFT. Of linear attention, the gated norm's weights, dt_bias and D are 1 and A_log is as in
     transformers; of Kimi Delta Attention both A_log and dt_bias.
     """
     kimi = spec.delta is not None and spec.delta.by_feature
+    if tensor.name.endswith("A_log") and spec.delta is not None and spec.delta.mixer == "mamba2":
+        return torch.arange(box.lo[0] + 1, box.hi[0] + 1, dtype=torch.float64).log()
     if tensor.name.endswith("A_log"):
         return _decays(tensor, seed, 1.0 if kimi else 0.01)[box.lo[0] : box.hi[0]]
     if kimi and tensor.name.endswith("linear_attn.dt_bias"):
         return _step_sizes(tensor, seed)[box.lo[0] : box.hi[0]]
-    if tensor.name.endswith(("linear_attn.dt_bias", "linear_attn.norm.weight")):
+    if tensor.name.endswith(("linear_attn.dt_bias", "linear_attn.norm.weight", "linear_attn.D")):
         return torch.ones(box.shape)
     if tensor.is_bias or tensor.name.endswith("sinks"):
         return torch.zeros(box.shape)

@@ -20,11 +20,12 @@ Tensor = torch.Tensor
 
 
 class KimiDeltaCore(DeltaCore):
-    def decay(self, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-        """[b, s, heads dk] -> [b, s, heads, dk]: the logarithm, at most 0, of what each row of a head's state is
-        multiplied with, in at least fp32."""
-        decays = super().decay(a, a_log.repeat_interleave(self.delta.key_dim), dt_bias)
-        return decays.unflatten(-1, (-1, self.delta.key_dim))
+    def steps(self, b: Tensor | None, a: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """As of Gated DeltaNet, but that each row of a head's state is multiplied with a number of its own:
+        a [b, s, heads dk], and the first result [b, s, heads, dk]."""
+        *filters, a_log, dt_bias = weights
+        decay, write = super().steps(b, a, (*filters, a_log.repeat_interleave(self.delta.key_dim), dt_bias))
+        return decay.unflatten(-1, (-1, self.delta.key_dim)), write
 
 
 class KimiDeltaNet(nn.Module):

@@ -22,6 +22,7 @@ from hetero_megatron.ops import (
     rope,
     router,
     softmax,
+    state_space,
     vocab_cross_entropy,
 )
 from hetero_megatron.ops.cross_entropy import KERNELS as CROSS_ENTROPY_KERNELS
@@ -134,6 +135,7 @@ SPECS: dict[str, OpSpec] = {
         *attention_op.SPECS,
         causal_conv.SPEC,
         gated_delta.SPEC,
+        state_space.SPEC,
         dropout.SPEC,
         gemm.SPEC,
         *gemm_fp8.SPECS,
@@ -181,6 +183,7 @@ ATEN_KERNELS: tuple[Kernel, ...] = (
     *attention_op.KERNELS,
     *causal_conv.KERNELS,
     *gated_delta.KERNELS,
+    *state_space.KERNELS,
     *dropout.KERNELS,
     *gemm.KERNELS,
     *grouped_gemm.KERNELS,

@@ -27,7 +27,7 @@ def stage_operators(spec: ModelSpec, share: Share, head: bool, tp: int) -> Itera
     ffn, vocabulary = share.ffn[1] - share.ffn[0], share.vocab[1] - share.vocab[0]
     yield "gemm", {"inputs": (h, heads * d, ffn), "outputs": (heads * d, kv_heads * d, h, ffn)}
     rms_widths = ((h,) if spec.norm == "rms" else ()) + ((d,) if spec.qk_norm == "head" else ())
-    rms_widths += () if spec.delta is None else (spec.delta.value_dim,)
+    rms_widths += (spec.delta.value_dim,) if spec.delta is not None and spec.delta.mixer == "gated_delta" else ()
     if rms_widths:
         yield "rms_norm", {"width": rms_widths}
     if spec.norm == "rms" and spec.norm_placement != "post":
@@ -48,12 +48,11 @@ def stage_operators(spec: ModelSpec, share: Share, head: bool, tp: int) -> Itera
         yield "router_topk", {"experts": (spec.moe.num_experts,)}
     yield "attention", {"head_dim": (d,), "heads": (heads,), "kv_heads": (kv_heads,)}
     if spec.delta is not None:
-        local_key_heads = share.key_heads[1] - share.key_heads[0]
-        key_heads, value_heads = local_key_heads, local_key_heads * spec.delta.values_per_key
+        key_heads, value_heads = (b - a for a, b in (share.key_heads, share.value_heads))
         widths = key_heads * spec.delta.key_dim, value_heads * spec.delta.value_dim
         yield "causal_conv", {"width": widths, "taps": (spec.delta.kernel,)}
         heads_of = {"key_heads": (key_heads,), "value_heads": (value_heads,)}
-        yield "gated_delta_rule", {"key_dim": (spec.delta.key_dim,), "value_dim": (spec.delta.value_dim,), **heads_of}
+        yield spec.delta.rule, {"key_dim": (spec.delta.key_dim,), "value_dim": (spec.delta.value_dim,), **heads_of}
     if head:
         yield ("vocab_cross_entropy" if tp > 1 else "cross_entropy"), {"vocabulary": (vocabulary,)}
     yield "adamw", {}
@@ -119,7 +118,8 @@ def stage_signatures(
         operators["dropout"] = {"width": tuple(sorted(widths))}
     if tiled:
         operators["attn_merge"] = {key: operators["attention"][key] for key in ("head_dim", "heads")}
-        if spec.delta is not None:  # values with further features, which carry the state of other ranks
+        # Values with further features, which carry the state of other ranks.
+        if "gated_delta_rule" in operators and spec.delta is not None:
             widths_of_values = (spec.delta.value_dim, spec.delta.value_dim + spec.delta.key_dim)
             operators["gated_delta_rule"] = operators["gated_delta_rule"] | {"value_dim": widths_of_values}
     if "linear_cross_entropy" in wanted and head:

@@ -161,7 +161,7 @@ def apply_context_parallel(
     """Make the layers of ``stage`` attend across the context groups, by ``kernel`` and the operator ``attn_merge``, and
     those of linear attention pass their states."""
     shared: dict[tuple[int | None, int | None], StageAttention] = {}  # by window and chunk
-    linear = [layer.linear_attn for layer in stage.layers() if layer.kind.linear]
+    linear: list[Any] = [layer.linear_attn for layer in stage.layers() if layer.kind.linear]
     if linear:
         from hetero_megatron.parallel.context_states import ContextDelta, StageStates
 

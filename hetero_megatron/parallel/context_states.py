@@ -18,7 +18,7 @@ from torch import nn
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Piece
-from hetero_megatron.model.gated_delta_net import NORM_EPS, DeltaCore
+from hetero_megatron.model.gated_delta_net import DeltaCore
 from hetero_megatron.model.layers import Context
 from hetero_megatron.parallel.head_exchange import HeadExchange
 from hetero_megatron.plans.context_plan import StageContext
@@ -57,11 +57,12 @@ class StageStates:
         assert delta is not None
         self.comm, self.key_dim, self.value_dim = comm, delta.key_dim, delta.value_dim
         member = context.member(comm.rank)
-        self.first_head, last_head = member.held.key_heads
-        self.key_heads, self.values_per_key = last_head - self.first_head, delta.values_per_key
-        seen, move = looked_at(context, member.tokens), convolved(context)
-        shapes = tuple((sum(b - a for a, b in tokens), self.key_heads) for tokens in (member.tokens, seen))
-        self.look_back = HeadExchange(comm.group(context.ranks), [move] * 3, [(shapes[0], shapes[1])] * 3)
+        self.first_head = member.held.value_heads[0]
+        self.heads = tuple(b - a for a, b in (member.held.key_heads, member.held.value_heads))
+        seen, (keys, values) = looked_at(context, member.tokens), convolved(context)
+        before, after = (sum(b - a for a, b in tokens) for tokens in (member.tokens, seen))
+        shapes = [((before, heads), (after, heads)) for heads in (self.heads[0], *self.heads)]
+        self.look_back = HeadExchange(comm.group(context.ranks), [keys, keys, values], shapes)
         all_runs = chain(context)
         self.starts = [run.tokens[0] for run in all_runs]
         moves, self.runs = state_moves(all_runs), list[OwnRun]()
@@ -69,19 +70,19 @@ class StageStates:
             if run.tokens not in member.tokens:
                 continue
             (a, b), past = run.tokens, min(delta.kernel - 1, run.tokens[0])
-            before = moves[number - 1].receives(comm.rank) if number else []
-            after = moves[number].sends(comm.rank) if number < len(moves) else []
+            received = moves[number - 1].receives(comm.rank) if number else []
+            sent = moves[number].sends(comm.rank) if number < len(moves) else []
             local_slice, at = place_among(member.tokens, (a, b)), place_among(seen, (a - past, b))
-            peers = [(p.src, self._heads(p)) for p in before], [(p.dst, self._heads(p)) for p in after]
+            peers = [(p.src, self._heads(p)) for p in received], [(p.dst, self._heads(p)) for p in sent]
             self.runs.append(OwnRun(number, (a, b), local_slice, at, past, *peers))
 
     def _heads(self, piece: Piece) -> slice:
-        a, b = ((x - self.first_head) * self.values_per_key for x in (piece.box.lo[0], piece.box.hi[0]))
-        return slice(a, b)
+        return slice(piece.box.lo[0] - self.first_head, piece.box.hi[0] - self.first_head)
 
-    def by_heads(self, x: Tensor) -> Tensor:
-        """[b, s, key heads n] -> [b, s, key heads, n]."""
-        return x.unflatten(-1, (self.key_heads, x.shape[-1] // max(self.key_heads, 1)))
+    def by_heads(self, *qkv: Tensor) -> list[Tensor]:
+        """Each [b, s, heads n] -> [b, s, heads, n]."""
+        heads = (self.heads[0], *self.heads)
+        return [x.unflatten(-1, (count, x.shape[-1] // max(count, 1))) for x, count in zip(qkv, heads, strict=True)]
 
     def goes_on(self, number: int, documents: Documents) -> bool:
         """Whether some row's document began before run ``number``, so that there is a state before it."""
@@ -122,46 +123,37 @@ class ContextDelta(nn.Module):
         self.shared, self.inner = shared, core
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor, weights: tuple[Tensor, ...], context: Context
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, b: Tensor | None, a: Tensor, weights: tuple[Tensor, ...],
+        context: Context,
+    ) -> Tensor:  # fmt: skip
         """As the core, of the rank's own tokens."""
         shared, documents = self.shared, context.documents
-        *filters, a_log, dt_bias = weights
-        decay, write = self.inner.decay(a, a_log, dt_bias), b.sigmoid()
-        seen = [x.flatten(2) for x in shared.look_back(*map(shared.by_heads, (q, k, v)))]
+        decay, write = self.inner.steps(b, a, weights)
+        seen = [x.flatten(2) for x in shared.look_back(*shared.by_heads(q, k, v))]
         outs, carried = list[Tensor](), list[Tensor | None]()
         for run in shared.runs:
             start, end = run.tokens
             looked = starts_within(documents, start - run.past, end)
-            convolve = self.inner.kernels.causal_conv
-            q, k, v = (convolve(x[:, run.seen], w, looked)[:, run.past :] for x, w in zip(seen, filters, strict=True))
+            convolved = self.inner.convolved([x[:, run.seen] for x in seen], weights, looked)
+            q, k, v = (x[:, run.past :] for x in convolved)
             rows, goes_on = starts_within(documents, start, end), shared.goes_on(run.number, documents)
             out, *rest = self._run(q, k, v, decay[:, run.local_slice], write[:, run.local_slice], rows, goes_on)
-            outs.append(out)
+            outs.append(self.inner.added(out, v, weights))
             carried += rest
         outs = outs or [seen[2].unflatten(-1, (-1, shared.value_dim))]  # without tokens
         outs = list(_Carry.apply(shared, documents, len(outs), *outs, *carried))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _run(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Documents, goes_on: bool
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, write: Tensor, documents: Documents, goes_on: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """Of a run with zero before it (out [b, s, value heads, dv], last state); where something is before it, too
         what queries read of that [b, s, value heads, dk], and what becomes of it [b, value heads, dk, dk]:
         (out, read, through, last state)."""
-        dk, dv = self.shared.key_dim, self.shared.value_dim
-        q, k, v = q.unflatten(-1, (-1, dk)), k.unflatten(-1, (-1, dk)), v.unflatten(-1, (-1, dv))
-        rule = self.inner.kernels.gated_delta_rule
-        if not goes_on:
-            out, last = rule(q, k, v, g, beta, None, documents, NORM_EPS)
-            return out, None, None, last
-        rows, _, heads = v.shape[:3]
-        state = torch.eye(dk, dk + dv, dtype=g.dtype, device=v.device).roll(dv, 1).expand(rows, heads, -1, -1)
-        values = torch.cat([v, v.new_zeros(*v.shape[:3], dk)], -1)
-        both, last = rule(q, k, values, g, beta, state, documents, NORM_EPS)
-        out, read = both.split([dv, dk], -1)
-        last, through = last.split([dv, dk], -1)
-        return out, read, through, last
+        if goes_on:
+            return self.inner.apart(q, k, v, g, write, documents)
+        out, last = self.inner.rule(q, k, v, g, write, None, documents)
+        return out, None, None, last
 
 
 class _Carry(torch.autograd.Function):
@@ -178,7 +170,7 @@ class _Carry(torch.autograd.Function):
                 state = shared.receive(last, run.before, 2 * run.number)
                 state = _kept(state, run, documents)
                 outs[i] = outs[i].to(state.dtype).add(_per_head(read.to(state.dtype), state)).to(outs[i].dtype)
-                last = torch.matmul(through, state).add_(last)
+                last = _taken(through, state).add_(last)
                 saved += [read, through, state]
             if shared.goes_on(run.number + 1, documents):
                 sent += shared.send(last, run.after, 2 * run.number + 2)
@@ -205,9 +197,10 @@ class _Carry(torch.autograd.Function):
                 continue
             state, through, read = saved.pop(), saved.pop(), saved.pop()
             grad = grads[i].to(state.dtype)
-            d_state = torch.matmul(through.mT, d_last).add_(torch.einsum("bshk,bshv->bhkv", read.to(grad.dtype), grad))
+            d_state = _taken(through.mT, d_last).add_(torch.einsum("bshk,bshv->bhkv", read.to(grad.dtype), grad))
             gradients[3 * i] = _per_head(grad, state.mT).to(read.dtype)
-            gradients[3 * i + 1] = torch.matmul(d_last, state.mT)
+            of_one = through.shape[-1] == 1  # number
+            gradients[3 * i + 1] = (d_last * state).sum((2, 3), True) if of_one else torch.matmul(d_last, state.mT)
             sent += shared.send(_kept(d_state, run, documents), run.before, 2 * run.number + 1)
         for handle in sent:
             handle.wait()
@@ -216,6 +209,11 @@ class _Carry(torch.autograd.Function):
 
 def _like(x: Tensor) -> tuple[torch.Size, torch.dtype]:
     return x.shape, x.dtype
+
+
+def _taken(through: Tensor, state: Tensor) -> Tensor:
+    """The state [b, heads, dk, dv] after a run: ``through`` is a matrix for each head, or one number."""
+    return through * state if through.shape[-1] == 1 else torch.matmul(through, state)
 
 
 def _per_head(x: Tensor, matrix: Tensor) -> Tensor:

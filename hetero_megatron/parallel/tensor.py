@@ -8,6 +8,7 @@ partial sums that are scattered back to token shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,13 @@ from hetero_megatron.comm import Group
 from hetero_megatron.model.gpt import Embedding, GPTStage
 from hetero_megatron.model.layers import Attention, Linear, sum_heads
 from hetero_megatron.model.moe import MoEMLP
-from hetero_megatron.parallel.collectives import gather_tokens, max_over_ranks, scatter_tokens, sum_over_ranks
+from hetero_megatron.parallel.collectives import (
+    gather_tokens,
+    max_over_ranks,
+    scatter_tokens,
+    sum_of_ranks,
+    sum_over_ranks,
+)
 from hetero_megatron.parallel.vocab import VocabParallelEmbedding
 
 
@@ -115,6 +122,9 @@ def apply_tensor_parallel(
         mixer = layer.mixer
         if isinstance(mixer, Attention):
             mixer.sum_heads = SumHeads(group, kv_heads)
+        norm: Any = getattr(mixer, "norm", None)
+        if layer.kind.mixer == "mamba2" and norm.groups < group.size:  # some are on several ranks
+            norm.over_ranks = partial(sum_of_ranks, group=group)
         # A mixture of experts routes the tokens that a rank has; only what they share is cut as a dense MLP is.
         mlp = layer.mlp.shared_expert if isinstance(layer.mlp, MoEMLP) else layer.mlp
         for block, row in ((mixer, "o_proj"), *(((mlp, "down_proj"),) if mlp is not None else ())):

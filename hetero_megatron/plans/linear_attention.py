@@ -2,7 +2,7 @@
 
 A member's tokens are *runs*, intervals of the sequence. In the order of their tokens, those of all groups are a chain:
 a run begins with the state that the run before it leaves, and its convolutions look back at the last tokens before it.
-Neither grows with the length of runs. Key heads, each with its value heads, are cut among the ranks of a member.
+Neither grows with the length of runs. Heads are cut among the ranks of a member.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hetero_megatron.plans.shares import merged
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Tokens of a sequence that follow each other on one member; ``heads``: the key heads of its ranks."""
+    """Tokens of a sequence that follow each other on one member; ``heads``: the value heads of its ranks."""
 
     tokens: Interval
     heads: Layout
@@ -29,14 +29,14 @@ def chain(context: StageContext) -> tuple[TokenRun, ...]:
     assert context.spec.delta is not None
     held: dict[Interval, dict[int, tuple[Box, ...]]] = {}
     for member in _members(context):
-        a, b = member.held.key_heads
+        a, b = member.held.value_heads
         for tokens in member.tokens:
             held.setdefault(tokens, {})[member.rank] = (Box((a,), (b,)),)
-    return tuple(TokenRun(tokens, Layout((context.spec.delta.key_heads,), held[tokens])) for tokens in sorted(held))
+    return tuple(TokenRun(tokens, Layout((context.spec.delta.value_heads,), held[tokens])) for tokens in sorted(held))
 
 
 def state_moves(runs: Sequence[TokenRun]) -> tuple[Transfer, ...]:
-    """How states move from each run to the next, over (key head,)."""
+    """How states move from each run to the next, over (value head,)."""
     return tuple(transfer(before.heads, after.heads) for before, after in zip(runs, runs[1:]))
 
 
@@ -47,14 +47,23 @@ def looked_at(context: StageContext, tokens: Sequence[Interval]) -> tuple[Interv
     return merged([*tokens, *((max(a - past, end), a) for (a, _), end in zip(tokens, ends))])
 
 
-def convolved(context: StageContext) -> Move:
-    """From a member's own tokens to all that its convolutions look at, over (token, key head)."""
-    assert context.spec.delta is not None
-    shape, members = (context.seq_length, context.spec.delta.key_heads), _members(context)
-    return move_between(
-        layout_of(shape, {m.rank: (m.tokens, m.held.key_heads) for m in members}),
-        layout_of(shape, {m.rank: (looked_at(context, m.tokens), m.held.key_heads) for m in members}),
+def convolved(context: StageContext) -> tuple[Move, Move]:
+    """From a member's own tokens to all that its convolutions look at, over (token, key head) and (token, value head).
+    Of key heads that several ranks of a member have, each takes what another member has once."""
+    delta, members = context.spec.delta, _members(context)
+    assert delta is not None
+    held = ((delta.key_heads, "key_heads"), (delta.value_heads, "value_heads"))
+    keys, values = (
+        move_between(
+            layout_of((context.seq_length, count), {m.rank: (m.tokens, getattr(m.held, name)) for m in members}),
+            layout_of(
+                (context.seq_length, count),
+                {m.rank: (looked_at(context, m.tokens), getattr(m.held, name)) for m in members},
+            ),
+        )
+        for count, name in held
     )
+    return keys, values
 
 
 def place_among(tokens: Sequence[Interval], piece: Interval) -> slice:
@@ -76,10 +85,12 @@ def passed_bytes(context: StageContext, item: int, wide: int) -> tuple[Mapping[t
     """
     delta = context.spec.delta
     assert delta is not None
-    projected = (2 * delta.key_dim + delta.values_per_key * delta.value_dim) * item
-    state = delta.values_per_key * delta.key_dim * delta.value_dim * wide
-    moves = [(convolved(context).pieces, projected), *((move, state) for move in state_moves(chain(context)))]
-    return tuple(_volumes(move, size) for move, size in moves)
+    keys, values = convolved(context)
+    looked_at_bytes = _volumes(keys.pieces, 2 * delta.key_dim * item)
+    for pair, size in _volumes(values.pieces, delta.value_dim * item).items():
+        looked_at_bytes[pair] = looked_at_bytes.get(pair, 0) + size
+    state = delta.key_dim * delta.value_dim * wide
+    return looked_at_bytes, *(_volumes(move, state) for move in state_moves(chain(context)))
 
 
 def _volumes(move: Transfer, size: int) -> dict[tuple[int, int], int]:

@@ -184,7 +184,7 @@ def layer_activation_bytes(
         from hetero_megatron.spec.delta_bytes import delta_activation_bytes
 
         assert spec.delta is not None
-        lse += linear * delta_activation_bytes(spec, recompute, itemsize)
+        lse += linear * delta_activation_bytes(spec, recompute, itemsize, tp)
         gathered += linear * spec.delta.low_rank
     experts = routed * expert_activation_bytes(spec, load, itemsize, elementwise) if load is not None else 0.0
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
@@ -212,7 +212,7 @@ def layer_operand_bytes(
         from hetero_megatron.spec.delta_bytes import delta_operands
 
         assert spec.delta is not None
-        cut, low_rank = (1 - linear) * cut + linear * delta_operands(spec), 2 * linear * spec.delta.low_rank
+        cut, low_rank = (1 - linear) * cut + linear * delta_operands(spec, tp), 2 * linear * spec.delta.low_rank
     cut += (3 if spec.gated else 2) * common_columns(spec, routed) + dropped[1]
     of_mlp = shared_inputs(spec, routed, tp)
     outputs = 1 if spec.parallel_block is not None and tp <= 1 else 1 + of_mlp

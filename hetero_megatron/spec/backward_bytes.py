@@ -80,7 +80,7 @@ def layer_backward_bytes(
 
         experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
         freed = mlp_kept + row * spec.hidden_size + experts
-        core_bytes = tokens * delta_backward_bytes(spec, itemsize) / tp if cores is None else cores.linear
+        core_bytes = tokens * delta_backward_bytes(spec, itemsize, tp) / tp if cores is None else cores.linear
         moments.append(BackwardMoment(core_bytes, freed, 0.0, row * spec.hidden_size))
     if split:
         return round(2 * shard + max(x.allocated + x.waiting for x in moments))

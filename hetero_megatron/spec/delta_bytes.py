@@ -1,16 +1,34 @@
-"""Bytes per token that a layer of Gated DeltaNet keeps from forward to backward, and needs in backward, as plain
-formulas: what ``model/gated_delta_net.py`` and ``ops/gated_delta_chunks.py`` have."""
+"""Bytes per token that a layer of linear attention keeps from forward to backward, and needs in backward, as plain
+formulas: what ``model/gated_delta_net.py`` and ``ops/gated_delta_chunks.py`` have, and, of Mamba-2,
+``spec/state_space_bytes.py``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hetero_megatron.spec.model_spec import ModelSpec
+from hetero_megatron.spec.state_space import StateSpace
+from hetero_megatron.spec.state_space_bytes import (
+    beside_rule_bytes,
+    carried_token_bytes,
+    core_bytes,
+    outside_bytes,
+    rule_backward_bytes,
+)
 
 CHUNK = 64  # tokens, of the gated delta rule
 
 
-def delta_activation_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> float:
+def copied_width(spec: ModelSpec, tp: float) -> float:
+    """Key features of a token that ranks of a TP group have as copies, over all of them: of Mamba-2 with fewer groups
+    than ranks."""
+    delta = spec.delta
+    if not isinstance(delta, StateSpace) or tp <= delta.key_heads:
+        return 0.0
+    return (min(tp, delta.value_heads) - delta.key_heads) * delta.key_dim
+
+
+def delta_activation_bytes(spec: ModelSpec, recompute: str, itemsize: int, tp: float = 1.0) -> float:
     """Of all heads:
 
     - what is projected; the gated norm's input and output, and what the projection after it reads, 3 v;
@@ -25,6 +43,9 @@ def delta_activation_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> fl
     assert delta is not None
     v, heads = delta.value_width, delta.value_heads
     core = _core_bytes(spec, itemsize)
+    if isinstance(delta, StateSpace):
+        copies = 2 * copied_width(spec, tp) * itemsize * (1 if recompute == "selective" else 2)
+        return outside_bytes(delta, recompute, itemsize) + copies + (0 if recompute == "selective" else core)
     kimi = delta.by_feature
     projected = delta.projected - (delta.decays if kimi else 0)
     outside = itemsize * (projected + (2 if recompute == "elementwise" and not kimi else 3) * v) + wide * heads
@@ -33,6 +54,8 @@ def delta_activation_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> fl
 
 def _core_bytes(spec: ModelSpec, itemsize: int) -> float:
     assert spec.delta is not None
+    if isinstance(spec.delta, StateSpace):
+        return core_bytes(spec.delta, itemsize)
     heads = spec.delta.value_heads
     decays = 3 * spec.delta.decays
     return itemsize * (2 * spec.delta.key_width + spec.delta.value_width + heads) + max(itemsize, 4) * decays
@@ -62,14 +85,18 @@ def carried_bytes(spec: ModelSpec, recompute: str, itemsize: int) -> CarriedByte
     delta, wide = spec.delta, max(itemsize, 4)
     assert delta is not None
     heads, dk, dv = delta.value_heads, delta.key_dim, delta.value_dim
-    token, carried = itemsize * (2 * delta.key_width + heads * dv), itemsize * heads * (2 * dk + dv)
-    run, working = wide * heads * dk * (2 * dv + dk), wide * heads * (2 * dk * dk / CHUNK + 7 * dk)
+    token = itemsize * (2 * delta.key_width + heads * dv)
+    carried: float = itemsize * heads * (2 * dk + dv)
+    run: float = wide * heads * dk * (2 * dv + dk)
+    working: float = wide * heads * (2 * dk * dk / CHUNK + 7 * dk)
+    if isinstance(delta, StateSpace):
+        carried, run, working = carried_token_bytes(delta, itemsize)
     if recompute != "selective":
         return CarriedBytes(token, carried, run, working, 0.0)
     return CarriedBytes(0.0, 0.0, 0.0, working + carried, token + _core_bytes(spec, itemsize))
 
 
-def delta_backward_bytes(spec: ModelSpec, itemsize: int) -> float:
+def delta_backward_bytes(spec: ModelSpec, itemsize: int, tp: float = 1.0) -> float:
     """Of backward of the gated delta rule, which runs its forward again, in at least fp32, at the worst of its moments
     (``_gradients`` of ``ops/gated_delta_chunks.py``). In elements per value head, r key heads of each:
 
@@ -81,6 +108,8 @@ def delta_backward_bytes(spec: ModelSpec, itemsize: int) -> float:
     """
     delta = spec.delta
     assert delta is not None
+    if isinstance(delta, StateSpace):
+        return rule_backward_bytes(delta, itemsize, copied_width(spec, tp))
     dk, dv, r = delta.key_dim, delta.value_dim, 1 / delta.values_per_key
     states = dk * dv / CHUNK
     if delta.by_feature:
@@ -106,17 +135,22 @@ def _by_features(dk: int, dv: int, r: float) -> float:
     return chunks + max(moments)
 
 
-def delta_core_bytes(spec: ModelSpec, recompute: str, itemsize: int, rows: int, tokens: float) -> float:
-    """That of ``tokens`` of ``rows`` sequences, all heads, with the state before each and its gradient; ``selective``
-    makes its output again and holds its gradient besides."""
+def delta_core_bytes(
+    spec: ModelSpec, recompute: str, itemsize: int, rows: int, tokens: float, tp: float = 1.0
+) -> float:
+    """That of ``tokens`` of ``rows`` sequences, all heads, with the state before each and its gradient (of Mamba-2, two
+    of it); ``selective`` makes its output again and holds its gradient besides."""
     delta = spec.delta
     assert delta is not None
-    ends = 2 * rows * max(itemsize, 4) * delta.value_heads * delta.key_dim * delta.value_dim
+    state = max(itemsize, 4) * delta.value_heads * delta.key_dim * delta.value_dim
+    ends = (3 if isinstance(delta, StateSpace) else 2) * rows * state
     again = 2 * tokens * itemsize * delta.value_width if recompute == "selective" else 0.0
-    return tokens * delta_backward_bytes(spec, itemsize) + ends + again
+    if isinstance(delta, StateSpace):
+        again += tokens * beside_rule_bytes(delta, recompute, itemsize)
+    return tokens * delta_backward_bytes(spec, itemsize, tp) + ends + again
 
 
-def delta_operands(spec: ModelSpec) -> int:
+def delta_operands(spec: ModelSpec, tp: float = 1.0) -> float:
     """Elements of operands of weight gradients: those of all that is projected, and what the last projection reads."""
     assert spec.delta is not None
-    return spec.delta.projected + spec.delta.value_width
+    return spec.delta.projected + spec.delta.value_width + 2 * copied_width(spec, tp)

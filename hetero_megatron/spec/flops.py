@@ -107,10 +107,9 @@ def linear_layers(spec: ModelSpec) -> float:
 
 
 def delta_flops(spec: ModelSpec) -> float:
-    """Forward FLOPs per token of the gated delta rule in an average layer: per value head, what the state has under a
-    key, its correction, and what it has under the query."""
+    """Forward FLOPs per token of the rule of linear attention in an average layer."""
     delta = spec.delta
-    return 0.0 if delta is None else linear_layers(spec) * 6 * delta.value_width * delta.key_dim
+    return 0.0 if delta is None else linear_layers(spec) * 2 * delta.state_products * delta.value_width * delta.key_dim
 
 
 def projection_elements(spec: ModelSpec) -> float:

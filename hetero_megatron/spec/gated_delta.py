@@ -46,6 +46,26 @@ class GatedDelta:
         return {name: value for name, value in asdict(self).items() if name != "by_feature" or value}
 
     @property
+    def mixer(self) -> str:
+        """The kind of a layer that has it."""
+        return "gated_delta"
+
+    @property
+    def rule(self) -> str:
+        """The operator."""
+        return "gated_delta_rule"
+
+    @property
+    def state_products(self) -> int:
+        """Of vectors with a state, per token and value head: with the key, of the key, and with the query."""
+        return 3
+
+    @property
+    def further_width(self) -> float:
+        """Features of values that the rule would have besides, for its time, where a state of another rank comes."""
+        return self.key_dim
+
+    @property
     def values_per_key(self) -> int:
         """Value heads of a key head."""
         return self.value_heads // self.key_heads

@@ -125,7 +125,7 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     """
     family = FAMILIES.get(spec.hf_model_type)
     assert family is not None, spec.hf_model_type
-    if family.mixture and spec.moe is None:
+    if family.mixture and spec.moe is None and not family.dense_form:
         raise UserError(
             f"every Hugging Face {spec.hf_model_type} model is a mixture of experts; it cannot be exported",
             field="moe", value=None, accepted="a model with experts",

@@ -88,25 +88,25 @@ class FusedExperts:
 
     Args:
         interleaved: output 2i is of the gate and 2i + 1 of up (gpt-oss); else the gate's outputs come first (Llama 4).
-        transposed: False: tensors [experts, outputs, inputs] (Qwen3.5).
+        transposed: False: tensors [experts, outputs, inputs] (Qwen3.5, GraniteMoE).
+        tensors: what that of gate and up is called, and that of down.
     """
 
     interleaved: bool = False
     transposed: bool = True
+    tensors: tuple[str, str] = ("gate_up_proj", "down_proj")
 
     def source(self, spec: ModelSpec, prefix: str, expert: int, projection: str, kind: str) -> HFSource:
         assert spec.moe is not None
-        fused, outputs = "down_proj", None
-        start, step = 0, 1
+        start, step, outputs = 0, 1, None
         if projection != "down_proj":
-            fused, outputs = "gate_up_proj", 2 * spec.moe.ffn_hidden_size
+            outputs = 2 * spec.moe.ffn_hidden_size
             second = projection == "up_proj"
             start = int(second) * (1 if self.interleaved else spec.moe.ffn_hidden_size)
             step = 2 if self.interleaved else 1
-        name = f"{prefix}.{fused}" + ("_bias" if kind == "bias" else "")
-        return HFSource(
-            name, start, outputs, self.transposed and kind == "weight", step, (expert, spec.moe.num_experts)
-        )
+        name = f"{prefix}.{self.tensors[projection == 'down_proj']}" + ("_bias" if kind == "bias" else "")
+        transpose = self.transposed and kind == "weight"
+        return HFSource(name, start, outputs, transpose, step, (expert, spec.moe.num_experts))
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,7 @@ class NameTable:
         fused: their module in a layer -> the logical modules whose rows it holds, one after the other.
         by_group: those of them with such rows of one group after the other -> which groups: of a key-value head with
             its queries, of a query head, or of a key head of linear attention with its value heads.
+        alike: logical module -> another one, never in the same model, whose place in files it has.
         two_norms: logical norm -> theirs in layers whose attention and MLP take one input through norms of their own,
             where it is called otherwise there.
         heads_apart: logical modules whose vector is stored as a tensor for each head, ``{}`` in theirs for its number.
@@ -134,6 +135,7 @@ class NameTable:
     modules: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     by_group: Mapping[str, str] = field(default_factory=dict)
+    alike: Mapping[str, str] = field(default_factory=dict)
     two_norms: Mapping[str, str] = field(default_factory=dict)
     heads_apart: frozenset[str] = frozenset()
     head_rows: frozenset[str] = frozenset()
@@ -151,6 +153,7 @@ class NameTable:
         if match is None:
             return HFSource(self.outside.get(name, name))
         layer, module, kind = match.groups()
+        module = self.alike.get(module, module)
         expert = _EXPERT.fullmatch(module)
         any_expert = module if expert is None else f"{expert[1]}.{{}}.{expert[3]}"
         if expert is not None and self.experts is not None:
@@ -175,8 +178,8 @@ class NameTable:
         width = spec.head_dim if module in self.head_rows else 0
         transpose = module_name in self.transposed and kind == "weight"
         return HFSource(
-            full, start, rows, transpose, block=block, period=period, width=width, filters=module_name in self.filters,
-            within=self.within.get(module_name, (0, 0)),
+            full, start, rows, transpose, block=block, period=period, width=width,
+            filters=module_name in self.filters and kind == "weight", within=self.within.get(module_name, (0, 0)),
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from hetero_megatron.spec.lora import Lora
 from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.moe import MoE
 from hetero_megatron.spec.rope import Rope
+from hetero_megatron.spec.state_space import StateSpace
 
 # Beyond these, sizes overflow (int64 bytes) or exhaust memory before anything can be said about them.
 MAX_SIZE = 2**31 - 1
@@ -43,7 +44,7 @@ class LayerKind:
         chunk: a document is cut into chunks of so many tokens from its start, and a token sees those of its own chunk
             (Llama 4); None: all.
         query_growth: queries grow with the position, if those of the model do (``ModelSpec.query_growth``).
-        mixer: ``attention``, or ``gated_delta``: linear attention as ``ModelSpec.delta`` says.
+        mixer: ``attention``, or what ``ModelSpec.delta`` says: ``gated_delta`` (linear attention) or ``mamba2``.
     """
 
     window: int | None = None
@@ -65,7 +66,7 @@ class LayerKind:
     @property
     def linear(self) -> bool:
         """Its tokens meet in a state, not pair by pair."""
-        return self.mixer == "gated_delta"
+        return self.mixer != "attention"
 
     def shape(self, head_dim: int) -> tuple[Any, ...]:
         """What counts for memory and time."""
@@ -80,7 +81,7 @@ class LayerKind:
 
 
 MLP_KINDS = ("dense", "moe")
-MIXERS = ("attention", "gated_delta")
+MIXERS = ("attention", "gated_delta", "mamba2")
 
 
 # Fields that change numbers, but neither memory nor time.
@@ -124,7 +125,7 @@ class ModelSpec:
         mla: attention is multi-head latent attention; ``head_dim`` is what the attention operator sees, and there are
             as many key-value heads as heads.
         attn_gate: what attention puts out is multiplied by the sigmoid of a projection of the token (Qwen3-Next).
-        delta: what the mixer of a layer of kind ``gated_delta`` is.
+        delta: what the mixer of a layer of another kind than ``attention`` is.
         lora: adapters; all that is not of them is frozen.
         mtp_layers: modules after the last layer that predict tokens further ahead (``model/prediction.py``), each with
             a layer of the last one's kind; their numbers follow those of the layers.
@@ -171,7 +172,7 @@ class ModelSpec:
     sinks: bool = False
     attn_gate: bool = False
     mla: MLA | None = None
-    delta: GatedDelta | None = None
+    delta: GatedDelta | StateSpace | None = None
     moe: MoE | None = None
     lora: Lora | None = None
     mtp_layers: int = 0
@@ -250,6 +251,9 @@ class ModelSpec:
             )  # fmt: skip
         if self.delta is None and any(kind.linear for kind in self.layer_kinds):
             raise UserError("some layer has linear attention", field="delta", value=None, accepted="what it is")
+        mixer = "attention" if self.delta is None else self.delta.mixer
+        if any(kind.linear and kind.mixer != mixer for kind in self.layer_kinds):
+            raise UserError("is another mixer than its layers have", field="delta", value=mixer, accepted="one of them")
         if self.delta is not None and self.lora is not None:
             raise UserError(
                 "models with linear attention have no adapters", field="--lora-rank", value=self.lora.rank,

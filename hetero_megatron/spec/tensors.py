@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.layout import Box, cut, cut_in_tiles
+from hetero_megatron.layout import Box, cut_in_tiles
 from hetero_megatron.spec.gated_delta import GatedDelta
+from hetero_megatron.spec.head_cuts import cut_in_groups, state_heads
 from hetero_megatron.spec.lora import (
     EVERY_TARGET,
     MLP_TARGETS,
@@ -22,6 +23,7 @@ from hetero_megatron.spec.lora import (
 )
 from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import ModelSpec
+from hetero_megatron.spec.state_space import StateSpace
 
 MAGNITUDE = "lora_magnitude_vector"  # DoRA's lengths of rows, as peft calls them
 
@@ -31,7 +33,8 @@ class Axis:
     """What an axis counts, and the ``unit`` of elements on whose multiples cuts fall.
 
     ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim, position, rank (of an adapter) or latent; of linear
-    attention: key_heads (each with its value heads) and taps (of a convolution); of a mixture of experts: experts
+    attention: key_heads (each with its value heads), of Mamba-2 value_heads and key_heads (its groups, of which ranks
+    may have copies), and taps (of a convolution); of a mixture of experts: experts
     (which are divided over ranks), expert_ffn, shared_ffn, and router (one per expert, never cut).
     """
 
@@ -143,7 +146,9 @@ def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
         yield from _norm(spec, f"{base}.input_layernorm", i)
     if spec.layer(i).linear:
         assert spec.delta is not None
-        yield from _gated_delta(spec.delta, f"{base}.linear_attn", spec.hidden_size, i)
+        name, h = f"{base}.linear_attn", spec.hidden_size
+        delta = spec.delta
+        yield from _state_space(delta, name, h, i) if isinstance(delta, StateSpace) else _gated_delta(delta, name, h, i)
     else:
         yield from _attention(spec, base, i) if spec.mla is None else _latent_attention(spec, spec.mla, base, i)
     if spec.parallel_block != "one_norm":
@@ -206,6 +211,25 @@ def _gated_delta(delta: GatedDelta, base: str, h: int, i: int) -> Iterator[Logic
         yield LogicalTensor(f"{base}.{name}", (n,), (axis,), i)
     yield LogicalTensor(f"{base}.norm.weight", (delta.value_dim,), (Axis("head_dim"),), i)
     yield LogicalTensor(f"{base}.o_proj.weight", (h, delta.value_width), (_HIDDEN, values), i)
+
+
+def _state_space(delta: StateSpace, base: str, h: int, i: int) -> Iterator[LogicalTensor]:
+    """C, B, x, the gate z and the step sizes a of Mamba-2, called as in linear attention."""
+    taps = Axis("taps")
+    keys, values, heads = Axis("key_heads", delta.key_dim), Axis("value_heads", delta.value_dim), Axis("value_heads")
+    qkv = (("q", delta.key_width, keys), ("k", delta.key_width, keys), ("v", delta.value_width, values))
+    rows = (*qkv, ("z", delta.value_width, values), ("a", delta.value_heads, heads))
+    yield from _rows_of_one(base, [(f"{letter}_proj", n, axis) for letter, n, axis in rows], h, delta.proj_bias, i)
+    for letter, n, axis in qkv:
+        yield LogicalTensor(f"{base}.{letter}_conv.weight", (n, delta.kernel), (axis, taps), i)
+        if delta.conv_bias:
+            yield LogicalTensor(f"{base}.{letter}_conv.bias", (n,), (axis,), i)
+    for name in ("A_log", "dt_bias", "D"):
+        yield LogicalTensor(f"{base}.{name}", (delta.value_heads,), (heads,), i)
+    yield LogicalTensor(f"{base}.norm.weight", (delta.value_width,), (values,), i)
+    yield LogicalTensor(f"{base}.o_proj.weight", (h, delta.value_width), (_HIDDEN, values), i)
+    if delta.proj_bias:
+        yield LogicalTensor(f"{base}.o_proj.bias", (h,), (_HIDDEN,), i)
 
 
 def _latent_attention(spec: ModelSpec, mla: MLA, base: str, i: int) -> Iterator[LogicalTensor]:
@@ -314,7 +338,7 @@ class Share:
     """One rank's half-open part of each cut axis, in units (heads, feed-forward columns, vocabulary, experts).
 
     ``expert_ffn``: columns of each of its experts; ``shared_ffn``: of what all tokens share in a mixture of experts;
-    ``key_heads``: of linear attention.
+    ``key_heads``, ``value_heads``: of linear attention.
     """
 
     q_heads: Interval
@@ -325,6 +349,7 @@ class Share:
     expert_ffn: Interval = (0, 0)
     shared_ffn: Interval = (0, 0)
     key_heads: Interval = (0, 0)
+    value_heads: Interval = (0, 0)
 
 
 def whole_share(spec: ModelSpec) -> Share:
@@ -337,7 +362,8 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
 
     Attention is cut at KV heads while there are at least as many as ranks, else at query heads, and then
     ranks whose query heads use the same KV head hold copies of it. Feed-forward and vocabulary are cut at multiples
-    of 128, 64 or 8 columns and rows where they are large enough (:func:`~hetero_megatron.layout.cut_in_tiles`). Shares
+    of 128, 64 or 8 columns and rows where they are large enough (:func:`~hetero_megatron.layout.cut_in_tiles`). Heads
+    of Mamba-2 and its groups are cut as query and KV heads are. Shares
     of heads and vocabulary may be empty. Every rank has its columns of all experts, unless a plan divides the experts
     themselves (``plans/experts.py``).
 
@@ -355,20 +381,13 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
             field="tp_split", value=list(tp_split),
             accepted="weights that leave every rank at least one column",
         )  # fmt: skip
-    group = spec.queries_per_kv
-    aligned = begin % group == 0 and end % group == 0
-    if aligned and (end - begin) // group >= len(tp_split):
-        kv = [(a + begin // group, b + begin // group) for a, b in cut((end - begin) // group, tp_split)]
-        q = [(a * group, b * group) for a, b in kv]
-    else:
-        q = [(a + begin, b + begin) for a, b in cut(end - begin, tp_split)]
-        kv = [(a // group, -(-b // group)) if b > a else (a // group, a // group) for a, b in q]
+    q, kv = cut_in_groups((begin, end), spec.queries_per_kv, tp_split)
     moe = spec.moe
     sizes = (0, 0, 0) if moe is None else (moe.num_experts, moe.ffn_hidden_size, moe.shared_ffn)
     experts = [(0, sizes[0])] * len(tp_split)
     columns, shared = (cut_in_tiles(size, tuple(tp_split)) for size in sizes[1:])
-    keys = cut(0 if spec.delta is None else spec.delta.key_heads, tp_split)
-    return tuple(map(Share, q, kv, ffn, vocab, experts, columns, shared, keys))
+    states = state_heads(spec.delta, tp_split)
+    return tuple(map(Share, q, kv, ffn, vocab, experts, columns, shared, *states))
 
 
 def tensor_box(tensor: LogicalTensor, share: Share) -> Box:

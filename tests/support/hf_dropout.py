@@ -22,11 +22,11 @@ from hetero_megatron.spec import Dropout
 
 def _first(module: Any, *names: str) -> Any:
     """The first of these that the module has."""
-    return next(getattr(module, name) for name in names if hasattr(module, name))
+    return next(getattr(module, name) for name in names if getattr(module, name, None) is not None)
 
 
 def _attention(layer: Any) -> Any:
-    return _first(layer, "self_attn", "linear_attn", "attn", "attention", "self_attention")
+    return _first(layer, "self_attn", "linear_attn", "mamba", "attn", "attention", "self_attention")
 
 
 def _added(layer: Any) -> tuple[torch.nn.Module, torch.nn.Module]:

@@ -24,6 +24,7 @@ from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
+from tests.support.mamba_reference import MIXERS, NORMS, make_exact_mamba
 from tests.support.qwen_next_reference import by_document, has_delta, kimi_values, make_exact_delta
 
 OFFSET_FAMILIES = ("gemma", "qwen3_next", "qwen3_5")  # norms multiply with 1 + w
@@ -90,6 +91,8 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
             module.forward = _exact_rms_norm(module)  # type: ignore[method-assign]
         elif has_delta(module):
             make_exact_delta(module, dtype)
+        elif kind in (*MIXERS, *NORMS):
+            make_exact_mamba(module, dtype)
         elif kind in ("CohereLayerNorm", "Cohere2LayerNorm"):
             module.forward = _exact_cohere_norm(module)  # type: ignore[method-assign]
         elif kind == "GPTJAttention":
@@ -142,7 +145,7 @@ def _exact_router(module: Any) -> Any:
     normalize = getattr(module, "norm_topk_prob", True)  # Mixtral's always does
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = F.linear(x.reshape(-1, module.hidden_dim), module.weight)
+        logits = F.linear(x.reshape(-1, module.weight.shape[1]), module.weight)
         weights, experts = logits.softmax(-1).topk(module.top_k, dim=-1)
         return logits, weights / weights.sum(-1, keepdim=True) if normalize else weights, experts
 
@@ -158,7 +161,7 @@ def _only_groups(scores: torch.Tensor, module: Any, best: int, otherwise: float)
 
 
 def _deepseek_v2_router(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logits = F.linear(x.reshape(-1, module.hidden_dim), module.weight)
+    logits = F.linear(x.reshape(-1, module.weight.shape[1]), module.weight)
     scores = logits.softmax(-1)
     if module.topk_method == "group_limited_greedy":
         scores = _only_groups(scores, module, 1, 0.0)
@@ -167,7 +170,7 @@ def _deepseek_v2_router(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _deepseek_v3_router(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logits = F.linear(x.reshape(-1, module.hidden_dim), module.weight)
+    logits = F.linear(x.reshape(-1, module.weight.shape[1]), module.weight)
     scores = logits.sigmoid()
     choice = _only_groups(scores + module.e_score_correction_bias, module, 2, float("-inf"))
     experts = choice.topk(module.top_k, dim=-1).indices
@@ -338,6 +341,7 @@ def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
 def _logical(values: dict[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
     table, found = name_table(spec), dict[str, torch.Tensor]()
     values = kimi_values(values) if spec.hf_model_type == "kimi_linear" else values
+    values = {name.replace("moe.router.weight", "moe.router.layer.weight"): value for name, value in values.items()}
     for tensor in logical_tensors(spec):
         if ".experts." in tensor.name:
             found[tensor.name] = _of_experts(values, tensor.name, spec.hf_model_type).contiguous()
@@ -357,7 +361,8 @@ def _of_experts(values: dict[str, torch.Tensor], name: str, family: str) -> torc
     """transformers keeps all experts, gate and up, in one tensor; gpt-oss' are transposed and interleaved, Llama 4's
     transposed."""
     prefix, column, kind = name.rsplit(".", 2)
-    prefix = prefix.replace(".mlp.", ".feed_forward.") if family == "llama4_text" else prefix
+    places = {"llama4_text": ".feed_forward.", "granitemoehybrid": ".block_sparse_moe."}
+    prefix = prefix.replace(".mlp.", places.get(family, ".mlp."))
     fused = values[f"{prefix}.{'down_proj' if column == 'down_proj' else 'gate_up_proj'}{'_bias' * (kind == 'bias')}"]
     if family in ("gpt_oss", "llama4_text") and kind == "weight":
         fused = fused.transpose(1, 2)

@@ -131,3 +131,35 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 3, "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
     },
 }
+_MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 37, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_head": 8, "mamba_d_state": 5, "mamba_expand": 2,
+    "mamba_chunk_size": 8, "pad_token_id": None,
+}
+# Mamba-2 in some layers.
+MAMBAS: dict[str, dict[str, Any]] = {
+    "granite_hybrid_experts": _MAMBA | {
+        "model_type": "granitemoehybrid", "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 12,
+        "shared_intermediate_size": 14, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "mamba_n_groups": 1,
+    },
+    "granite_hybrid": _MAMBA | {
+        "model_type": "granitemoehybrid", "num_local_experts": 0, "shared_intermediate_size": 20,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"], "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 1.7,
+    },
+    "granite_hybrid_odd": _MAMBA | {
+        "model_type": "granitemoehybrid", "num_local_experts": 0, "shared_intermediate_size": 28, "vocab_size": 97,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "hidden_size": 48,
+        "num_attention_heads": 3, "num_key_value_heads": 3, "mamba_n_heads": 3, "mamba_n_groups": 1,
+        "mamba_d_head": "auto", "mamba_expand": 1, "mamba_d_conv": 3, "mamba_conv_bias": False,
+        "mamba_proj_bias": True, "position_embedding_type": "rope", "attention_bias": True,
+        "tie_word_embeddings": True, "time_step_limit": [0.3, 1.1],
+    },
+    "bamba": _MAMBA | {
+        "model_type": "bamba", "intermediate_size": 20, "attn_layer_indices": [1], "mlp_bias": True,
+        "mamba_n_groups": 2, "hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1,
+        "mamba_d_head": 12, "attention_bias": True,
+    },
+}

@@ -18,7 +18,7 @@ _FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 _OF_KIMI = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
 
 
-def _exact(function: Callable[..., Any], scope: dict[str, Any]) -> Any:
+def exact(function: Callable[..., Any], scope: dict[str, Any]) -> Any:
     """``function``, compiled again with fp64 where its text says fp32."""
     text = textwrap.dedent(inspect.getsource(function))
     for cast in ("torch.float32", ".float()"):
@@ -33,7 +33,7 @@ def _scope(module: Any) -> dict[str, Any]:
     """The names of a model's file, with its rules in fp64."""
     scope = dict(vars(module))
     for name in (name for name in _FUNCTIONS + _OF_KIMI if hasattr(module, name)):
-        _exact(inspect.unwrap(getattr(module, name)), scope)
+        exact(inspect.unwrap(getattr(module, name)), scope)
     return scope
 
 
@@ -68,7 +68,7 @@ def make_exact_delta(module: Any, dtype: torch.dtype) -> None:
     """Of one module of a model with Gated DeltaNet in fp64."""
     if dtype == torch.float64:
         scope, kind = _SCOPES[type(module).__module__], type(module)
-        module.forward = _exact(inspect.unwrap(kind.forward), dict(scope)).__get__(module)
+        module.forward = exact(inspect.unwrap(kind.forward), dict(scope)).__get__(module)
 
 
 def by_document(

@@ -93,9 +93,9 @@ def state_bytes(problem: ContextProblem, s: Floats) -> tuple[Floats, Floats]:
     """[members] bytes of linear attention whose states come from other members, with two runs of tokens each: kept, and
     in backward of a layer."""
     options, layers = problem.options, layers_of(problem)
-    kept, working = layers.states(s, s, 2 * (s > 0))
+    kept, working = layers.states(s, s, 2 * (s > 0), s / 2)
     if layers.full:
-        kept = kept + replace(layers, layers=1, full=0).states(s, s, 2 * (s > 0))[0] / options.in_flight
+        kept = kept + replace(layers, layers=1, full=0).states(s, s, 2 * (s > 0), s / 2)[0] / options.in_flight
     return options.micro_batch * options.in_flight * kept, options.micro_batch * working
 
 

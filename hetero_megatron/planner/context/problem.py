@@ -150,7 +150,7 @@ class ContextProblem:
         delta = self.model.delta
         if delta is None or len(self.members) == 1:
             return 0.0
-        return delta_flops(self.model) * delta.key_dim / delta.value_dim * self.options.micro_batch
+        return delta_flops(self.model) * delta.further_width / delta.value_dim * self.options.micro_batch
 
     @property
     def head_flops(self) -> int:

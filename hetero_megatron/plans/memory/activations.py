@@ -254,7 +254,7 @@ def linear_cores(spec: ModelSpec, held: RankWork) -> Cores | None:
     from hetero_megatron.spec.delta_bytes import delta_core_bytes
 
     recompute = held.recompute if held.full < held.layers else "full"
-    return Cores(None, delta_core_bytes(spec, recompute, held.item, held.rows, held.tokens) / held.tp)
+    return Cores(None, delta_core_bytes(spec, recompute, held.item, held.rows, held.tokens, held.tp) / held.tp)
 
 
 def _unlike_again(spec: ModelSpec, held: RankWork) -> int:

@@ -65,13 +65,13 @@ class ContextLayers:
         selective, none = (delta_activation_bytes(self.spec, kind, self.item) for kind in ("selective", "none"))
         return selective - none
 
-    def states(self, tokens: Any, carried: Any, runs: Any) -> KeptWorking:
+    def states(self, tokens: Any, carried: Any, runs: Any, longest: Any) -> KeptWorking:
         """Of linear attention, all heads: what is kept in all layers of states that come from other members, and what
         backward of one works with.
 
         Args:
             tokens: the rank's own; carried: of these, those in runs with a state before them, of which there are
-                ``runs``.
+                ``runs``; longest: tokens of its longest run, as backward of the rule is of one after the other.
         """
         if self.attention == 1:
             return 0.0, 0.0
@@ -79,7 +79,7 @@ class ContextLayers:
 
         size = carried_bytes(self.spec, "selective" if self.selective else "none", self.item)
         kept = (self.layers - self.full) * (1 - self.attention) * (carried * size.carried + runs * size.run)
-        working = tokens * (delta_backward_bytes(self.spec, self.item) + size.again) + carried * size.working
+        working = longest * delta_backward_bytes(self.spec, self.item) + tokens * size.again + carried * size.working
         return kept, working
 
     def blocks(self, kv: Any, block: int) -> Any:

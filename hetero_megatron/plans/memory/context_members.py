@@ -115,5 +115,6 @@ def member_bytes(context: StageContext, group: ContextGroup, member: Member, chu
     if not gather and len(context.groups) > 1:
         core += layers.blocks(kv, max((x.size for x in context.blocks), default=0))
     later = [b - a for a, b in member.tokens if a]  # runs with a state before them
-    states_kept, in_rule = layers.states(own_tokens(member), sum(later), len(later))
+    longest = max((b - a for a, b in member.tokens), default=0)
+    states_kept, in_rule = layers.states(own_tokens(member), sum(later), len(later), longest)
     return kept + states_kept / chunk.tp, Cores(core * (layers.attention > 0), in_rule / chunk.tp)

@@ -109,7 +109,7 @@ class ModelledOperators:
         delta = self.model.delta
         if delta is None or not tokens:
             return 0.0
-        flops = delta_flops(self.model) * delta.key_dim / delta.value_dim
+        flops = delta_flops(self.model) * delta.further_width / delta.value_dim
         widths = linear_layers(self.model) * delta.value_heads * (4 * delta.key_dim + 3 * delta.value_dim)
         seconds = flops / self.rates.attention_flops + widths * self.item / self.rates.bytes_per_second
         return rows * tokens * share * seconds

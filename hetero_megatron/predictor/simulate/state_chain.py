@@ -40,8 +40,8 @@ def linear_layer_seconds(
 
 def _heads(spec: ModelSpec, unit: Unit, t: int) -> float:
     """Share of the heads of linear attention on TP rank ``t``."""
-    a, b = shares(spec, unit.tp_split)[t].key_heads
-    return (b - a) / spec.delta.key_heads if spec.delta is not None else 0.0
+    a, b = shares(spec, unit.tp_split)[t].value_heads
+    return (b - a) / spec.delta.value_heads if spec.delta is not None else 0.0
 
 
 def _passing(prices: MemberCost, context: StageContext, rows: int) -> Pair:

@@ -21,6 +21,7 @@ from hetero_megatron.spec.families import (
     layer_norm,
     llama,
     llama4,
+    mamba_hybrids,
     mistral,
     mixtral,
     near_llama,
@@ -44,7 +45,8 @@ FAMILIES: dict[str, Family] = {
         gpt_oss.FAMILY, llama4.FAMILY, deepseek.DEEPSEEK_V2, deepseek.DEEPSEEK_V3, glm_moe.GLM4_MOE, glm_moe.DOTS1,
         near_llama.ARCEE, near_llama.SEED_OSS, near_llama.HELIUM, near_llama.ERNIE, exaone.FAMILY,
         layer_norm.STARCODER2, layer_norm.NEMOTRON, gpt_neox.GPT_NEOX, gpt_neox.GPTJ, gpt_neox.PHI, falcon.FAMILY,
-        cohere.COHERE, cohere.COHERE2, stablelm.FAMILY,
+        cohere.COHERE, cohere.COHERE2, stablelm.FAMILY, mamba_hybrids.GRANITE_HYBRID,
+        mamba_hybrids.BAMBA,
     )  # fmt: skip
 }
 

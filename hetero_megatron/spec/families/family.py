@@ -59,6 +59,7 @@ class Family:
         examples: released models, for the documentation.
         inside: what its models may be a part of.
         unread: how names in released files begin of layers that predict further tokens, where none is read.
+        dense_form: of a mixture of experts: some of its models are none.
         absent_dropout: what transformers takes for dropout rates that are absent; null_dropout: ``null`` is one for it.
     """
 
@@ -71,6 +72,7 @@ class Family:
     examples: str = ""
     inside: Wrapper | None = None
     unread: tuple[str, ...] = ()
+    dense_form: bool = False
     absent_dropout: float = 0.0
     null_dropout: bool = False
 
@@ -87,7 +89,7 @@ class Family:
     @property
     def linear(self) -> bool:
         """With linear attention in some layers."""
-        return bool(self.keys & {"linear_num_key_heads", "linear_num_heads"})
+        return bool(self.keys & {"linear_num_key_heads", "linear_num_heads", "mamba_n_heads"})
 
     @property
     def architectures(self) -> tuple[str, ...]:

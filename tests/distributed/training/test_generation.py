@@ -73,6 +73,15 @@ HYBRIDS = {
         "num_local_experts": 6, "linear_num_heads": 3, "linear_head_dim": 8, "pad_token_id": 0, "bos_token_id": None,
         "eos_token_id": None, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid", **SMALL, "num_local_experts": 0, "shared_intermediate_size": 40,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 3,
+        "mamba_d_state": 10, "mamba_expand": 1, "residual_multiplier": 0.5, "time_step_limit": [0.0, 1e9],
+    },
+    "bamba": {
+        "model_type": "bamba", **SMALL, "attn_layer_indices": [1], "mamba_n_heads": 6, "mamba_n_groups": 2,
+        "mamba_d_state": 6,
+    },
 }
 FAMILIES |= PARALLEL_BLOCKS | HYBRIDS
 UNEVEN = """

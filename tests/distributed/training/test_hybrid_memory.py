@@ -36,7 +36,7 @@ CASES = [("qwen3_next", kind) for kind in ("none", "selective", "elementwise", "
 CASES += [("kimi_linear", kind) for kind in ("none", "selective", "full")]
 
 
-def _configured(directory: Path, config: dict[str, Any], stages: list[dict[str, Any]]) -> RunConfig:
+def configured(directory: Path, config: dict[str, Any], stages: list[dict[str, Any]]) -> RunConfig:
     """A dry run of the stages, of 192 tokens."""
     model, path = directory / "config.json", directory / "plan.yaml"
     model.write_text(json.dumps(config))
@@ -49,7 +49,7 @@ def _configured(directory: Path, config: dict[str, Any], stages: list[dict[str, 
 def test_each_stage_holds_what_its_own_layers_keep(case: tuple[str, str], tmp_path: Path) -> None:
     model, recompute = KIMI if case[0] == "kimi_linear" else MODEL, case[1]
     stages = [stage([0, 1], [0, 3], tp=2), stage([2], [3, 5]), stage([3], [5, 6])]
-    run = _configured(tmp_path, model, [{**one, "recompute": recompute} for one in stages])
+    run = configured(tmp_path, model, [{**one, "recompute": recompute} for one in stages])
     estimates = estimate_memory(run.plan, run.spec, run.dtype)
     for rank in (0, 2, 3):
         dry = run_rank(run, rank)
@@ -60,7 +60,7 @@ def test_each_stage_holds_what_its_own_layers_keep(case: tuple[str, str], tmp_pa
 @pytest.mark.slow
 def test_members_of_context_groups_hold_what_their_own_tokens_keep(tmp_path: Path) -> None:
     model = MODEL | {"num_hidden_layers": 2, "layer_types": [FULL, LINEAR]}
-    run = _configured(tmp_path, model, [stage(
+    run = configured(tmp_path, model, [stage(
         [0, 1, 2], [0, 2], tp_split=[[1, 1], [1]], kv={"block": 64}, context=[
             {"ranks": [[0, 1]], "tokens": [128], "heads": [4]}, {"ranks": [2], "tokens": [64], "heads": [4]}],
     )])  # fmt: skip

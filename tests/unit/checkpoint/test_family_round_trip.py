@@ -23,9 +23,9 @@ from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import to_hf_config
 from tests.support.families import DENSE
 from tests.support.hf_reference import make_hf
-from tests.support.moe_models import HYBRIDS, MOE_FAMILIES
+from tests.support.moe_models import HYBRIDS, MAMBAS, MOE_FAMILIES
 
-FAMILIES = DENSE | MOE_FAMILIES | HYBRIDS
+FAMILIES = DENSE | MOE_FAMILIES | HYBRIDS | MAMBAS
 _SECOND = "model.layers.1."
 BACK = [
     "gemma2", "gemma3", "phi4_mini", "olmo3_yarn", "smollm3", "glm4", "granite", "mixtral", "gpt_oss", "deepseek_v2",

@@ -16,13 +16,13 @@ from hetero_megatron.spec import logical_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config
 from tests.support.hf_reference import hf_grads, hf_logits, hf_loss_sum, hf_to_logical, make_hf
-from tests.support.moe_models import HYBRIDS, MOE_FAMILIES
+from tests.support.moe_models import HYBRIDS, MAMBAS, MOE_FAMILIES
 from tests.unit.model.test_hf import build, error, micro_batch
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES | HYBRIDS)
+@pytest.mark.parametrize("family", MOE_FAMILIES | HYBRIDS | MAMBAS)
 def test_equals_transformers(family: str) -> None:
-    hf, spec = make_hf((MOE_FAMILIES | HYBRIDS)[family], seed=3)
+    hf, spec = make_hf((MOE_FAMILIES | HYBRIDS | MAMBAS)[family], seed=3)
     weights = hf_to_logical(hf, spec)
     assert all(tuple(weights[t.name].shape) == t.shape for t in logical_tensors(spec))
     stage, batch = build(spec, weights, torch.float64), micro_batch(spec.vocab_size, [[0, 3, 4, 12], [0], [0, 9]])
@@ -43,15 +43,15 @@ def test_equals_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama4", "llama4_other_layers"])
 def test_chunks_are_those_of_transformers_masks(family: str) -> None:
-    hf, spec = make_hf((MOE_FAMILIES | HYBRIDS)[family], seed=5)
+    hf, spec = make_hf((MOE_FAMILIES | HYBRIDS | MAMBAS)[family], seed=5)
     stage, batch = build(spec, hf_to_logical(hf, spec), torch.float64), micro_batch(spec.vocab_size, None)
     assert error(stage(batch.tokens, batch), hf(input_ids=batch.tokens, use_cache=False).logits) < 1e-12
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES | HYBRIDS)
+@pytest.mark.parametrize("family", MOE_FAMILIES | HYBRIDS | MAMBAS)
 def test_reads_what_transformers_writes(family: str, tmp_path: Path) -> None:
     """Any box of experts and columns; the configuration says the same again."""
-    hf, spec = make_hf((MOE_FAMILIES | HYBRIDS)[family], seed=4, dtype=torch.float32)
+    hf, spec = make_hf((MOE_FAMILIES | HYBRIDS | MAMBAS)[family], seed=4, dtype=torch.float32)
     hf.save_pretrained(tmp_path)  # type: ignore[operator]
     files, weights = HFWeights(str(tmp_path), spec), hf_to_logical(hf, spec)
     for tensor in logical_tensors(spec):

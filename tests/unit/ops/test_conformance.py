@@ -121,7 +121,7 @@ def test_every_triton_kernel_conforms(op: str) -> None:
 
 
 def test_every_operator_over_rows_has_a_case_of_more_than_a_grid_of_16_bits_holds() -> None:
-    rows = {op for op in SPECS if op not in ("adamw", "l2norm", "attention", "gated_delta_rule")}
+    rows = {op for op in SPECS if op not in ("adamw", "l2norm", "attention", "gated_delta_rule", "state_space_rule")}
     large = {op for op in rows for case in SPECS[op].cases() if any(65_537 in x.shape for x in flatten(case.args))}
     assert large == rows
 

@@ -25,9 +25,10 @@ from hetero_megatron.spec.families.gpt2 import GPT2_ALIASES
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config
 from hetero_megatron.spec.hf_reader import FIXED, HARMLESS
+from tests.support import mamba_keys
 from tests.support.families import DENSE, PARALLEL_BLOCKS
 from tests.support.hf_reference import attention_of, hf_to_logical, make_exact
-from tests.support.moe_models import HYBRIDS, MOE_FAMILIES
+from tests.support.moe_models import HYBRIDS, MAMBAS, MOE_FAMILIES
 from tests.support.selection import quick
 from tests.unit.model.test_hf import build, error, micro_batch
 
@@ -38,7 +39,7 @@ BASE: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 QUICK = ("llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox")  # the others have what these have, in other combinations
-MIXTURES = {c["model_type"]: c for c in reversed((MOE_FAMILIES | HYBRIDS).values())}  # the first of each family
+MIXTURES = {c["model_type"]: c for c in reversed((MOE_FAMILIES | HYBRIDS | MAMBAS).values())}  # first of each
 _PARALLEL_FAMILIES = {config["model_type"] for config in PARALLEL_BLOCKS.values()}
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -48,9 +49,12 @@ def base(family: str) -> dict[str, Any]:
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
     if family in MIXTURES:
         of_every_head = {"num_key_value_heads": 4} if family.startswith(("deepseek", "kimi")) else {}
-        of_every_head |= {"num_hidden_layers": 4} if FAMILIES[family].linear else {}  # one with attention
+        mamba = family in ("granitemoehybrid", "bamba")
+        of_every_head |= {"num_hidden_layers": 4} if FAMILIES[family].linear and not mamba else {}  # one with attention
         of_every_head |= {"layer_types": [LINEAR, FULL] * 2} if family == "kimi_linear" else {}
-        return MIXTURES[family] | BASE | of_every_head
+        of_every_head |= mamba_keys.SIZES if mamba else {}
+        config = MIXTURES[family] | BASE | of_every_head
+        return config if family != "bamba" else {k: v for k, v in config.items() if k != "layer_types"}
     if family in ("gptj", "falcon"):
         return next(c for c in DENSE.values() if c["model_type"] == family) | {"num_hidden_layers": 2}
     plain = ("llama", "mistral", "qwen2", "qwen3")
@@ -236,6 +240,9 @@ def mutations(family: str) -> list[dict[str, Any]]:
         return own + (GPT2 if family == "gptj" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE
     if family == "kimi_linear":
         return [*KIMI, *HYBRID, *ROPE, *SHAPES, *MOE, *EVERYWHERE]
+    if family in ("granitemoehybrid", "bamba"):
+        own = mamba_keys.GRANITE if family == "granitemoehybrid" else mamba_keys.BAMBA
+        return [*mamba_keys.MAMBA, *own, *ROPE, *SHAPES, *EVERYWHERE]
     if FAMILIES[family].linear:
         return [*HYBRID, *ROPE, *SHAPES, *MOE, *EVERYWHERE]
     if family in MIXTURES:

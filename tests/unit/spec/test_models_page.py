@@ -17,7 +17,7 @@ from hetero_megatron.spec.families.refused import REFUSED
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.lora import MLP_TARGETS, all_linear
 from tests.support.families import BASE, DENSE
-from tests.support.moe_models import HYBRIDS, MOE_FAMILIES
+from tests.support.moe_models import HYBRIDS, MAMBAS, MOE_FAMILIES
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -25,7 +25,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 def sample(family: str) -> dict[str, Any]:
     if family == "gpt2":
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
-    known = (config for config in (DENSE | MOE_FAMILIES | HYBRIDS).values() if config["model_type"] == family)
+    known = (config for config in (DENSE | MOE_FAMILIES | HYBRIDS | MAMBAS).values() if config["model_type"] == family)
     return next(known, BASE | {"model_type": family})
 
 

@@ -177,8 +177,8 @@ FLAGS = (
     *family(refused, "--is-hybrid-model --hybrid-layer-pattern= --hybrid-override-pattern= --hybrid-attention-ratio= "
             "--hybrid-mlp-ratio= --mamba-state-dim= --mamba-head-dim= --mamba-num-groups= --mamba-num-heads= "
             "--disable-mamba-mem-eff-path --mamba-training-ssm-states-dtype= --mamba-inference-conv-states-dtype= "
-            "--mamba-inference-ssm-states-dtype=", "state-space layers are not supported",
-            "a model of attention layers"),
+            "--mamba-inference-ssm-states-dtype=", "state-space layers are said by a configuration, "
+            "not by flags", "--model with a config.json of docs/models.md that has them"),
     *family(refused, "--qk-l2-norm", "this norm of queries and keys is not supported", "--qk-layernorm"),
     *family(refused, "--glu-linear-offset= --activation-func-clamp-value= --quick-geglu",
             "this activation is not supported", "--swiglu, --squared-relu or --openai-gelu"),

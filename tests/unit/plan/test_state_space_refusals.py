@@ -1,0 +1,71 @@
+"""Mamba-2: what is refused by name, and what its sizes mean for shares of a TP group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetero_megatron.checkpoint.megatron.names import source
+from hetero_megatron.errors import UserError
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.fp8_checks import fp8_fits
+from hetero_megatron.spec import logical_tensors, shares
+from hetero_megatron.spec.flops import delta_flops
+from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.spec.hf_export import export_config
+from hetero_megatron.spec.lora import Lora
+from hetero_megatron.spec.state_space import StateSpace
+from tests.support.moe_models import HYBRIDS, MAMBAS
+from tests.support.small_plans import pipe, plan, stage
+
+SPEC = from_hf_config(MAMBAS["granite_hybrid"])  # three groups of two heads
+
+
+def test_fp8_adapters_and_checkpoints_of_megatron_are_refused() -> None:
+    made = plan_from_dict(plan([pipe(1, 1, stage([0], [0, 3]))], 10), SPEC)
+    with pytest.raises(UserError, match="linear attention compute nothing in fp8"):
+        fp8_fits(made, SPEC, Fp8("e4m3", "tensorwise"), "bf16", None)
+    with pytest.raises(UserError, match="no adapters"):
+        replace(SPEC, lora=Lora(2, 2.0, ("q_proj",)))
+    for tensor in logical_tensors(SPEC):
+        if ".linear_attn." in tensor.name:
+            with pytest.raises(UserError, match="is not read from Megatron"):
+                source(SPEC, tensor.name, tensor.shape)
+    with pytest.raises(UserError, match="another mixer than its layers have"):
+        replace(SPEC, delta=from_hf_config(HYBRIDS["qwen3_next"]).delta)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mamba_n_groups": 4}, {"mamba_d_head": 9}, {"mamba_n_heads": 5}, {"layer_types": ["recurrent"] * 3},
+     {"time_step_limit": [2.0, 1.0]}, {"time_step_limit": [0.0, "Infinity"]}, {"num_local_experts": 5,
+     "num_experts_per_tok": 6}, {"normalization_function": "layernorm"}],
+)  # fmt: skip
+def test_bad_configurations_are_refused_by_key(change: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as caught:
+        from_hf_config(MAMBAS["granite_hybrid"] | change)
+    assert caught.value.field in change
+
+
+def test_blocks_without_an_mlp_are_refused() -> None:
+    with pytest.raises(UserError, match="a mixer or an MLP alone"):
+        from_hf_config({"model_type": "nemotron_h"})
+
+
+def test_limits_of_step_sizes_come_back() -> None:
+    for limits, said in (([0.0, {"__float__": "Infinity"}], (0.0, None)), ([0.01, 2.0], (0.01, 2.0))):
+        spec = from_hf_config(MAMBAS["granite_hybrid"] | {"time_step_limit": limits})
+        assert isinstance(spec.delta, StateSpace) and spec.delta.step_limits == said
+        assert from_hf_config(export_config(spec, None), name=spec.name) == spec
+
+
+def test_ranks_have_whole_groups_or_copies_of_them() -> None:
+    def cut(*weights: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        return [(share.key_heads, share.value_heads) for share in shares(SPEC, weights)]
+
+    assert cut(2, 1) == [((0, 2), (0, 4)), ((2, 3), (4, 6))]
+    assert cut(1, 1, 1, 1) == [((0, 1), (0, 2)), ((1, 2), (2, 3)), ((1, 3), (3, 5)), ((2, 3), (5, 6))]
+    assert delta_flops(SPEC) == 2 / 3 * 4 * 6 * 8 * 5
