@@ -4,7 +4,7 @@ Everything in the project that moves between ranks is a box (a half-open n-D int
 space; everything that knows about uneven shapes lives here.
 """
 
-from hetero_megatron.layout.box import Box, cut, cut_in_tiles, largest_remainder, tiles
+from hetero_megatron.layout.box import Box, cut, cut_in_groups, cut_in_tiles, largest_remainder, tiles
 from hetero_megatron.layout.layout import Cell, Layout, Piece, Transfer, reduction, refine, transfer
 from hetero_megatron.layout.owners import assign_owners, crossing_elements, representatives
 
@@ -17,6 +17,7 @@ __all__ = [
     "assign_owners",
     "crossing_elements",
     "cut",
+    "cut_in_groups",
     "cut_in_tiles",
     "largest_remainder",
     "reduction",

@@ -75,6 +75,20 @@ def cut(units: int, weights: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(zip(bounds[:-1], bounds[1:], strict=True))
 
 
+def cut_in_groups(
+    units: tuple[int, int], group: int, weights: Sequence[int]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(units, groups of ``group`` units) of each part of the interval ``units``: cut at groups while there are at least
+    as many as parts, else at units, and then several parts have a group: query heads and their key heads."""
+    begin, end = units
+    aligned = begin % group == 0 and end % group == 0
+    if aligned and (end - begin) // group >= len(weights):
+        groups = [(a + begin // group, b + begin // group) for a, b in cut((end - begin) // group, weights)]
+        return [(a * group, b * group) for a, b in groups], groups
+    parts = [(a + begin, b + begin) for a, b in cut(end - begin, weights)]
+    return parts, [(a // group, -(-b // group)) if b > a else (a // group, a // group) for a, b in parts]
+
+
 @lru_cache(maxsize=4096)
 def cut_in_tiles(units: int, weights: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """As :func:`cut`, but inner bounds are multiples of the largest of ``TILES`` by which no share differs from its

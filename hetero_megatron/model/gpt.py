@@ -15,12 +15,9 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import nn
 
-from hetero_megatron.model.gated_delta_net import GatedDeltaNet
-from hetero_megatron.model.kimi_delta import KimiDeltaNet
 from hetero_megatron.model.latent_attention import LatentAttention
 from hetero_megatron.model.layers import Attention, Context, Linear, Norm, joint_products, lay_together
 from hetero_megatron.model.moe import MoEMLP
-from hetero_megatron.model.state_space import StateSpaceMixer
 from hetero_megatron.ops import Angles, KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
 from hetero_megatron.ops.dropout import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, Draws
 from hetero_megatron.spec import Dropout, LayerKind, ModelSpec, Rope, Share
@@ -83,11 +80,19 @@ def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) ->
     return MoEMLP(spec, share, kernels, shared)
 
 
-def _linear_mixer(spec: ModelSpec) -> type[GatedDeltaNet | KimiDeltaNet | StateSpaceMixer]:
+def _linear_mixer(spec: ModelSpec) -> Callable[..., nn.Module]:
     assert spec.delta is not None
+    if spec.delta.mixer == "mamba2":
+        from hetero_megatron.model.state_space import StateSpaceMixer
+
+        return StateSpaceMixer
     if spec.delta.by_feature:
+        from hetero_megatron.model.kimi_delta import KimiDeltaNet
+
         return KimiDeltaNet
-    return StateSpaceMixer if spec.delta.mixer == "mamba2" else GatedDeltaNet
+    from hetero_megatron.model.gated_delta_net import GatedDeltaNet
+
+    return GatedDeltaNet
 
 
 class ResidualStream(NamedTuple):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.dump import to_dict
 from hetero_megatron.plans.memory.of_plan import moments_of
-from hetero_megatron.spec.distillation import PLAIN_WORDS, likeliest_words
+from hetero_megatron.spec.flops import PLAIN_WORDS
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.files import open_append
 
@@ -89,8 +89,11 @@ def _options(config: RunConfig) -> CostOptions:
     from hetero_megatron.predictor.cost.cost_options import CostOptions
 
     preference, role = config.preference, config.forward_role
-    # Beside scores in a file: how many tokens it has hardly matters in a usual vocabulary.
-    loss_words = PLAIN_WORDS if config.distillation is None else likeliest_words(0)
+    loss_words = PLAIN_WORDS
+    if config.distillation is not None:
+        from hetero_megatron.spec.distillation import likeliest_words
+
+        loss_words = likeliest_words(0)  # of scores in a file: how many tokens it has hardly matters
     return CostOptions(
         moments=moments_of(config.optimizer.name), muon=config.optimizer.name == "muon", fp8=config.fp8,
         logits_bytes=config.logits_bytes, gradient_bytes=2.0 if config.reduce_in_bf16 else None,

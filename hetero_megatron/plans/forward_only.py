@@ -13,7 +13,8 @@ from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.role_layouts import score_transfer
 from hetero_megatron.plans.roles import role_plan
 from hetero_megatron.plans.validate import validate
-from hetero_megatron.spec.distillation import LOGITS_WORDS, PLAIN_WORDS, Words, likeliest_words, saying_words
+from hetero_megatron.spec.distillation import LOGITS_WORDS, likeliest_words, saying_words
+from hetero_megatron.spec.flops import PLAIN_WORDS, Words
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster

@@ -6,15 +6,13 @@ import math
 from dataclasses import dataclass
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec.flops import Words
 
 LOSSES = ("forward_kl", "reverse_kl", "js")
 # Means over the tokens that count, in nats: the labels' loss, and the divergence at the temperature, not scaled.
 FACTS = ("distill/cross_entropy", "distill/divergence")
 
-# What operators of a loss read and write of a token beside a cross-entropy's and a teacher's head, in words of 4 bytes:
-# (for each token of the vocabulary, besides); with a weight below 1.
-Words = tuple[float, float]
-PLAIN_WORDS: Words = (0.0, 0.0)
+# With a weight below 1.
 LOGITS_WORDS: Words = (46.5, 0.0)  # beside a teacher's logits
 
 

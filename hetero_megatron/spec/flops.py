@@ -20,6 +20,10 @@ from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors, trained
 
 TILE = 128  # tokens: a chunk of head and loss is a multiple, because products run at full speed only on whole tiles
 CHUNK_ELEMENTS = 1 << 27  # logits that ``linear_cross_entropy`` has at once: few beside the weights, many to a product
+# What operators of a loss read and write of a token beside a cross-entropy's and a teacher's head, in words of 4 bytes:
+# (for each token of the vocabulary, besides).
+Words = tuple[float, float]
+PLAIN_WORDS: Words = (0.0, 0.0)
 LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless the user asks (--max-logits-mib)
 
 

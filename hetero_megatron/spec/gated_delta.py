@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.layout import cut
+
+Intervals = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,11 @@ class GatedDelta:
     def values_per_key(self) -> int:
         """Value heads of a key head."""
         return self.value_heads // self.key_heads
+
+    def heads(self, tp_split: Sequence[int]) -> tuple[Intervals, Intervals]:
+        """(key heads, value heads) of each rank of a TP group, none twice."""
+        keys, each = list(cut(self.key_heads, tp_split)), self.values_per_key
+        return keys, [(a * each, b * each) for a, b in keys]
 
     @property
     def key_width(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec.gated_delta import GatedDelta
+from hetero_megatron.layout import cut_in_groups
+from hetero_megatron.spec.gated_delta import GatedDelta, Intervals
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class StateSpace(GatedDelta):
 
     def shape(self) -> dict[str, Any]:
         return {name: value for name, value in super().shape().items() if name not in ("step_limits", "norm_eps")}
+
+    def heads(self, tp_split: Sequence[int]) -> tuple[Intervals, Intervals]:
+        """Ranks have copies of a group that has heads of several."""
+        values, keys = cut_in_groups((0, self.value_heads), self.values_per_key, tp_split)
+        return keys, values
 
     @property
     def projected(self) -> int:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.layout import Box, cut_in_tiles
+from hetero_megatron.layout import Box, cut_in_groups, cut_in_tiles
 from hetero_megatron.spec.gated_delta import GatedDelta
-from hetero_megatron.spec.head_cuts import cut_in_groups, state_heads
 from hetero_megatron.spec.lora import (
     EVERY_TARGET,
     MLP_TARGETS,
@@ -386,7 +385,7 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
     sizes = (0, 0, 0) if moe is None else (moe.num_experts, moe.ffn_hidden_size, moe.shared_ffn)
     experts = [(0, sizes[0])] * len(tp_split)
     columns, shared = (cut_in_tiles(size, tuple(tp_split)) for size in sizes[1:])
-    states = state_heads(spec.delta, tp_split)
+    states = ([(0, 0)] * len(tp_split),) * 2 if spec.delta is None else spec.delta.heads(tp_split)
     return tuple(map(Share, q, kv, ffn, vocab, experts, columns, shared, *states))
 
 

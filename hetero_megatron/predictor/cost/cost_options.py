@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from hetero_megatron.plans.canonical import Recompute
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.routing import EVEN, Routing
-from hetero_megatron.spec.distillation import PLAIN_WORDS, Words
-from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.spec.flops import LOGITS_BYTES, PLAIN_WORDS, Words
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from hetero_megatron.predictor.cost.product_cost import Fp8Products, Products, i
 from hetero_megatron.predictor.cost.rates import ChipRates, model_fingerprint
 from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.activation_bytes import norm_outputs
-from hetero_megatron.spec.distillation import PLAIN_WORDS, Words
 from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad, plain_load
 from hetero_megatron.spec.flops import (
     LOGITS_BYTES,
+    PLAIN_WORDS,
+    Words,
     adapter_products,
     common_columns,
     delta_flops,
