@@ -80,21 +80,6 @@ def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) ->
     return MoEMLP(spec, share, kernels, shared)
 
 
-def _linear_mixer(spec: ModelSpec) -> Callable[..., nn.Module]:
-    assert spec.delta is not None
-    if spec.delta.mixer == "mamba2":
-        from hetero_megatron.model.state_space import StateSpaceMixer
-
-        return StateSpaceMixer
-    if spec.delta.by_feature:
-        from hetero_megatron.model.kimi_delta import KimiDeltaNet
-
-        return KimiDeltaNet
-    from hetero_megatron.model.gated_delta_net import GatedDeltaNet
-
-    return GatedDeltaNet
-
-
 class ResidualStream(NamedTuple):
     """The residual stream after a layer, both [b, s, h]: ``x``, and what its MLP adds. The next norm makes the sum
     as it reads them."""
@@ -127,7 +112,9 @@ class Layer(nn.Module):
             self.input_layernorm = norm()
         self.kind = spec.layer(number)
         if self.kind.linear:
-            self.linear_attn = _linear_mixer(spec)(spec, share, kernels)
+            from hetero_megatron.model.gated_delta_net import linear_mixer
+
+            self.linear_attn = linear_mixer(spec)(spec, share, kernels)
         else:
             attention = Attention if spec.mla is None else LatentAttention
             self.self_attn = attention(spec, number, share, kernels, dropout.attention)
