@@ -7,7 +7,7 @@ needs nothing of others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -124,17 +124,3 @@ class GatedDeltaNet(nn.Module):
     def activate(self, z: Tensor, normed: Tensor) -> Tensor:
         """SiLU of z times what is normalised, which ``o_proj`` reads: all [b, s, value heads dv]."""
         return self.kernels.swiglu(z, normed)  # type: ignore[no-any-return]
-
-
-def linear_mixer(spec: ModelSpec) -> Callable[..., nn.Module]:
-    """Module of the layers of a model that have linear attention."""
-    assert spec.delta is not None
-    if spec.delta.mixer == "mamba2":
-        from hetero_megatron.model.state_space import StateSpaceMixer
-
-        return StateSpaceMixer
-    if spec.delta.by_feature:
-        from hetero_megatron.model.kimi_delta import KimiDeltaNet
-
-        return KimiDeltaNet
-    return GatedDeltaNet

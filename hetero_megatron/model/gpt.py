@@ -112,7 +112,7 @@ class Layer(nn.Module):
             self.input_layernorm = norm()
         self.kind = spec.layer(number)
         if self.kind.linear:
-            from hetero_megatron.model.gated_delta_net import linear_mixer
+            from hetero_megatron.model.linear_mixer import linear_mixer
 
             self.linear_attn = linear_mixer(spec)(spec, share, kernels)
         else:
