@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.rates_section import format_rates
+from hetero_megatron.planner.estimate.lower_bounds import most_tokens, work_bound
+from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.predictor.cost.cost_options import StageChoice
 from hetero_megatron.predictor.cost.layer_cost import CostModel
@@ -16,6 +20,7 @@ from hetero_megatron.predictor.cost.modelled_operators import ModelledOperators
 from hetero_megatron.predictor.cost.rates import load_rates, model_fingerprint
 from hetero_megatron.predictor.rate_fitting import PARTS
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.flops import layers_alone, layers_by_kind
 from hetero_megatron.spec.hf_config import from_hf_config
@@ -26,6 +31,7 @@ from tests.support.small_plans import pipe, plan, stage
 
 LENGTH, CHIP = 64, "A100-80-SXM"
 TARGETS = ("q_proj", "v_proj", "up_proj")
+HALVES = replace(load_model("tiny"), num_layers=4, layer_kinds=(*2 * (LayerKind(window=8),), *2 * (LayerKind(),)))
 WINDOWS = replace(load_model("tiny"), num_layers=4, layer_kinds=(LayerKind(window=8), LayerKind()))
 
 
@@ -84,6 +90,34 @@ def test_adapters_of_single_layers_are_those_of_the_whole_model() -> None:
     assert seconds == pytest.approx(cost_model(everywhere).operators(CHIP).adapters(1.0, LENGTH) / 2) and seconds > 0
 
 
+def test_no_plan_is_faster_than_the_bound_where_chips_are_good_at_unlike_kinds() -> None:
+    """Of two chips each has the kind of layer that it computes ten times as fast as the other one."""
+    kinds = [model_fingerprint(kind) for kind, _ in layers_by_kind(HALVES)]
+    rows = {"a": (1.0, 10.0), "b": (10.0, 1.0)}
+    tables = {
+        name: [[kind, 1, 1, LENGTH, s, 2 * s] for kind, s in zip(kinds, seconds, strict=True)]
+        for name, seconds in rows.items()
+    }  # fmt: skip
+    free = [[kind, 1, 1, LENGTH, 1e-12, 1e-12] for kind in kinds]
+    more = {"attention": [[LENGTH, 4, 16, 1e-9, 2e-9]], "embed": free, "head": free, "step_seconds": 0.0}
+    chips = {name: {"memory": "80 GB", "dtypes": ["bf16"], "tflops": {"bf16": 100}, "memory_bandwidth": "1 TB/s"}
+             for name in rows}  # fmt: skip
+    data = {
+        "nodes": [{"name": name, "chip": name, "chips_per_node": 1} for name in rows], "chips": chips,
+        "links": {"inter_node": {"bandwidth": "50 GB/s", "latency": "1 us"}},
+        "rates": {"chips": {name: {"bf16": {"layers": table, **more}} for name, table in tables.items()}},
+    }  # fmt: skip
+    problem = PlanningProblem(HALVES, cluster_from_dict(data), LENGTH, 64)
+    scorer = make_scorer(problem)
+    apart = plan_from_dict(plan([pipe(1, 64, stage([0], [0, 2]), stage([1], [2, 4]))], LENGTH), HALVES)
+    seconds = predict(apart, HALVES, problem.cluster, "bf16", scorer.costs).step_seconds
+    bound = work_bound(scorer, HALVES, 64)
+    assert bound <= seconds < 2 * bound
+    most = most_tokens(scorer.costs, list(rows), np.array([[1.0, 1.0], [2.0, 0.0]]))
+    assert 64 * LENGTH / bound <= most[0] * (1 + 1e-5)
+    assert most[1] < most[0] / 2  # one of the two types has all of the work
+
+
 def test_experts_that_were_measured_for_the_whole_model_count() -> None:
     model = from_hf_config(DEEPSEEK_V3)
     assert model.moe is not None
@@ -108,5 +142,5 @@ def test_a_calibration_shows_the_seconds_of_each_kind() -> None:
     assert [(row[1], row[3], row[-1]) for row in lines] == [
         ("1", "1.000", "1"), ("2", "1.000", "1"), ("1", "5.000", "2"), ("2", "5.000", "2"),
     ]  # fmt: skip
-    del rates["chips"]["c"]["fp32"]["layers"][2:]
+    del rows[2:]
     assert "kind" not in format_rates(rates)
