@@ -10,6 +10,7 @@ import pytest
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.rates_section import format_rates
+from hetero_megatron.planner.estimate import lower_bounds
 from hetero_megatron.planner.estimate.lower_bounds import most_tokens, work_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
@@ -116,6 +117,17 @@ def test_no_plan_is_faster_than_the_bound_where_chips_are_good_at_unlike_kinds()
     most = most_tokens(scorer.costs, list(rows), np.array([[1.0, 1.0], [2.0, 0.0]]))
     assert 64 * LENGTH / bound <= most[0] * (1 + 1e-5)
     assert most[1] < most[0] / 2  # one of the two types has all of the work
+
+
+def test_the_bound_of_several_kinds_of_work_is_nearly_that_of_the_linear_program() -> None:
+    linprog, rng = pytest.importorskip("scipy.optimize").linprog, np.random.default_rng(0)
+    for _ in range(5):
+        chips, works = (int(n) for n in rng.integers(2, 6, 2))
+        counts, seconds = rng.integers(1, 9, chips), np.exp(rng.normal(0, 1, (chips, works)))
+        busy = np.hstack([np.kron(np.eye(chips), np.ones(works)) * seconds.ravel(), -counts[:, None]])
+        done = np.hstack([np.tile(np.eye(works), chips), np.zeros((works, 1))])
+        best = linprog(np.eye(chips * works + 1)[-1], busy, np.zeros(chips), done, np.ones(works)).fun
+        assert 0.97 * best <= lower_bounds._least_seconds(seconds, counts.tolist()) <= best * (1 + 1e-6)
 
 
 def test_experts_that_were_measured_for_the_whole_model_count() -> None:
