@@ -48,7 +48,7 @@ class PreparedPlan:
     def __init__(self, compiled: CompiledPlan) -> None:
         self.compiled, self.plan = compiled, compiled.plan
         self.boundaries: dict[object, tuple[Piece, ...]] = {}
-        self.context: dict[Stage, list[LayerTraffic]] = {}
+        self.context: dict[tuple[object, ...], list[LayerTraffic]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._structure: SyncStructure | None = None
 

@@ -20,6 +20,7 @@ from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.modelled_operators import ModelledOperators
 from hetero_megatron.predictor.cost.rates import load_rates, model_fingerprint
 from hetero_megatron.predictor.rate_fitting import PARTS
+from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec, load_model
@@ -89,6 +90,25 @@ def test_adapters_of_single_layers_are_those_of_the_whole_model() -> None:
     seconds = cost_model(model).operators(CHIP, False, layers_alone(model, (2, 3))).adapters(1.0, LENGTH)
     everywhere = replace(model, lora=Lora(4, 4.0, TARGETS))
     assert seconds == pytest.approx(cost_model(everywhere).operators(CHIP).adapters(1.0, LENGTH) / 2) and seconds > 0
+
+
+@pytest.mark.parametrize("limit", [{"window": 8}, {"chunk": 16}], ids=str)
+def test_layers_of_a_context_stage_cost_what_each_sees(limit: dict[str, int]) -> None:
+    """All keys are gathered, so that blocks of a ring, which suit the widest window, make no difference."""
+    groups = [{"ranks": [rank], "tokens": [LENGTH // 2], "heads": [8]} for rank in (0, 1)]
+    few, all_tokens = LayerKind(**limit), LayerKind()
+
+    def seconds(*kinds: LayerKind, rates: object = None) -> tuple[float, float]:
+        model = replace(load_model("tiny"), num_layers=len(kinds), layer_kinds=kinds)
+        there = stage([0, 1], [0, len(kinds)], context=groups, kv={"transport": "gather"})
+        one = plan_from_dict(plan([pipe(1, 1, there)], LENGTH), model)
+        return ContextSeconds(cost_model(model, rates)).layer(one.pipelines[0].stages[0])
+
+    rates = {"layer_seconds": 0.0, "attention_flops": 1e6}
+    narrow, wide = (seconds(kind, rates=rates) for kind in (few, all_tokens))
+    mixed = seconds(few, few, few, all_tokens, rates=rates)
+    assert narrow[0] != wide[0]
+    assert mixed == pytest.approx([(3 * a + b) / 4 for a, b in zip(narrow, wide, strict=True)])
 
 
 def test_no_plan_is_faster_than_the_bound_where_chips_are_good_at_unlike_kinds() -> None:
