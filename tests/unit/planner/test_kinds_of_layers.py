@@ -92,11 +92,10 @@ def test_adapters_of_single_layers_are_those_of_the_whole_model() -> None:
     assert seconds == pytest.approx(cost_model(everywhere).operators(CHIP).adapters(1.0, LENGTH) / 2) and seconds > 0
 
 
-@pytest.mark.parametrize("limit", [{"window": 8}, {"chunk": 16}], ids=str)
-def test_layers_of_a_context_stage_cost_what_each_sees(limit: dict[str, int]) -> None:
+@pytest.mark.parametrize("few", [LayerKind(window=8), LayerKind(chunk=16)], ids=["window", "chunk"])
+def test_layers_of_a_context_stage_cost_what_each_sees(few: LayerKind) -> None:
     """All keys are gathered, so that blocks of a ring, which suit the widest window, make no difference."""
     groups = [{"ranks": [rank], "tokens": [LENGTH // 2], "heads": [8]} for rank in (0, 1)]
-    few, all_tokens = LayerKind(**limit), LayerKind()
 
     def seconds(*kinds: LayerKind, rates: object = None) -> tuple[float, float]:
         model = replace(load_model("tiny"), num_layers=len(kinds), layer_kinds=kinds)
@@ -105,8 +104,8 @@ def test_layers_of_a_context_stage_cost_what_each_sees(limit: dict[str, int]) ->
         return ContextSeconds(cost_model(model, rates)).layer(one.pipelines[0].stages[0])
 
     rates = {"layer_seconds": 0.0, "attention_flops": 1e6}
-    narrow, wide = (seconds(kind, rates=rates) for kind in (few, all_tokens))
-    mixed = seconds(few, few, few, all_tokens, rates=rates)
+    narrow, wide = (seconds(kind, rates=rates) for kind in (few, LayerKind()))
+    mixed = seconds(few, few, few, LayerKind(), rates=rates)
     assert narrow[0] != wide[0]
     assert mixed == pytest.approx([(3 * a + b) / 4 for a, b in zip(narrow, wide, strict=True)])
 
