@@ -139,8 +139,8 @@ def rows_on_lines() -> type[yaml.SafeDumper]:
 def format_rates(
     rates: Mapping[str, Any], slow: Mapping[tuple[int, ...], float] = {}, clock: object | None = None
 ) -> str:
-    """Tables of the ``rates:`` that one calibration found: stages by chip, TP degree and micro-batch size, the spread
-    of each family of rates, and links.
+    """Tables of the ``rates:`` that one calibration found: stages by chip, kind of layer (in the order of the model's
+    layers, where there are several), TP degree and micro-batch size, the spread of each family of rates, and links.
 
     Args:
         slow: stragglers, groups of ranks -> times slower than others of their chip type.
@@ -150,11 +150,14 @@ def format_rates(
     lines = ["chip            tp  mbs   layer fwd   layer bwd       embed        head   wait/exchange"]
     spreads = ["spread (standard deviation, relative)"]
     for chip, rows in ((chip, rows) for chip, by_dtype in rates["chips"].items() for rows in by_dtype.values()):
-        seconds_of = {(table, *row[1:3]): row[-2:] for table in tables for row in rows.get(table, [])}
-        for _, tp, n, *_ in rows.get("layers", []):
-            layer, embed, head, waited = (seconds_of.get((table, tp, n), []) for table in tables)
+        seconds_of = {(table, *row[:3]): row[-2:] for table in tables for row in rows.get(table, [])}
+        kinds = list(dict.fromkeys(row[0] for row in rows.get("layers", [])))
+        for kind, tp, n, *_ in rows.get("layers", []):
+            layer, embed, head, waited = (seconds_of.get((table, kind, tp, n), []) for table in tables)
             seconds = "".join(f"{1e3 * s:>9.3f} ms" for s in (*layer, sum(embed), sum(head)))
-            lines.append(f"{chip:<14}{tp:>4}{n:>5}{seconds}" + (f"{5e5 * sum(waited):>13.0f} us" if waited else ""))
+            seconds += f"{5e5 * sum(waited):>13.0f} us" if waited else ""
+            of_kind = f"   layers of kind {kinds.index(kind) + 1}" if len(kinds) > 1 else ""
+            lines.append(f"{chip:<14}{tp:>4}{n:>5}{seconds}{of_kind}")
         if "spread" in rows:
             spreads.append(f"  {chip}: " + ", ".join(f"{family} {s:.1%}" for family, s in rows["spread"].items()))
     lines += [*spreads, "link                          latency     bandwidth   host/message   spread"]

@@ -32,7 +32,7 @@ CHIP = (
 )  # fmt: skip
 LINK = ("alpha", "beta", "message_seconds")
 ROWS = ("layers", "embed", "head", "optimizer")  # measured tables, scaled as a whole
-PARTS = {"layers": "split_layers", "head": "split_head"}  # parts of these, scaled with them
+PARTS = {"layers": ("split_layers", "elementwise"), "head": ("split_head",)}  # parts of these, scaled with them
 LEAST = {"gemm_half": 100.0, "score_seconds": 1e-13, "beta": 1e-12}  # what factor 1 means for a rate of zero
 LEAST_SECONDS = 1e-5
 PRIOR = 1.0  # standard deviation of the logarithm of a factor, before any run
@@ -308,7 +308,7 @@ def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.nda
         if knob.link is not None:
             links.setdefault(knob.link, {})[knob.rate] = factor
         elif knob.rate in ROWS:
-            for table in (knob.rate, *([PARTS[knob.rate]] if knob.rate in PARTS else ())):
+            for table in (knob.rate, *PARTS.get(knob.rate, ())):
                 rows = getattr(start.chips[knob.chip], table)
                 chips.setdefault(knob.chip, {})[table] = scaled_rows(table, rows, factor)
         else:

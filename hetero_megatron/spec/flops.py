@@ -29,8 +29,9 @@ LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless t
 
 def layers_alone(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
     """A model of these layers and no others, for what an average one of them costs, where some layers have linear
-    attention, see fewer tokens than others or are mixtures of experts. Any other model, and of no layers, as it is."""
-    if not layers or len({(kind.mixer, kind.reach, kind.mlp) for kind in spec.layer_kinds}) == 1:
+    attention, see fewer tokens than others or are mixtures of experts. Any other model, and of no layers, as it is; and
+    one with adapters of single layers, which are named by their numbers in the whole model."""
+    if not layers or len({(kind.mixer, kind.reach, kind.mlp) for kind in spec.layer_kinds}) == 1 or _has_sites(spec):
         return spec
     return _layers_alone(spec, tuple(map(spec.layer, layers)))
 
@@ -43,14 +44,18 @@ def layers_cost_unlike(spec: ModelSpec, length: int) -> bool:
 @lru_cache(maxsize=1024)
 def layers_by_kind(spec: ModelSpec) -> tuple[tuple[ModelSpec, float], ...]:
     """(a model of layers of one kind, their share of the layers) of each kind that costs otherwise; a model with one
-    kind, as it is."""
+    kind, or with adapters of single layers, as it is."""
     by_shape: dict[tuple[Any, ...], list[LayerKind]] = {}
     for kind in spec.layers:
         by_shape.setdefault(kind.shape(spec.head_dim), []).append(kind)
-    if len(by_shape) == 1:
+    if len(by_shape) == 1 or _has_sites(spec):
         return ((spec, 1.0),)
     alone = ((_layers_alone(spec, (kinds[0],)), len(kinds)) for kinds in by_shape.values())
     return tuple((model, count / spec.num_layers) for model, count in alone)
+
+
+def _has_sites(spec: ModelSpec) -> bool:
+    return spec.lora is not None and bool(spec.lora.sites)
 
 
 @lru_cache(maxsize=1024)

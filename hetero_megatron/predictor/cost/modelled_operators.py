@@ -77,8 +77,11 @@ class ModelledOperators:
 
     @cached_method
     def experts(self, load: ExpertLoad) -> Seconds:
-        """(forward, backward) of the routed experts of one mixture-of-experts layer, without links."""
-        fingerprint = model_fingerprint(layers_by_kind(self.model)[0][0])
+        """(forward, backward) of the routed experts of one mixture-of-experts layer, without links; rows of the whole
+        model count, too, where kinds of layers were not measured apart."""
+        fingerprint = self.fingerprint
+        if all(row[0] != fingerprint for row in self.rates.experts):
+            fingerprint = model_fingerprint(layers_by_kind(self.model)[0][0])
         return expert_seconds(self.model, self.rates, self.item, fingerprint, load, self.gemm)
 
     def attention(self, share: float, rows: float, length: int) -> Seconds:
@@ -243,14 +246,14 @@ class ModelledOperators:
         forward = max(products.forward + small + core[0] + exchange[0], launching)
         frozen, adapters = model.lora is not None, self.adapters(share, tokens)
         forward += adapters
-        few_bits_seconds = self._from_few_bits(share)
+        few_bits_seconds = self.from_few_bits(share)
         forward += few_bits_seconds
         gradient_products = products.input + (0.0 if frozen else products.weight)
         backward = gradient_products + few_bits_seconds + 2 * (small + adapters) + core[1] + exchange[1]
         return forward, max(backward, launches * self.rates.layer_backward_seconds + host_seconds)
 
     @cached_method
-    def _from_few_bits(self, share: float) -> float:
+    def from_few_bits(self, share: float) -> float:
         """Seconds in which a layer's frozen weights in few bits, but those of experts, become what products multiply
         with: once in forward, and once in backward."""
         moved = 0.0

@@ -79,9 +79,11 @@ class Operators(ModelledOperators):
         modelled = super().elementwise(share, rows, length, load)
         if not rows or not self.layers_measured:
             return modelled
-        core = self.attention(share, rows, length)[0] + self.linear_attention(share, rows, length)
-        small = self.layer(share, rows, length)[0] - self.products(share, rows * length).forward - core
-        return modelled * max(1.0, small / self.small_operators(share, rows * length))
+        tokens = rows * length
+        others = self.attention(share, rows, length)[0] + self.linear_attention(share, rows, length)
+        others += self.products(share, tokens).forward + self.adapters(share, tokens) + self.from_few_bits(share)
+        small = self.layer(share, rows, length)[0] - others
+        return modelled * max(1.0, small / self.small_operators(share, tokens))
 
     def core_again(self, share: float, rows: float, length: int) -> float:
         """What a layer takes more with selective recompute: the core of attention or of linear attention again; that of

@@ -29,9 +29,9 @@ ByGroup = dict[int, float]
 
 
 class ContextSeconds:
-    """Prices of context stages; ``traffic``: cache by stage, added to."""
+    """Prices of context stages; ``traffic``: cache by stage, window and chunk, added to."""
 
-    def __init__(self, model: CostModel, traffic: dict[Stage, list[LayerTraffic]] | None = None) -> None:
+    def __init__(self, model: CostModel, traffic: dict[tuple[object, ...], list[LayerTraffic]] | None = None) -> None:
         self.model, self.network = model, model.links
         self._traffic = {} if traffic is None else traffic
 
@@ -39,13 +39,13 @@ class ContextSeconds:
     def members(self) -> MemberCost:
         return MemberCost(self.model)
 
-    def traffic(self, stage: Stage) -> list[LayerTraffic]:
-        """One per inner replica."""
-        if stage not in self._traffic:
-            spec = self.model.model
-            contexts = stage_contexts(spec, stage, self.model.seq_length)
-            self._traffic[stage] = [LayerTraffic(context, spec.widest_window) for context in contexts]
-        return self._traffic[stage]
+    def traffic(self, stage: Stage, window: int | None = None, chunk: int | None = None) -> list[LayerTraffic]:
+        """One per inner replica, of a layer with this window and these chunks."""
+        key = (stage, window, chunk)
+        if key not in self._traffic:
+            contexts = stage_contexts(self.model.model, stage, self.model.seq_length)
+            self._traffic[key] = [LayerTraffic(context, window, chunk) for context in contexts]
+        return self._traffic[key]
 
     def unit_seconds(
         self, stage: Stage, unit: Unit, t: int, load: ExpertLoad | None = None, routed: Pair = (0.0, 0.0)
@@ -78,22 +78,21 @@ class ContextSeconds:
     @cached_method
     def layer(self, stage: Stage) -> Pair:
         """(forward, backward) seconds of an average layer; backward includes recompute of a part of it."""
-        spec, layers = self.model.model, list(stage.layer_indices())
-        linear = [i for i in layers if spec.delta is not None and spec.layer(i).linear]
-        if not linear:
-            return self._layer_of(stage, layers_alone(spec, layers), False)
-        others = [i for i in layers if i not in linear]
-        kinds = [(linear, self._layer_of(stage, layers_alone(spec, linear), True))]
-        kinds += [(others, self._layer_of(stage, layers_alone(spec, others), False))] if others else []
-        forward, backward = (sum(len(of) * seconds[i] for of, seconds in kinds) / len(layers) for i in (0, 1))
+        spec, kinds = self.model.model, dict[tuple[object, ...], list[int]]()
+        for i in stage.layer_indices():
+            kind = spec.layer(i)
+            kinds.setdefault((True,) if kind.linear else (False, kind.window, kind.chunk), []).append(i)
+        seconds = [(len(layers), self._layer_of(stage, layers)) for layers in kinds.values()]
+        total = sum(count for count, _ in seconds)
+        forward, backward = (sum(count * pair[way] for count, pair in seconds) / total for way in (0, 1))
         return forward, backward
 
-    def _layer_of(self, stage: Stage, spec: ModelSpec, linear: bool) -> Pair:
-        """The same where all layers are alike: those of ``spec``, with attention or with ``linear`` attention."""
-        layer_seconds = []
-        for traffic, rows in zip(self.traffic(stage), stage.replicas, strict=True):
+    def _layer_of(self, stage: Stage, layers: Sequence[int]) -> Pair:
+        """The same of some layers that are alike: with linear attention, or with attention to as many tokens."""
+        kind, spec, layer_seconds = self.model.model.layer(layers[0]), layers_alone(self.model.model, layers), []
+        for traffic, rows in zip(self.traffic(stage, kind.window, kind.chunk), stage.replicas, strict=True):
             units = [u for u in stage.units if u.sequences == rows]
-            if linear:
+            if kind.linear:
                 from hetero_megatron.predictor.simulate.state_chain import linear_layer_seconds
 
                 layer_seconds.append(linear_layer_seconds(self.members, stage, traffic.context, units, spec))
@@ -112,12 +111,13 @@ class _Layer:
         self.linear: dict[int, Pair] = {}  # by rank: without attention, TP collectives included
         self.per_pair: dict[int, Pair] = {}  # by group: of the slowest member's heads
         self.floor: Pair = (0.0, 0.0)
-        mean_pairs = mean_attention_pairs(spec, self.context.seq_length)
         for unit in units:
             for t, rank in enumerate(unit.ranks):
                 operators, self.linear[rank], ratio = prices.members.outside_core(stage, unit, t, spec)
                 floor = prices.members.floor(operators, unit)
                 self.floor = (max(self.floor[0], floor[0]), max(self.floor[1], floor[1]))
+                # Of the layers that the rates are of: an average one's, where kinds were not measured apart.
+                mean_pairs = mean_attention_pairs(operators.model, self.context.seq_length)
                 heads = self.context.member(rank).computed.q_heads
                 share = (heads[1] - heads[0]) / spec.num_heads
                 core = operators.attention(share, rows, self.context.seq_length) if share else (0.0, 0.0)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetero_megatron.layout import Transfer
-from hetero_megatron.layout.mask import tiles, visible
+from hetero_megatron.layout.mask import chunk_starts, tiles, visible
 from hetero_megatron.plans.context_plan import (
     Block,
     ContextGroup,
@@ -39,7 +39,8 @@ class Passage:
 
 
 class LayerTraffic:
-    """One layer of one inner replica of a stage.
+    """One layer of one inner replica of a stage. A token sees ``window`` tokens, itself among them, of its own chunk of
+    ``chunk`` tokens; None: all.
 
     Attributes:
         ranks: ranks of each head exchange.
@@ -48,8 +49,9 @@ class LayerTraffic:
         pairs: by group and block, the (query, key) pairs of one head.
     """
 
-    def __init__(self, context: StageContext, window: int | None) -> None:
+    def __init__(self, context: StageContext, window: int | None, chunk: int | None = None) -> None:
         self.context, self.window = context, window
+        self._starts = chunk_starts((0,), context.seq_length, chunk)
         self.groups = {g.index: g for g in context.groups}
         self.ring = context.transport != "gather" and len(context.groups) > 1
         one_exchange = context.transport == "gather" or len(context.groups) == 1
@@ -71,7 +73,7 @@ class LayerTraffic:
         self.pairs = self._pairs()
 
     def _needs(self, group: ContextGroup, block: Block) -> bool:
-        return visible(group.tokens, block.tokens, (0,), self.window)
+        return visible(group.tokens, block.tokens, self._starts, self.window)
 
     def _pairs(self) -> dict[int, list[int]]:
         areas = {}
@@ -79,7 +81,7 @@ class LayerTraffic:
             keys = [block.tokens for block in self.blocks]
             if not self.ring:
                 keys = [seen_tokens(group.tokens) if self.context.transport == "gather" else group.tokens]
-            areas[g] = [sum(t.area for t in tiles(group.tokens, k, (0,), self.window)) for k in keys]
+            areas[g] = [sum(t.area for t in tiles(group.tokens, k, self._starts, self.window)) for k in keys]
         return areas
 
     def volumes(self, passage: Passage) -> dict[tuple[int, int], int]:

@@ -48,7 +48,7 @@ class PreparedPlan:
     def __init__(self, compiled: CompiledPlan) -> None:
         self.compiled, self.plan = compiled, compiled.plan
         self.boundaries: dict[object, tuple[Piece, ...]] = {}
-        self.context: dict[Stage, list[LayerTraffic]] = {}
+        self.context: dict[tuple[object, ...], list[LayerTraffic]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._structure: SyncStructure | None = None
 
@@ -174,7 +174,10 @@ class StageCosts:
         """Per part, the time of the slowest rank of the stage: collectives and boundaries make the others wait."""
         if self.model.model.moe is None or not stage.num_layers:
             return self._slowest_of(stage)
-        kinds = layer_kinds(self.model.model, stage.layer_indices(), self.model.options.routing)
+        spec = self.model.model
+        kinds = layer_kinds(spec, stage.layer_indices(), self.model.options.routing)
+        # The first one's head counts, with modules that predict further tokens, whose layers are like the model's last.
+        kinds.sort(key=lambda kind: kind[0] != (spec.layer(spec.num_layers).mlp == "moe"))
         seconds_of_kinds = [(self._slowest_of(stage, moe, popular), count) for moe, popular, count in kinds]
         return _mean_layer(seconds_of_kinds)
 
@@ -329,7 +332,8 @@ def _group_layer(ranks: Sequence[UnitSeconds]) -> UnitSeconds:
 
 
 def _mean_layer(kinds: Sequence[tuple[UnitSeconds, int]]) -> UnitSeconds:
-    """Of (seconds with layers of one kind, how many of these) those with an average layer."""
+    """Of (seconds with layers of one kind, how many of these) those with an average layer; the rest is the first
+    kind's."""
     total = sum(count for _, count in kinds)
 
     def mean(part: Callable[[UnitSeconds], tuple[float, float]]) -> tuple[float, float]:
