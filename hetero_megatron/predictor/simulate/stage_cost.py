@@ -332,8 +332,7 @@ def _group_layer(ranks: Sequence[UnitSeconds]) -> UnitSeconds:
 
 
 def _mean_layer(kinds: Sequence[tuple[UnitSeconds, int]]) -> UnitSeconds:
-    """Of (seconds with layers of one kind, how many of these) those with an average layer; the rest is the first
-    kind's."""
+    """Of (seconds with layers of one kind, how many of these): an average layer, and the rest of the first kind."""
     total = sum(count for _, count in kinds)
 
     def mean(part: Callable[[UnitSeconds], tuple[float, float]]) -> tuple[float, float]:

@@ -105,7 +105,7 @@ def _types(read: ConfigReader) -> list[str]:
     return [_KINDS[kind] for kind in types]
 
 
-def _read_granite(read: ConfigReader, name: str) -> ModelSpec:
+def _read_granite_hybrid(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
     read.must_be("normalization_function", "rmsnorm")
     bias, scale = read.flag("attention_bias"), read.positive("attention_multiplier", 1.0)
@@ -136,7 +136,7 @@ def _read_granite(read: ConfigReader, name: str) -> ModelSpec:
     return with_experts(spec, moe, ["moe"] * spec.num_layers)
 
 
-def _write_granite(spec: ModelSpec) -> dict[str, Any]:
+def _write_granite_hybrid(spec: ModelSpec) -> dict[str, Any]:
     config = silu_config(spec) if spec.ropes else decoder_config(spec) | {"head_dim": spec.head_dim}
     moe = spec.moe
     return config | _state_space_config(spec) | {
@@ -153,7 +153,7 @@ def _write_granite(spec: ModelSpec) -> dict[str, Any]:
 
 
 GRANITE_HYBRID = Family(
-    "granitemoehybrid", "GraniteMoeHybridForCausalLM", read=_read_granite, write=_write_granite,
+    "granitemoehybrid", "GraniteMoeHybridForCausalLM", read=_read_granite_hybrid, write=_write_granite_hybrid,
     examples="Granite 4.0 micro, h-micro, h-tiny, h-small", dense_form=True,
     keys=_KEYS | words(
         "embedding_multiplier logits_scaling residual_multiplier attention_multiplier shared_intermediate_size"
