@@ -58,9 +58,8 @@ class MemoryBytes:
         weights: parameters; gradients: accumulated, in at least fp32.
         optimizer: moments, and fp32 masters of 16-bit weights, of the elements that the rank owns.
         activations: kept for backward by all micro-batches in flight, what backward works with, and what is on its way
-            between stages.
-        moving: of weights that the stage divides, gradients and messages under way at the worst moment of a step, less
-            what there is less of weights and activations then.
+            between stages; where a stage divides weights, at the worst moment of a step.
+        moving: of weights that the stage divides, gradients and messages under way then.
         buffers: gradients packed, received and summed when they travel.
         overhead: of the framework, before the first tensor; communicators: buffers of the communication library.
         graphs: memory of device graphs beside the activations, which then are there all step long, too.
@@ -203,8 +202,10 @@ def estimate_memory(
         host = out[rank].host
         if rank in plan.offloading:
             optimizer, host = 0, host + host_bytes(owns + owns_divided, moments)
+        more = rank_divided.moving  # or less, where the worst moment is one with fewer activations
+        kept = max(out[rank].activations + min(more, 0), 0)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
-        out[rank] = replace(out[rank], buffers=most_buffers, moving=rank_divided.moving, **states)
+        out[rank] = replace(out[rank], buffers=most_buffers, activations=kept, moving=max(more, 0), **states)
     return out if plan.outer is None else _with_outer_steps(out, plan, spec, buckets, max(item, 4))
 
 

@@ -120,7 +120,7 @@ def search_as_good_as_exhaustive(case: Case) -> tuple[SearchResult, TemplateScor
     """(result, scorer, its best seconds, those of exhaustive search) of a search, asserted to be within 1 % of that
     and to have a bound that holds; None where nothing fits."""
     scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
-    options = SearchOptions(space=SearchSpace(offload="never", more_schedules="never"))
+    options = SearchOptions(space=SearchSpace(offload="never", more_schedules="never", weights="never"))
     problem = PlanningProblem(case.model, case.cluster, case.seq_length, case.batch, options)
     try:
         result = search(problem, scorer=scorer)
