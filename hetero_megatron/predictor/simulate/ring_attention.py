@@ -77,13 +77,14 @@ class ContextSeconds:
 
     @cached_method
     def layer(self, stage: Stage) -> Pair:
-        """(forward, backward) seconds of an average layer; backward includes recompute of a part of it."""
+        """(forward, backward) seconds of an average layer, 0 without any; backward includes recompute of a part of
+        it."""
         spec, kinds = self.model.model, dict[tuple[object, ...], list[int]]()
         for i in stage.layer_indices():
             kind = spec.layer(i)
             kinds.setdefault((True,) if kind.linear else (False, kind.window, kind.chunk), []).append(i)
         seconds = [(len(layers), self._layer_of(stage, layers)) for layers in kinds.values()]
-        total = sum(count for count, _ in seconds)
+        total = max(1, stage.num_layers)
         forward, backward = (sum(count * pair[way] for count, pair in seconds) / total for way in (0, 1))
         return forward, backward
 

@@ -110,6 +110,15 @@ def test_layers_of_a_context_stage_cost_what_each_sees(few: LayerKind) -> None:
     assert mixed == pytest.approx([(3 * a + b) / 4 for a, b in zip(narrow, wide, strict=True)])
 
 
+def test_a_context_stage_without_layers_costs_its_embedding() -> None:
+    nodes = [{"name": "n", "chip": CHIP, "chips_per_node": 3}]
+    model, three = replace(WINDOWS, max_position_embeddings=LENGTH), cluster_from_dict({"nodes": nodes})
+    members = [{"ranks": [0], "tokens": [16], "heads": [8]}, {"ranks": [1], "tokens": [48], "heads": [8]}]
+    stages = [{**stage([0, 1], [0, 0]), "context": members, "order": "contiguous"}, stage([2], [0, 4])]
+    both = predict(plan_from_dict(plan([pipe(1, 1, *stages)], LENGTH), model, three), model, three, "bf16")
+    assert both.step_seconds > 0.0
+
+
 def test_no_plan_is_faster_than_the_bound_where_chips_are_good_at_unlike_kinds() -> None:
     """Of two chips each has the kind of layer that it computes ten times as fast as the other one."""
     kinds = [model_fingerprint(kind) for kind, _ in layers_by_kind(HALVES)]
