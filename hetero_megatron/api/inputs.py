@@ -18,6 +18,7 @@ from hetero_megatron.spec.flops import parameter_count
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.lora import all_linear
 from hetero_megatron.utils.outputs import write_text
+from hetero_megatron.utils.yaml_document import QuotingDumper
 
 
 @dataclass(frozen=True, init=False)
@@ -143,7 +144,7 @@ class Cluster:
 
     def text(self) -> str:
         """As a cluster file."""
-        return yaml.safe_dump(document(self.described), sort_keys=False)
+        return yaml.dump(document(self.described), sort_keys=False, Dumper=QuotingDumper)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """As a file, whole or not at all."""

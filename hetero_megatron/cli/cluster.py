@@ -25,6 +25,7 @@ from hetero_megatron.launch.facts import MARK
 from hetero_megatron.launch.hosts import Host
 from hetero_megatron.utils.files import parse_json, read_text
 from hetero_megatron.utils.text import notice_line, plural
+from hetero_megatron.utils.yaml_document import QuotingDumper
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     if settings:
         document["launch"] = settings
     cluster = cluster_from_dict(document)  # what is written can be read
-    text = yaml.safe_dump(document, sort_keys=False)
+    text = yaml.dump(document, sort_keys=False, Dumper=QuotingDumper)
     if options.out:
         write_text(options.out, "--out", text)
     else:

@@ -25,6 +25,7 @@ from hetero_megatron.plans import Plan, all_ranks
 from hetero_megatron.plans.dump import dump_yaml
 from hetero_megatron.plans.made_for import lora_words
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.utils.yaml_document import QuotingDumper
 
 if TYPE_CHECKING:
     from hetero_megatron.launch.job import Access
@@ -287,7 +288,7 @@ def replanned(words: Sequence[str], scratch: Path) -> Replanner:
         factors = worst_by_node(old_cluster, drift["ratios"])
         document = with_slow_nodes(read_cluster_document(setup.cluster).plain(), old_cluster, factors, drift["dtype"])
         cluster = scratch / f"cluster-round-{number}.yaml"
-        cluster.write_text(yaml.safe_dump(document, sort_keys=False))
+        cluster.write_text(yaml.dump(document, sort_keys=False, Dumper=QuotingDumper))
         path = scratch / f"plan-round-{number}.yaml"
         config = _configure(words, setup.plan, setup.cluster, len(setup.seats))
         path.write_text(dump_yaml(_any_chip(config.plan)))

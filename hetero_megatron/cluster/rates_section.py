@@ -15,7 +15,7 @@ from hetero_megatron.cluster.hosts import is_host_file, parse_host_file
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import parse_json, read_text
 from hetero_megatron.utils.outputs import write_text
-from hetero_megatron.utils.yaml_document import Entry
+from hetero_megatron.utils.yaml_document import Entry, QuotingDumper
 
 LEAST, MOST = 1e-30, 1e30
 # LayerRows of the cost model
@@ -91,7 +91,7 @@ def write_rates(cluster_file: str | os.PathLike[str], rates: Mapping[str, Any], 
         if Path(out).resolve() == Path(cluster_file).resolve():
             raise UserError("is a host file, which holds no rates", field="--out", value=str(out),
                             accepted="--out FILE.yaml: a cluster file with its hosts and the rates")  # fmt: skip
-        text = yaml.safe_dump(parse_host_file(text, str(cluster_file)).plain(), sort_keys=False)
+        text = yaml.dump(parse_host_file(text, str(cluster_file)).plain(), sort_keys=False, Dumper=QuotingDumper)
     if str(cluster_file).endswith(".json"):
         new_text = json.dumps({**parse_json(text, str(cluster_file)), "rates": rates}, indent=2) + "\n"
     else:
@@ -118,21 +118,16 @@ def _dump(rates: Mapping[str, Any]) -> str:
 
 
 def rows_on_lines() -> type[yaml.SafeDumper]:
-    """A dumper that writes table rows on one line each, and what looks like a number as text where it is text: our
-    reader takes 12e345678901, as a fingerprint may be, for a number, PyYAML does not."""
+    """A dumper that writes table rows on one line each."""
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(QuotingDumper):
         pass
 
     def sequence(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
         flat = all(not isinstance(x, (list, dict)) for x in data)
         return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
 
-    def text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style="'" if data[:1].isdigit() else None)
-
     Dumper.add_representer(list, sequence)
-    Dumper.add_representer(str, text)
     return Dumper
 
 

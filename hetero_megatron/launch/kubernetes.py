@@ -21,6 +21,7 @@ from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.hosts import Volume
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.hosts import Host, hosts_of, torchrun
+from hetero_megatron.utils.yaml_document import QuotingDumper
 
 CLUSTER_FILE = "/etc/hetero-megatron/cluster.yaml"  # where pods find it, for --cluster of COMMAND
 SAVE_SECONDS = 100  # between SIGTERM and SIGKILL
@@ -50,10 +51,10 @@ def manifest(cluster: Cluster, command: Sequence[str], kind: str, name: str, max
     namespace = {"namespace": cluster.launch.namespace} if cluster.launch.namespace else {}
     files = {
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-cluster", **namespace},
-        "data": {"cluster.yaml": yaml.safe_dump(document(cluster), sort_keys=False)},
+        "data": {"cluster.yaml": yaml.dump(document(cluster), sort_keys=False, Dumper=QuotingDumper)},
     }  # fmt: skip
     job_document = job(cluster, command, {"name": name, **namespace}, max_restarts)
-    return yaml.safe_dump_all([files, job_document], sort_keys=False, width=1 << 16)
+    return yaml.dump_all([files, job_document], sort_keys=False, width=1 << 16, Dumper=QuotingDumper)
 
 
 def _check_name(name: str, field: str, where: str = "") -> None:

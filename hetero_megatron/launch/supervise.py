@@ -36,6 +36,7 @@ from hetero_megatron.monitoring.stragglers import (
 )
 from hetero_megatron.training.exit import ECHO_SECONDS, handled, note_hang_up
 from hetero_megatron.utils.text import plural
+from hetero_megatron.utils.yaml_document import QuotingDumper
 
 USER_ERROR, PEER_ERROR = 2, 3  # exit codes of a rank: its own refusal; a peer that died or does not answer
 DRIFT_FLAG = "--replan-on-drift"
@@ -295,7 +296,7 @@ def left_without(setup: Setup, lost: set[str], scratch: Path, name: str) -> tupl
         return seats, None
     document = without_nodes(read_cluster_document(setup.cluster).plain(), lost)
     path = scratch / f"cluster-{name}.yaml"
-    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    path.write_text(yaml.dump(document, sort_keys=False, Dumper=QuotingDumper))
     return seats, path
 
 

@@ -27,6 +27,7 @@ from hetero_megatron.plans.schema import shifted
 from hetero_megatron.plans.weights import spelled_weights
 from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.utils.text import plural, rank_ranges
+from hetero_megatron.utils.yaml_document import QuotingDumper
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def _flow(value: Any) -> str:
     """On one line."""
     if not isinstance(value, dict | list):
         return str(value)
-    return str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1 << 30)).strip()
+    return str(yaml.dump(value, default_flow_style=True, sort_keys=False, width=1 << 30, Dumper=QuotingDumper)).strip()
 
 
 def _copies(pipelines: Sequence[Pipeline]) -> int:

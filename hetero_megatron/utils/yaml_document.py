@@ -32,6 +32,13 @@ _TAG = "tag:yaml.org,2002:"
 _TAGS = {"int": int, "float": float, "bool": bool, "null": type(None), "str": str, "seq": list, "map": dict}
 
 
+class QuotingDumper(yaml.SafeDumper):
+    """Quotes texts that this reader takes for numbers and PyYAML does not: 12e345678901, as a fingerprint may be."""
+
+
+QuotingDumper.add_implicit_resolver(f"{_TAG}float", re.compile(f"(?:{_FLOAT.pattern})$"), list("-+.0123456789"))
+
+
 class NotYAML(UserError):
     """The text is not valid YAML."""
 

@@ -16,7 +16,7 @@ import yaml
 from hetero_megatron.cli.flags.flag import SUPPORTED, Flag, unknown_flag
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import read_text
-from hetero_megatron.utils.yaml_document import Entry, from_data, read_document
+from hetero_megatron.utils.yaml_document import Entry, QuotingDumper, from_data, read_document
 
 CONFIG = "--config"
 _KINDS = {int: "an integer", float: "a number"}
@@ -77,7 +77,8 @@ def effective(values: Mapping[str, Any], given: set[str], places: Mapping[str, s
         if flag.status != SUPPORTED or flag.name in (CONFIG, "--write-config") or value is None or value is False:
             continue
         simple_value = list(value) if isinstance(value, tuple) else value
-        text = yaml.safe_dump({flag.name[2:]: simple_value}, default_flow_style=True, width=1 << 20).strip()[1:-1]
+        one = {flag.name[2:]: simple_value}
+        text = yaml.dump(one, Dumper=QuotingDumper, default_flow_style=True, width=1 << 20).strip()[1:-1]
         if flag.key in given:
             lines.append(f"{text}  # {places.get(flag.name, 'command line')}")
         else:
