@@ -16,6 +16,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -103,7 +104,7 @@ def main() -> None:
         found[name] = measure(name, args)
         figures[name] = report(name, found[name])
     ratios = [f["ratio"] for f in figures.values()]
-    geometric = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    geometric = geometric_mean(ratios)
     shares = [f["share"] for f in figures.values()]
     print(
         f"\n{len(ratios)} clusters: best equal / asymmetric {geometric:.3f}x geometric mean (arithmetic "

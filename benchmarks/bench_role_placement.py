@@ -10,6 +10,7 @@ import argparse
 import math
 import tempfile
 from pathlib import Path
+from statistics import geometric_mean
 
 import hetero_megatron as hm
 from hetero_megatron.api.roles import place_role
@@ -71,7 +72,7 @@ def main() -> None:
                 chosen = f"{placed.placement.best.way} | {placed.step_seconds:.3f}"
                 seconds = f"{same:.3f} | {old:.3f} | {gains[-1]:.2f} x"
                 print(f"| {fast} + {slow} | {layers} | {chosen} | {seconds} |", flush=True)
-    mean = math.exp(sum(map(math.log, gains)) / len(gains))
+    mean = geometric_mean(gains)
     print(f"\ngeometric mean against the better of the two: {mean:.2f} x; slower than it: {beaten} of {len(gains)}")
 
 

@@ -25,6 +25,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -219,7 +220,7 @@ def summarise(cases: dict[str, Case], figures: dict[str, dict[str, float]]) -> N
         print(f"| {name} | {' | '.join(cells)} |")
     ratios = [f["uniform"] for f in figures.values() if "uniform" in f]
     if ratios:
-        geometric = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        geometric = geometric_mean(ratios)
         shares = [f["ceiling"] for f in figures.values() if "ceiling" in f]
         print(f"\nplanner / best uniform: {geometric:.2f}x (geometric mean), {sum(shares) / len(shares):.0%} of the "
               f"ceiling (mean), worst {min(shares):.0%}")  # fmt: skip

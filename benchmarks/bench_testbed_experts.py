@@ -15,6 +15,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -90,7 +91,7 @@ def main() -> None:
     for key in ("over equal", "over all equal", "over uniform"):
         ratios = [f[key] for f in figures.values() if key in f]
         if ratios:
-            print(f"{key}: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}x (geometric mean of {len(ratios)})")
+            print(f"{key}: {geometric_mean(ratios):.2f}x (geometric mean of {len(ratios)})")
 
 
 if __name__ == "__main__":

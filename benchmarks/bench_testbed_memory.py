@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -123,7 +123,7 @@ def main() -> None:
     for over in OVERS:
         ratios = [f[over] for f in figures.values() if over in f]
         if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            mean = geometric_mean(ratios)
             print(f"over {over}: {mean:.2f}x (geometric mean of {len(ratios)}), least {min(ratios):.2f}x")
 
 

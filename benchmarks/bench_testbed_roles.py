@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -197,16 +195,11 @@ def summarise(found: dict[str, dict[str, Any]], ratios: dict[str, dict[str, floa
     print("| the chosen placement against | clusters | geometric mean | least |\n|---|---|---|---|")
     for title in OTHERS:
         if row := [of[title] for of in ratios.values() if title in of]:
-            print(f"| {title} | {len(row)} | {mean(row):.2f}x | {min(row):.2f}x |")
+            print(f"| {title} | {len(row)} | {geometric_mean(row):.2f}x | {min(row):.2f}x |")
     both = [of[title] for of in ratios.values() for title in (UNIFORM, OLD) if title in of]
     better = [min(of[title] for title in OTHERS if title in of) for of in ratios.values() if len(of) > 1]
-    print(f"| {UNIFORM}, and {OLD} | {len(ratios)} | {mean(both):.2f}x | {min(both):.2f}x |")
-    print(f"| the best of all | {len(better)} | {mean(better):.2f}x | {min(better):.2f}x |")
-
-
-def mean(ratios: Sequence[float]) -> float:
-    """Geometric."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+    print(f"| {UNIFORM}, and {OLD} | {len(ratios)} | {geometric_mean(both):.2f}x | {min(both):.2f}x |")
+    print(f"| the best of all | {len(better)} | {geometric_mean(better):.2f}x | {min(better):.2f}x |")
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -101,7 +101,7 @@ def main() -> None:
             Path(args.out).write_text(json.dumps(found, indent=1))
     over, others, errors = zip(*rows)
     every = [abs(error) for row in errors for error in row]
-    mean = math.exp(sum(map(math.log, over)) / len(over))
+    mean = geometric_mean(over)
     print(f"\n{len(rows)} clusters: adaptive over 1F1B {mean:.3f}x (geometric mean), lowest {min(over):.3f}x; over the "
           f"best other lowest {min(others):.3f}x; {error_of(args.chips)} mean {sum(every) / len(every):.1%}, worst "
           f"{max(every):.1%}")  # fmt: skip

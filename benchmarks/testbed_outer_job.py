@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.testbed_job import calibration
 from benchmarks.testbed_ranks import DTYPE, Choice, Work, measure
-from hetero_megatron.calibration import CalibrationOptions
-from hetero_megatron.calibration.pipelines import degrees
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
@@ -26,11 +25,6 @@ from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec
 
 ALONE, SYNCHRONOUS = 2, 2  # measured steps; of outer steps one round of all fragments
-
-
-def calibration(work: Work, spec: ModelSpec, cluster: Cluster) -> CalibrationOptions:
-    length, sizes = work["seq_length"], tuple(work["sizes"])
-    return CalibrationOptions(length, DTYPE, sizes, degrees(cluster, spec), (length,), work["calibration_steps"])
 
 
 def choose(cluster: Cluster, spec: ModelSpec, work: Work) -> list[Choice]:

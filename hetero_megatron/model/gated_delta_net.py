@@ -24,11 +24,12 @@ NORM_EPS = 1e-6  # of queries and keys, whatever the model's is
 
 
 class ConvFilters(nn.Module):
-    """Weights [features, taps] of a causal convolution."""
+    """Weights [features, taps] of a causal convolution, and perhaps a bias."""
 
-    def __init__(self, width: int, taps: int) -> None:
+    def __init__(self, width: int, taps: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, taps))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
 
 class DeltaCore(nn.Module):
@@ -50,9 +51,10 @@ class DeltaCore(nn.Module):
         return self.added(self.rule(q, k, v, *self.steps(b, a, weights), None, context.documents)[0], v, weights)
 
     def convolved(self, qkv: Sequence[Tensor], weights: tuple[Tensor, ...], documents: Documents) -> list[Tensor]:
-        """Queries, keys and values after their convolutions."""
+        """Queries, keys and values after their convolutions, whose biases, if they have any, are the last weights."""
+        biases = weights[6:] or (None,) * 3
         convolve = self.kernels.causal_conv
-        return [convolve(x, w, None, documents) for x, w in zip(qkv, weights[:3], strict=True)]
+        return [convolve(x, w, b, documents) for x, w, b in zip(qkv, weights[:3], biases, strict=True)]
 
     def steps(self, b: Tensor | None, a: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """What is done to each value head's state by a token, [b, s, value heads]: the logarithm, at most 0, of what it

@@ -7,29 +7,20 @@ than ranks, ranks have copies, and the norm over a group's heads adds up over ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hetero_megatron.model.gated_delta_net import DeltaCore, Documents
+from hetero_megatron.model.gated_delta_net import ConvFilters, DeltaCore, Documents
 from hetero_megatron.model.layers import Context, Linear, joint_products, lay_together
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.spec import ModelSpec, Share
 from hetero_megatron.spec.state_space import StateSpace
 
 Tensor = torch.Tensor
-
-
-class BiasedFilters(nn.Module):
-    """Weights [features, taps] of a causal convolution, and perhaps a bias."""
-
-    def __init__(self, width: int, taps: int, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, taps))
-        self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
 
 def groups_of(share: Share, each: int) -> list[int]:
@@ -49,12 +40,6 @@ class StateSpaceCore(DeltaCore):
         even = len(groups) == each * count and groups == [i // each for i in range(len(groups))]
         # On the device from the start: a list would be uploaded at every use.
         self.group_of_head = None if even or not groups else torch.tensor(groups)
-
-    def convolved(self, qkv: Sequence[Tensor], weights: tuple[Tensor, ...], documents: Documents) -> list[Tensor]:
-        """C, B and x after their convolutions."""
-        biases = weights[6:] or (None,) * 3
-        convolve = self.kernels.causal_conv
-        return [convolve(x, w, b, documents) for x, w, b in zip(qkv, weights[:3], biases, strict=True)]
 
     def steps(self, b: Tensor | None, a: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """(dt A, dt), both in at least fp32; there is no b."""
@@ -169,7 +154,7 @@ class StateSpaceMixer(nn.Module):
         )
         self.together = lay_together(self.q_proj, self.k_proj, self.v_proj, self.z_proj, self.a_proj)
         self.q_conv, self.k_conv, self.v_conv = (
-            BiasedFilters(width, delta.kernel, delta.conv_bias) for width in (keys, keys, values)
+            ConvFilters(width, delta.kernel, delta.conv_bias) for width in (keys, keys, values)
         )
         self.A_log, self.dt_bias, self.D = (nn.Parameter(torch.empty(heads)) for _ in range(3))
         self.core_attention = StateSpaceCore(spec, share, kernels)

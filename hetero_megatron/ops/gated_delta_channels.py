@@ -112,10 +112,7 @@ def _prepare(
         reach, rest, carried = reach * entered, rest * leaves, carried * through
         keys, inside = keys * together, inside * together
     lower = keys * write
-    sides = torch.cat([values, unit_k.x * reach], -1).mul_(write)
-    solved = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
-    del sides
-    written, read = (x.contiguous() for x in solved.split([v.shape[-1], k.shape[-1]], -1))
+    written, read = chunks.solved(lower, values, unit_k.x * reach, write)
     return Chunks(
         unit_q, unit_k, values, write, reach, rest, carried, g, keys, lower, written, read, inside, together
     )
@@ -124,25 +121,9 @@ def _prepare(
 def _gradients(c: Chunks, first: Tensor, grad: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
     """Of q, k, v, g, beta as chunks have them, and of the first state."""
     scale, group_axis = c.k.x.shape[-1] ** -0.5, (3,)  # the axis of the value heads of a key head
-    before, written = chunks.states_of(c, first)[:2]
-    grad = chunks.split(grad, c.k.x.shape[2])
-    grads_after, change, d_first = chunks.state_gradients(c, grad, grad_state.to(c.v.dtype).reshape(before.shape[1:]))
-    # out = (lambda q) S + A V, and the next state.
-    d_left = written @ grads_after.transpose(-1, -2)
-    d_carried = (grads_after.mul_(before).sum(-1, keepdim=True) * c.carried).transpose(-1, -2)
-    del grads_after
-    d_reach_q = grad @ before.transpose(-1, -2)
-    d_inside = grad @ written.transpose(-1, -2)
-    del grad, written
-    # (1 + M) [U, W] = beta [v, lambda k]
-    sides = torch.cat([change, (change @ before.transpose(-1, -2)).neg_()], -1)
-    del change, before
-    solved = torch.linalg.solve_triangular(c.lower.transpose(-1, -2), sides, upper=True, unitriangular=True)
-    del sides
-    d_sides, d_reach_k = solved.split([c.v.shape[-1], c.k.x.shape[-1]], -1)
-    d_lower = d_sides @ c.written.transpose(-1, -2)
-    d_lower += d_reach_k @ c.read.transpose(-1, -2)
-    d_lower.neg_().tril_(-1)
+    d_left, d_carried, d_reach_q, d_inside, d_sides, d_reach_k, d_lower, d_first = chunks.by_states(
+        c, first, grad, grad_state
+    )
     # A and M, of pairs
     d_beta = (d_lower * c.keys).sum(-1, keepdim=True)
     d_lower.mul_(c.beta)
@@ -168,7 +149,7 @@ def _gradients(c: Chunks, first: Tensor, grad: Tensor, grad_state: Tensor) -> tu
     reached.mul_(c.beta)
     d_left.mul_(c.rest)
     running.addcmul_(reached, c.k.x).addcmul_(d_left, c.k.x, value=-1)
-    running[..., -1:, :] += (d_left * c.k.x).sum(-2, keepdim=True) + d_carried
+    running[..., -1:, :] += (d_left * c.k.x).sum(-2, keepdim=True) + d_carried.transpose(-1, -2)
     d_k = d_k.add_(reached).add_(d_left).sum(group_axis, keepdim=True)
     del reached, d_left
     d_g = running.flip(-2).cumsum(-2).flip(-2)

@@ -128,11 +128,17 @@ def _prepare(
     keys = unit_k.x @ unit_k.x.transpose(-1, -2)
     inside = ((unit_q.x * q.shape[-1] ** -0.5) @ unit_k.x.transpose(-1, -2)) * decay
     lower = (keys * decay).mul_(write)
-    sides = torch.cat([values, unit_k.x * reach], -1).mul_(write)
-    solved = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
-    del sides
-    written, read = (x.contiguous() for x in solved.split([v.shape[-1], k.shape[-1]], -1))
+    written, read = solved(lower, values, unit_k.x * reach, write)
     return Chunks(unit_q, unit_k, values, write, reach, rest, carried, decay, keys, lower, written, read, inside)
+
+
+def solved(lower: Tensor, values: Tensor, reached: Tensor, write: Tensor) -> tuple[Tensor, Tensor]:
+    """(U, W) of ``values`` v and ``reached`` lambda k, contiguous."""
+    sides = torch.cat([values, reached], -1).mul_(write)
+    both = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
+    del sides
+    written, read = (x.contiguous() for x in both.split([values.shape[-1], reached.shape[-1]], -1))
+    return written, read
 
 
 def _first_state(state: Tensor | None, c: Chunks) -> Tensor:
@@ -160,7 +166,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As the definition (``ops/gated_delta.py``)."""
     if not v.numel():  # an empty share of a tensor-parallel rank, or no tokens
-        return torch.zeros_like(v), _empty_state(q, v, state)
+        return torch.zeros_like(v), empty_state(q, v, state)
     with torch.no_grad():
         c = prepare(q, k, v, g, beta, documents, eps)
         states, written, last = states_of(c, _first_state(state, c))
@@ -169,7 +175,7 @@ def forward(
         return join(out, v.shape[1]).to(v.dtype), last.flatten(1, 2)
 
 
-def _empty_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
+def empty_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
     shape = (v.shape[0], v.shape[2], q.shape[-1], v.shape[-1])
     return v.new_zeros(shape, dtype=wide(v.dtype)) if state is None else state.clone()
 
@@ -188,16 +194,16 @@ def state_gradients(c: Chunks, grad: Tensor, last: Tensor) -> tuple[Tensor, Tens
     return grads_after, change, grad_state
 
 
-def _gradients(c: Chunks, first: Tensor, grad: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
-    """Of q, k, v, g, beta as chunks have them, and of the first state. Tensors are let go as soon as nothing needs
-    them: ``spec/delta_bytes.py`` says how many there are at once."""
-    scale, group_axis = c.k.x.shape[-1] ** -0.5, (3,)  # the axis of the value heads of a key head
+def by_states(c: Chunks, first: Tensor, grad: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of kappa k; of the logarithm of lambda_C [.., carried's, 1]; of lambda q; of A; of beta v and
+    beta lambda k, where they are solved for; of M below the diagonal; and of the first state."""
     before, written = states_of(c, first)[:2]
     grad = split(grad, c.k.x.shape[2])
     grads_after, change, d_first = state_gradients(c, grad, grad_state.to(c.v.dtype).reshape(before.shape[1:]))
     # out = (lambda q) S + A V, and the next state.
     d_left = written @ grads_after.transpose(-1, -2)
-    d_carried = grads_after.mul_(before).sum((-1, -2), keepdim=True) * c.carried
+    by_row = c.carried.shape[-2] > 1  # of lambda_C
+    d_carried = grads_after.mul_(before).sum(-1 if by_row else (-1, -2), keepdim=True) * c.carried
     del grads_after
     d_reach_q = grad @ before.transpose(-1, -2)
     d_inside = grad @ written.transpose(-1, -2)
@@ -205,12 +211,19 @@ def _gradients(c: Chunks, first: Tensor, grad: Tensor, grad_state: Tensor) -> tu
     # (1 + M) [U, W] = beta [v, lambda k]
     sides = torch.cat([change, (change @ before.transpose(-1, -2)).neg_()], -1)
     del change, before
-    solved = torch.linalg.solve_triangular(c.lower.transpose(-1, -2), sides, upper=True, unitriangular=True)
+    both = torch.linalg.solve_triangular(c.lower.transpose(-1, -2), sides, upper=True, unitriangular=True)
     del sides
-    d_sides, d_reach_k = solved.split([c.v.shape[-1], c.k.x.shape[-1]], -1)
+    d_sides, d_reach_k = both.split([c.v.shape[-1], c.k.x.shape[-1]], -1)
     d_lower = d_sides @ c.written.transpose(-1, -2)
     d_lower += d_reach_k @ c.read.transpose(-1, -2)
-    d_lower.neg_().tril_(-1)
+    return d_left, d_carried, d_reach_q, d_inside, d_sides, d_reach_k, d_lower.neg_().tril_(-1), d_first
+
+
+def _gradients(c: Chunks, first: Tensor, grad: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
+    """Of q, k, v, g, beta as chunks have them, and of the first state. Tensors are let go as soon as nothing needs
+    them: ``spec/delta_bytes.py`` says how many there are at once."""
+    scale, group_axis = c.k.x.shape[-1] ** -0.5, (3,)  # the axis of the value heads of a key head
+    d_left, d_carried, d_reach_q, d_inside, d_sides, d_reach_k, d_lower, d_first = by_states(c, first, grad, grad_state)
     # A = q k' D and M = beta k k' D
     running = _rows_less_columns(d_inside * c.inside) + _rows_less_columns(d_lower * c.lower)
     summed = d_inside.mul_(c.decay).sum(group_axis, keepdim=True)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from hetero_megatron.ops.gated_delta_chunks import CHUNK, Documents, document_masks
+from hetero_megatron.ops.gated_delta_chunks import CHUNK, Documents, document_masks, empty_state
 from hetero_megatron.ops.spec import wide
 
 Tensor = torch.Tensor
@@ -127,8 +127,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """As the definition (``ops/state_space.py``)."""
     if not v.numel():  # an empty share of a tensor-parallel rank, or no tokens
-        shape = (v.shape[0], v.shape[2], q.shape[-1], v.shape[-1])
-        return torch.zeros_like(v), v.new_zeros(shape, dtype=wide(v.dtype)) if state is None else state.clone()
+        return torch.zeros_like(v), empty_state(q, v, state)
     with torch.no_grad():
         c = _prepare(q, k, v, g, write, documents)
         states, last = _states(c, _first_state(state, c))

@@ -297,9 +297,8 @@ class Operators(ModelledOperators):
         forward, backward = model(share, rows, length)
         if not measured:
             return forward, backward
-        if table != "waiting" and (line := _by_line(measured, share, rows, length)) is not None:
-            between, (on_line, back_on_line) = line
-            return (on_line, back_on_line) if between else (max(on_line, forward), max(back_on_line, backward))
+        if table != "waiting" and (on_line := _on_line(measured, share, rows, length, (forward, backward))) is not None:
+            return on_line
         ratios: list[list[tuple[tuple[float, ...], float]]] = [[], []]
         for row in measured:
             size = (1 / row.tp, row.micro_batch_size, int(row.seq_length))
@@ -318,11 +317,11 @@ class Operators(ModelledOperators):
         return [r for r in getattr(rates, table) if r.fingerprint == self.fingerprint]
 
 
-def _by_line(
-    measured: Sequence[LayerRow], share: float, rows: float, length: int
-) -> tuple[bool, Seconds] | None:
-    """(whether ``rows`` lie between measured sizes, seconds on the line through the two nearest ones) of the same TP
-    degree and length; None: fewer than two were measured, or ``rows`` are fewer."""
+def _on_line(
+    measured: Sequence[LayerRow], share: float, rows: float, length: int, least: Seconds
+) -> Seconds | None:
+    """Seconds on the line through the two nearest sizes of the same TP degree and length, beyond the largest one at
+    least ``least``; None: fewer than two were measured, or ``rows`` are fewer."""
     alike = (r for r in measured if r.seq_length == length and math.isclose(1 / r.tp, share))
     by_size = {r.micro_batch_size: r for r in alike}
     same = [by_size[size] for size in sorted(by_size)]
@@ -331,10 +330,12 @@ def _by_line(
     b = next((i for i, r in enumerate(same) if r.micro_batch_size > rows), len(same) - 1)
     low, high = same[b - 1], same[b]
     t = (rows - low.micro_batch_size) / (high.micro_batch_size - low.micro_batch_size)
-    # Beyond the largest size nothing becomes faster.
     ends = (low.forward, high.forward), (low.backward, high.backward)
-    forward, backward = (x + t * (y - x if t <= 1 else max(y - x, 0.0)) for x, y in ends)
-    return t <= 1, (forward, backward)
+    if t > 1:  # beyond the largest size nothing becomes faster
+        forward, backward = (max(x + t * max(y - x, 0.0), floor) for (x, y), floor in zip(ends, least, strict=True))
+    else:
+        forward, backward = (x + t * (y - x) for x, y in ends)
+    return forward, backward
 
 
 def _mean(seconds: Iterable[tuple[Seconds, float]]) -> Seconds:

@@ -92,6 +92,12 @@ def _state_space_config(spec: ModelSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _common_config(spec: ModelSpec) -> dict[str, Any]:
+    # Without rotary embeddings there are no keys of them.
+    config = silu_config(spec) if spec.ropes else decoder_config(spec) | {"head_dim": spec.head_dim}
+    return config | _state_space_config(spec)
+
+
 def _types(read: ConfigReader) -> list[str]:
     """Kinds of Granite 4's layers; all of Mamba-2 where nothing is said."""
     key, layers = "layer_types" if "layer_types" in read.config else "layers_block_type", num_layers(read)
@@ -137,9 +143,8 @@ def _read_granite_hybrid(read: ConfigReader, name: str) -> ModelSpec:
 
 
 def _write_granite_hybrid(spec: ModelSpec) -> dict[str, Any]:
-    config = silu_config(spec) if spec.ropes else decoder_config(spec) | {"head_dim": spec.head_dim}
     moe = spec.moe
-    return config | _state_space_config(spec) | {
+    return _common_config(spec) | {
         "hidden_act": "silu", "num_local_experts": 0 if moe is None else moe.num_experts,
         "num_experts_per_tok": 0 if moe is None else moe.top_k,
         "intermediate_size": spec.ffn_hidden_size if moe is None else moe.ffn_hidden_size,
@@ -194,11 +199,7 @@ def _read_bamba(read: ConfigReader, name: str) -> ModelSpec:
 
 
 def _write_bamba(spec: ModelSpec) -> dict[str, Any]:
-    if not spec.ropes:  # none has attention, of which rotary keys say something
-        config = decoder_config(spec) | {"head_dim": spec.head_dim}
-    else:
-        config = silu_config(spec)
-    return config | _state_space_config(spec) | {
+    return _common_config(spec) | {
         "attention_bias": spec.qkv_bias and spec.out_bias, "mlp_bias": spec.mlp_bias, "hidden_act": "silu",
         "attn_layer_indices": [i for i, kind in enumerate(spec.layers) if not kind.linear], "z_loss_coefficient": 0.0,
     }  # fmt: skip

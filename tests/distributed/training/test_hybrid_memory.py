@@ -45,16 +45,20 @@ def configured(directory: Path, config: dict[str, Any], stages: list[dict[str, A
     return configure(["--plan", str(path), "--model", str(model), "--dry-run"], world)
 
 
-@pytest.mark.parametrize("case", quick(CASES, [], [CASES[3], CASES[5]]), ids="-".join)
-def test_each_stage_holds_what_its_own_layers_keep(case: tuple[str, str], tmp_path: Path) -> None:
-    model, recompute = KIMI if case[0] == "kimi_linear" else MODEL, case[1]
+def check_stages(directory: Path, model: dict[str, Any], recompute: str, least: float) -> None:
+    """Estimates of three unlike stages, the first of two ranks, are ``least`` to 1.11 of the peaks of dry runs."""
     stages = [stage([0, 1], [0, 3], tp=2), stage([2], [3, 5]), stage([3], [5, 6])]
-    run = configured(tmp_path, model, [{**one, "recompute": recompute} for one in stages])
+    run = configured(directory, model, [{**one, "recompute": recompute} for one in stages])
     estimates = estimate_memory(run.plan, run.spec, run.dtype)
     for rank in (0, 2, 3):
         dry = run_rank(run, rank)
         assert dry.parameters == estimates[rank].weights
-        assert 0.995 * dry.peak <= estimates[rank].total <= 1.11 * dry.peak, estimates[rank].total / dry.peak
+        assert least * dry.peak <= estimates[rank].total <= 1.11 * dry.peak, estimates[rank].total / dry.peak
+
+
+@pytest.mark.parametrize("case", quick(CASES, [], [CASES[3], CASES[5]]), ids="-".join)
+def test_each_stage_holds_what_its_own_layers_keep(case: tuple[str, str], tmp_path: Path) -> None:
+    check_stages(tmp_path, KIMI if case[0] == "kimi_linear" else MODEL, case[1], 0.995)
 
 
 @pytest.mark.slow

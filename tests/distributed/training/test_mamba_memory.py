@@ -8,7 +8,7 @@ import pytest
 
 from hetero_megatron.dry_run.one_rank import run_rank
 from hetero_megatron.plans.memory.of_plan import estimate_memory
-from tests.distributed.training.test_hybrid_memory import FULL, LINEAR, configured
+from tests.distributed.training.test_hybrid_memory import FULL, LINEAR, check_stages, configured
 from tests.support.moe_models import MAMBAS
 from tests.support.selection import quick
 from tests.support.small_plans import stage
@@ -23,13 +23,7 @@ MODEL = MAMBAS["granite_hybrid"] | {
 @pytest.mark.parametrize("recompute", quick(["none", "selective", "elementwise", "full"], [], ["none"]))
 def test_each_stage_holds_what_its_own_layers_keep(recompute: str, tmp_path: Path) -> None:
     """Two ranks of the first one have copies of the one group's B and C."""
-    stages = [stage([0, 1], [0, 3], tp=2), stage([2], [3, 5]), stage([3], [5, 6])]
-    run = configured(tmp_path, MODEL, [{**one, "recompute": recompute} for one in stages])
-    estimates = estimate_memory(run.plan, run.spec, run.dtype)
-    for rank in (0, 2, 3):
-        dry = run_rank(run, rank)
-        assert dry.parameters == estimates[rank].weights
-        assert 0.98 * dry.peak <= estimates[rank].total <= 1.11 * dry.peak, estimates[rank].total / dry.peak
+    check_stages(tmp_path, MODEL, recompute, 0.98)
 
 
 @pytest.mark.slow

@@ -12,25 +12,26 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.fp8_checks import fp8_fits
-from hetero_megatron.spec import logical_tensors
+from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.lora import Lora
-from tests.support.moe_models import HYBRIDS
+from tests.support.moe_models import HYBRIDS, MAMBAS
 from tests.support.small_plans import pipe, plan, stage
 
 SPEC = from_hf_config(HYBRIDS["qwen3_next"])  # three layers of linear attention and one of attention
 
 
-def test_fp8_adapters_and_checkpoints_of_megatron_are_refused() -> None:
-    made = plan_from_dict(plan([pipe(1, 1, stage([0], [0, 4]))], 10), SPEC)
+@pytest.mark.parametrize("spec", [SPEC, from_hf_config(MAMBAS["granite_hybrid"])], ids=["qwen3_next", "granite_hybrid"])
+def test_fp8_adapters_and_checkpoints_of_megatron_are_refused(spec: ModelSpec) -> None:
+    made = plan_from_dict(plan([pipe(1, 1, stage([0], [0, spec.num_layers]))], 10), spec)
     with pytest.raises(UserError, match="linear attention compute nothing in fp8"):
-        fp8_fits(made, SPEC, Fp8("e4m3", "tensorwise"), "bf16", None)
+        fp8_fits(made, spec, Fp8("e4m3", "tensorwise"), "bf16", None)
     with pytest.raises(UserError, match="no adapters"):
-        replace(SPEC, lora=Lora(2, 2.0, ("q_proj",)))
-    for tensor in logical_tensors(SPEC):
+        replace(spec, lora=Lora(2, 2.0, ("q_proj",)))
+    for tensor in logical_tensors(spec):
         if ".linear_attn." in tensor.name:
             with pytest.raises(UserError, match="is not read from Megatron"):
-                source(SPEC, tensor.name, tensor.shape)
+                source(spec, tensor.name, tensor.shape)
 
 
 @pytest.mark.parametrize(

@@ -7,33 +7,18 @@ from typing import Any
 
 import pytest
 
-from hetero_megatron.checkpoint.megatron.names import source
 from hetero_megatron.errors import UserError
-from hetero_megatron.plans import plan_from_dict
-from hetero_megatron.plans.fp8 import Fp8
-from hetero_megatron.plans.fp8_checks import fp8_fits
-from hetero_megatron.spec import logical_tensors, shares
+from hetero_megatron.spec import shares
 from hetero_megatron.spec.flops import delta_flops
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config
-from hetero_megatron.spec.lora import Lora
 from hetero_megatron.spec.state_space import StateSpace
 from tests.support.moe_models import HYBRIDS, MAMBAS
-from tests.support.small_plans import pipe, plan, stage
 
 SPEC = from_hf_config(MAMBAS["granite_hybrid"])  # three groups of two heads
 
 
-def test_fp8_adapters_and_checkpoints_of_megatron_are_refused() -> None:
-    made = plan_from_dict(plan([pipe(1, 1, stage([0], [0, 3]))], 10), SPEC)
-    with pytest.raises(UserError, match="linear attention compute nothing in fp8"):
-        fp8_fits(made, SPEC, Fp8("e4m3", "tensorwise"), "bf16", None)
-    with pytest.raises(UserError, match="no adapters"):
-        replace(SPEC, lora=Lora(2, 2.0, ("q_proj",)))
-    for tensor in logical_tensors(SPEC):
-        if ".linear_attn." in tensor.name:
-            with pytest.raises(UserError, match="is not read from Megatron"):
-                source(SPEC, tensor.name, tensor.shape)
+def test_another_mixer_than_the_layers_have_is_refused() -> None:
     with pytest.raises(UserError, match="another mixer than its layers have"):
         replace(SPEC, delta=from_hf_config(HYBRIDS["qwen3_next"]).delta)
 
