@@ -14,8 +14,7 @@ from benchmarks.testbed_schedules import cuts_by_speed, schedule_plans
 from hetero_megatron.calibration import CalibrationOptions
 from hetero_megatron.calibration.pipelines import degrees
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.cluster.neighbours import tp_groups
-from hetero_megatron.cluster.subset import without
+from hetero_megatron.cluster.subset import tp_groups, without
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from hetero_megatron.utils.version import __version__ as _version
+from hetero_megatron.utils.program import __version__ as _version
 
 __version__ = _version  # an assignment, as tools that read or change versions look for
 __all__ = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.utils.version import __version__
+from hetero_megatron.utils.program import __version__
 
 # What argparse makes of an error of ``numbers.Number``.
 _NUMBER = re.compile(

@@ -16,8 +16,8 @@ from hetero_megatron.cli.log import say_error
 from hetero_megatron.cli.output import json_alone, while_read
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import at_once, outlive_terminal
-from hetero_megatron.utils.exit_codes import INTERRUPTED
 from hetero_megatron.utils.out_of_memory import out_of_memory
+from hetero_megatron.utils.program import INTERRUPTED
 from hetero_megatron.utils.text import did_you_mean
 
 

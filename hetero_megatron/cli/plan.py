@@ -30,8 +30,8 @@ from hetero_megatron.plans.outer import MOST_STEPS
 from hetero_megatron.plans.runtimes.table import RUNTIMES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
-from hetero_megatron.utils.exit_codes import INTERRUPTED
 from hetero_megatron.utils.outputs import try_folder
+from hetero_megatron.utils.program import INTERRUPTED
 from hetero_megatron.utils.text import WorkLine, format_seconds, notice_line, plural
 
 SYNCING = 0.25  # part of a step for gradients and weights, or of the chips idle, above which outer steps are mentioned
@@ -64,13 +64,13 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"there are no outer steps for {feature}", field="--allow-outer", value=args.allow_outer,
                         accepted="the command without it")  # fmt: skip
     if args.shop:
-        from hetero_megatron.cli.plan_shop import main as shop
+        from hetero_megatron.cli.plan_questions import go_shopping
 
-        return shop(args, model, cluster)
+        return go_shopping(args, model, cluster)
     if args.teacher_hf or args.reference_hf:
-        from hetero_megatron.cli.plan_role import main as with_role
+        from hetero_megatron.cli.plan_questions import place_beside
 
-        return with_role(args, model, cluster)
+        return place_beside(args, model, cluster)
     for key in ("score_top_k", "epochs", "preference"):
         if getattr(args, key) != _parser().get_default(key):
             accepted = "--teacher-hf DIR, or --reference-hf DIR"

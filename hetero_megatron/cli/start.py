@@ -22,7 +22,7 @@ from hetero_megatron.cli.output import json_alone, nobody_reads, while_read
 from hetero_megatron.environment.launcher import MAX_RANKS, is_first, refuse_copies
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import at_once, end_with_parent, outlive_terminal
-from hetero_megatron.utils.exit_codes import INTERRUPTED
+from hetero_megatron.utils.program import INTERRUPTED
 
 # Commands that run as the ranks of a job, started alone or once per rank by a launcher.
 RANKS = ("pretrain", "finetune", "generate")

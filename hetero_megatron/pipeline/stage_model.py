@@ -254,7 +254,7 @@ class StageLoss:
         return losses.sum() if mask is None else (losses * mask).sum()
 
     def _with_predictions(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
-        from hetero_megatron.data.ahead import with_targets_ahead
+        from hetero_megatron.data.batch import with_targets_ahead
 
         all_targets, depth, factor = with_targets_ahead(batch), len(batch.ahead), self._factor / len(batch.ahead)
         assert all_targets.loss_mask is not None

@@ -74,7 +74,7 @@ class StepWork:
         """``depth``: how many modules predict further tokens of it."""
         batch = fetch(indices)
         if depth:
-            from hetero_megatron.data.ahead import look_ahead
+            from hetero_megatron.data.batch import look_ahead
 
             batch = look_ahead(batch, depth)
         return replace(batch.select(self._here.unit.tokens), draws=draws)

@@ -77,7 +77,7 @@ def validate(
     weights_can_be_split(plan, spec, source)
     experts_are_held(plan, spec, source)
     if spec.mtp_layers:
-        from hetero_megatron.plans.predictions import predictions_fit
+        from hetero_megatron.plans.capabilities import predictions_fit
 
         predictions_fit(plan, spec, source)
     for path, _, stage in stages(plan):

@@ -18,8 +18,8 @@ from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.save_directory import writes_checkpoints
+from hetero_megatron.utils.program import __version__
 from hetero_megatron.utils.text import notice_line, plural
-from hetero_megatron.utils.version import __version__
 
 if TYPE_CHECKING:
     from hetero_megatron.checkpoint.boxes import BoxedTensor

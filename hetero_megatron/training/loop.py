@@ -27,7 +27,7 @@ from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.step_numbers import StepStats
-from hetero_megatron.utils.exit_codes import INTERRUPTED
+from hetero_megatron.utils.program import INTERRUPTED
 from hetero_megatron.utils.text import notice_line
 
 if TYPE_CHECKING:

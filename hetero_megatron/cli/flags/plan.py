@@ -119,7 +119,7 @@ def _role_models(args: Arguments, document: Entry) -> dict[str, ModelSpec]:
     """The models that flags name for the roles of a plan file."""
     if document.section("roles") is None:
         return {}
-    from hetero_megatron.cli.flags.roles import role_models
+    from hetero_megatron.cli.flags.role_models import role_models
 
     return role_models(args)
 

@@ -26,7 +26,7 @@ from hetero_megatron.plans.experts import Islands
 from hetero_megatron.plans.islands import divisions
 from hetero_megatron.plans.outer import COMPRESS
 from hetero_megatron.predictor.cost.layer_cost import CostModel
-from hetero_megatron.predictor.simulate.outer_exchange import exchange_seconds, waiting_seconds
+from hetero_megatron.predictor.simulate.grad_sync import exchange_seconds, waiting_seconds
 from hetero_megatron.predictor.simulate.step import Prediction, predict
 
 MOST_DIVISIONS, MOST_ISLANDS = 4, 4  # of the cluster that are tried, the slowest links cut first; of each

@@ -263,7 +263,7 @@ class StepSimulator:
     def _outer_seconds(self, step: float) -> float:
         if self.plan.outer is None:
             return 0.0
-        from hetero_megatron.predictor.simulate.outer_exchange import outer_seconds
+        from hetero_megatron.predictor.simulate.grad_sync import outer_seconds
 
         costs = self.costs
         return outer_seconds(self.plan, costs.model, self.sync.all_buckets, costs.links, costs.wide, step)

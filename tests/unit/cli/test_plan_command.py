@@ -38,7 +38,7 @@ from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.plans import load_plan, plan_from_dict
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
-from hetero_megatron.utils.exit_codes import INTERRUPTED
+from hetero_megatron.utils.program import INTERRUPTED
 from tests.support import planner_cases
 from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT
