@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from hetero_megatron import __version__
 from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES
@@ -44,7 +45,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.spec import LogicalTensor, ModelSpec, load_model, logical_tensors
-from hetero_megatron.utils.program import __version__
 from hetero_megatron.utils.text import WorkLine, listed, tracked
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

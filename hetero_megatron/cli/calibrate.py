@@ -19,6 +19,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from hetero_megatron import __version__
 from hetero_megatron.cli.arguments import ArgumentParser, count
 from hetero_megatron.cli.output import check_writable, print_json
 from hetero_megatron.cluster import Cluster, load_cluster
@@ -29,7 +30,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.predictor.cost.rates import given_rates, load_rates, refuse_twice
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.utils.files import read_json_object
-from hetero_megatron.utils.program import __version__
 from hetero_megatron.utils.text import dtype_name, notice_line, plural, printable
 from hetero_megatron.utils.yaml_document import LONGEST_NAME
 

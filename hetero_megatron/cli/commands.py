@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """``name`` is also the module of this package whose ``main(words)`` runs it; ``parts``: its own sub-commands."""
+    """``name`` is also the module of this package whose ``main(words)`` runs it, unless ``at`` says
+    ``module.function``; ``parts``: its own sub-commands."""
 
     name: str
     does: str
     example: str
     parts: tuple[str, ...] = ()
+    at: str = ""
 
 
 GROUPS: dict[str, tuple[Command, ...]] = {
@@ -21,10 +25,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
                 "--train-iters 10 --lr 1e-3"),
         Command("finetune", "the same on conversations; what the assistant wrote counts",
                 "hetero-megatron finetune --load-hf model --data-path chats.jsonl --split 1 --seq-length 1024 "
-                "--micro-batch-size 1 --global-batch-size 8 --train-iters 100 --lr 1e-5 --save-hf tuned"),
+                "--micro-batch-size 1 --global-batch-size 8 --train-iters 100 --lr 1e-5 --save-hf tuned",
+                at="pretrain.finetune"),
         Command("score", "what a model says of training data, in a file that its students learn from",
                 "hetero-megatron score --load-hf teacher --data-path chats.jsonl --sft --split 1 --seq-length 1024 "
-                "--micro-batch-size 1 --global-batch-size 8 --train-iters 100 --save-scores scores.bin"),
+                "--micro-batch-size 1 --global-batch-size 8 --train-iters 100 --save-scores scores.bin",
+                at="pretrain.score"),
         Command("check", "what would be honoured, noticed and refused of a Megatron, NeMo or FlagScale launch script",
                 "hetero-megatron check pretrain_llama.sh"),
         Command("generate", "continue prompts with a model, to look at what came out",
@@ -77,3 +83,10 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
 }  # fmt: skip
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
+
+
+def entry(name: str) -> Callable[[Sequence[str]], int]:
+    """The function of a command, whose module is imported now."""
+    module, _, function = (COMMANDS[name].at or f"{name}.main").partition(".")
+    run: Callable[[Sequence[str]], int] = getattr(import_module(f"hetero_megatron.cli.{module}"), function)
+    return run

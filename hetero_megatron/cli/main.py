@@ -8,16 +8,14 @@ import hetero_megatron.environment.interrupt  # first
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from importlib import import_module
 
 from hetero_megatron.cli.arguments import version_line
-from hetero_megatron.cli.commands import COMMANDS, GROUPS
+from hetero_megatron.cli.commands import COMMANDS, GROUPS, entry
 from hetero_megatron.cli.log import say_error
 from hetero_megatron.cli.output import json_alone, while_read
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import INTERRUPTED, UserError
 from hetero_megatron.training.exit import at_once, outlive_terminal
 from hetero_megatron.utils.out_of_memory import out_of_memory
-from hetero_megatron.utils.program import INTERRUPTED
 from hetero_megatron.utils.text import did_you_mean
 
 
@@ -54,7 +52,7 @@ def load_command(name: str) -> Callable[[Sequence[str]], int]:
     """The function of a command, whose module is imported now; UserError for an unknown one."""
     if name in COMMANDS:
         with at_once():
-            command: Callable[[Sequence[str]], int] = import_module(f"hetero_megatron.cli.{name}").main
+            command = entry(name)
         hetero_megatron.environment.interrupt.release()
         return command
     problem = f"no such command{did_you_mean(name, COMMANDS)}"

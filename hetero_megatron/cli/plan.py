@@ -19,7 +19,7 @@ from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, 
 from hetero_megatron.cli.cluster_beside_plan import ClusterBesidePlan
 from hetero_megatron.cli.flags.planned_model import add_beside, add_fp8, add_lora, fp8_of, with_lora
 from hetero_megatron.cli.output import check_writable, print_json, write_text
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import INTERRUPTED, UserError
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import dump_yaml
 from hetero_megatron.plans.export import FORMATS, export
@@ -31,7 +31,6 @@ from hetero_megatron.plans.runtimes.table import RUNTIMES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.outputs import try_folder
-from hetero_megatron.utils.program import INTERRUPTED
 from hetero_megatron.utils.text import WorkLine, format_seconds, notice_line, plural
 
 SYNCING = 0.25  # part of a step for gradients and weights, or of the chips idle, above which outer steps are mentioned

@@ -16,8 +16,7 @@ from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.context.cluster import problem_from_cluster
-from hetero_megatron.planner.context.io import one_stage_plan
-from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
+from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem, one_stage_plan
 from hetero_megatron.planner.context.scheduler import ContextChoice, schedule_context
 from hetero_megatron.plans import dump_yaml, to_dict
 from hetero_megatron.plans.canonical import Plan

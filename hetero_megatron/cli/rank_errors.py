@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from hetero_megatron.cli.log import record_error, say_error
 from hetero_megatron.environment.launcher import LauncherEnvironment
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import INTERRUPTED, UserError
 from hetero_megatron.utils.out_of_memory import out_of_memory
-from hetero_megatron.utils.program import INTERRUPTED
 
 if TYPE_CHECKING:
     from hetero_megatron.comm import CommError

@@ -14,15 +14,14 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from typing import NoReturn
 
+from hetero_megatron.cli.commands import entry
 from hetero_megatron.cli.log import say_error
 from hetero_megatron.cli.output import json_alone, nobody_reads, while_read
 from hetero_megatron.environment.launcher import MAX_RANKS, is_first, refuse_copies
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import INTERRUPTED, UserError
 from hetero_megatron.training.exit import at_once, end_with_parent, outlive_terminal
-from hetero_megatron.utils.program import INTERRUPTED
 
 # Commands that run as the ranks of a job, started alone or once per rank by a launcher.
 RANKS = ("pretrain", "finetune", "generate")
@@ -66,7 +65,7 @@ def train(command: str, words: Sequence[str]) -> NoReturn:
 def _as_rank(command: str, words: Sequence[str]) -> int:
     with json_alone(command, words):
         with at_once(is_first()):
-            main = import_module(f"hetero_megatron.cli.{command}").main
+            main = entry(command)
         return int(main(words))
 
 

@@ -16,9 +16,9 @@ from hetero_megatron.model.gpt import Head
 from hetero_megatron.ops import KernelPlan, softcap
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss, with_known_gradient
 from hetero_megatron.ops.spec import wide
-from hetero_megatron.pipeline.compared_loss import ComparedLoss
 from hetero_megatron.pipeline.role_scores import TeacherScores
 from hetero_megatron.pipeline.stage_model import RankStage
+from hetero_megatron.pipeline.stage_work import ComparedLoss
 from hetero_megatron.spec.distillation import FACTS, Distillation
 
 PIECES = 6  # of the size of a chunk's logits that are there at once: of both models, and what is made of them

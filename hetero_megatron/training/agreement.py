@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from hetero_megatron import __version__
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.plugins import Plugins, source_file
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.utils.program import __version__
 from hetero_megatron.utils.text import notice_line
 
 ALIKE = (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.context.lower_bound import work_seconds
+from hetero_megatron.planner.context.balance import work_seconds
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.operator_cost import Operators

@@ -12,11 +12,10 @@ from dataclasses import replace
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
+from hetero_megatron.planner.context.balance import speed_bound
 from hetero_megatron.planner.context.cluster import problem_from_cluster
-from hetero_megatron.planner.context.io import plan_stage
-from hetero_megatron.planner.context.lower_bound import speed_bound
 from hetero_megatron.planner.context.memory import member_limits
-from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
+from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem, plan_stage
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem

@@ -18,7 +18,7 @@ from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import Progress, SimulatedPlan
 from hetero_megatron.planner.template.placement import renumbered
 from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.planner.whatif.chip_speeds import ChipSpeeds
+from hetero_megatron.planner.whatif.role_placement import ChipSpeeds
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.canonical import Outer

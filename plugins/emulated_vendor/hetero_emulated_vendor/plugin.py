@@ -30,7 +30,8 @@ class EmulatedVendor(Accelerator):
     tested = True
 
     def reach(self) -> str:
-        """Ranks of unlike names count as unlike vendors."""
+        """Ranks of unlike names (``HETERO_EMULATED_VENDOR``) count as unlike vendors: only the bridge joins
+        them."""
         self.load()
         from hetero_emulated_vendor.extension import vendor
 

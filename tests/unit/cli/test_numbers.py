@@ -7,12 +7,11 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib import import_module
 
 import pytest
 
 from hetero_megatron.cli.arguments import CommandParser, Number
-from hetero_megatron.cli.commands import COMMANDS
+from hetero_megatron.cli.commands import COMMANDS, entry
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.flags.flag import NOTICE, SUPPORTED, Flag
 from hetero_megatron.cli.flags.parse import parse
@@ -89,7 +88,7 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
             made.clear()
             for line in words.get(name, [["--help"]]):
                 with suppress(SystemExit, UserError):
-                    import_module(f"hetero_megatron.cli.{name}").main(line)
+                    entry(name)(line)
             yield from ((name, parser) for parser in made)
     finally:
         CommandParser.__init__ = before  # type: ignore[method-assign]
