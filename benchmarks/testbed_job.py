@@ -21,7 +21,7 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import simulate_best
 from hetero_megatron.planner.search.uniform import top_uniform_plans
-from hetero_megatron.planner.template.placement import renumbered
+from hetero_megatron.planner.template.plan_template import renumbered
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.dump import to_dict
 from hetero_megatron.predictor.simulate.step import predict

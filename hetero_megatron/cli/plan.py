@@ -11,16 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.api.inputs import Cluster, Model
-from hetero_megatron.api.plans import positions_notice
+from hetero_megatron.api.inputs import Cluster, Model, positions_notice
 from hetero_megatron.api.search import Found
 from hetero_megatron.api.search import plan as search
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, seconds
-from hetero_megatron.cli.cluster_beside_plan import ClusterBesidePlan
 from hetero_megatron.cli.flags.planned_model import add_beside, add_fp8, add_lora, fp8_of, with_lora
-from hetero_megatron.cli.output import check_writable, print_json, write_text
+from hetero_megatron.cli.output import ClusterBesidePlan, check_writable, print_json, write_text
 from hetero_megatron.errors import INTERRUPTED, UserError
-from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.problem import SearchSpace
 from hetero_megatron.plans import dump_yaml
 from hetero_megatron.plans.export import FORMATS, export
 from hetero_megatron.plans.islands import divisions

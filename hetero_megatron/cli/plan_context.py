@@ -7,11 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hetero_megatron.api.inputs import Model
-from hetero_megatron.api.plans import positions_notice
+from hetero_megatron.api.inputs import Model, positions_notice
 from hetero_megatron.cli.arguments import ArgumentParser, count
-from hetero_megatron.cli.cluster_beside_plan import ClusterBesidePlan
-from hetero_megatron.cli.output import check_writable, print_json, write_text
+from hetero_megatron.cli.output import ClusterBesidePlan, check_writable, print_json, write_text
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from hetero_megatron.cli.commands import entry
 from hetero_megatron.cli.log import say_error
+from hetero_megatron.cli.main import entry
 from hetero_megatron.cli.output import json_alone, nobody_reads, while_read
 from hetero_megatron.environment.launcher import MAX_RANKS, is_first, refuse_copies
 from hetero_megatron.errors import INTERRUPTED, UserError

@@ -181,10 +181,8 @@ def _searched(
     fp8: Fp8 | None,
 ) -> Plan:  # fmt: skip
     """--auto-plan: every rank searches and finds the same plan, because the search is deterministic."""
-    from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+    from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace, TimeBudget
     from hetero_megatron.planner.search.driver import search
-    from hetero_megatron.planner.template.search_space import SearchSpace
-    from hetero_megatron.planner.time_budget import TimeBudget
     from hetero_megatron.plans.memory.of_plan import moments_of
     from hetero_megatron.predictor.cost.cost_options import CostOptions
 

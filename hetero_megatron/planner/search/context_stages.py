@@ -18,13 +18,11 @@ from hetero_megatron.planner.context.memory import member_limits
 from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem, plan_stage
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget, why_no_context
 from hetero_megatron.planner.search.chip_structures import ChipStructure
 from hetero_megatron.planner.search.concrete_search import StagedSearch, StageSpeed
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan
 from hetero_megatron.planner.template.plan_template import in_flight
-from hetero_megatron.planner.template.search_space import why_no_context
-from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.plans import Pipeline, Plan, Stage, supports
 from hetero_megatron.plans.canonical import KeyValues, Recompute
 from hetero_megatron.plans.fields import first_layers

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.lower_bounds import work_bound
-from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer, no_room
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
 from hetero_megatron.planner.search.context_stages import ContextStages
 from hetero_megatron.planner.search.divided_stages import DividedStages
 from hetero_megatron.planner.search.expert_stages import ExpertStages
@@ -32,16 +32,14 @@ from hetero_megatron.planner.search.incumbent import (
     simulate_best,
     simulate_template,
 )
-from hetero_megatron.planner.search.infeasible import no_room, refuse
+from hetero_megatron.planner.search.infeasible import refuse
 from hetero_megatron.planner.search.local_search import LocalSearch
-from hetero_megatron.planner.search.parts import Parts
 from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.search.schedule_search import FEW, ScheduleSearch
-from hetero_megatron.planner.search.small_clusters import SmallClusters
+from hetero_megatron.planner.search.small_clusters import Parts, SmallClusters
 from hetero_megatron.planner.search.uniform import UniformSeeds
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import PlanTemplate
-from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes, without_fp8
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec.flops import layers_cost_unlike

@@ -16,11 +16,9 @@ from typing import Protocol
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
 from hetero_megatron.planner.search.materialize import TemplateBuilder
-from hetero_megatron.planner.template.placement import PlacedTemplate, place, to_plan
-from hetero_megatron.planner.template.plan_template import PlanTemplate
-from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.planner.template.plan_template import PlacedTemplate, PlanTemplate, place, to_plan
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.islands import with_islands_where_quick
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import Progress, SimulatedPlan
-from hetero_megatron.planner.template.placement import renumbered
-from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.planner.template.plan_template import renumbered
 from hetero_megatron.planner.whatif.role_placement import ChipSpeeds
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.buckets import make_buckets

@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.incumbent import Progress
-from hetero_megatron.planner.template.placement import renumbered
-from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.planner.template.plan_template import renumbered
 from hetero_megatron.planner.whatif.forward_plans import ForwardPlan, ForwardPlans, ForwardQuestion
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.forward_only import role_of

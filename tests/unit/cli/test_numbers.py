@@ -11,11 +11,11 @@ from contextlib import suppress
 import pytest
 
 from hetero_megatron.cli.arguments import CommandParser, Number
-from hetero_megatron.cli.commands import COMMANDS, entry
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.flags.flag import NOTICE, SUPPORTED, Flag
 from hetero_megatron.cli.flags.parse import parse
 from hetero_megatron.cli.flags.table import ALL
+from hetero_megatron.cli.main import COMMANDS, entry
 from hetero_megatron.errors import UserError
 
 NO_NUMBERS = ("nan", "inf", "-inf", "infinity", "1_0", "١", "１", "0x10", "", " ", "1,5", "--", "1e", "e5", "1e400",
