@@ -22,10 +22,9 @@ from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_para
 from hetero_megatron.parallel.vocab import in_chunks, loss_chunk, vocab_loss, vocab_parallel_cross_entropy
 from hetero_megatron.plans import Plan, locate, stage_at, unit_at
 from hetero_megatron.plans.context_plan import stage_contexts
-from hetero_megatron.plans.experts import rank_shares
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.fp8_checks import stage_fp8
-from hetero_megatron.plans.shares import has_context
+from hetero_megatron.plans.shares import has_context, rank_shares
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, stage_tensors
 from hetero_megatron.utils.text import tracked
 

@@ -125,6 +125,8 @@ def options(
 
 def why_no_context(space: SearchSpace, seq_length: int, fits: bool) -> str:
     """Empty where context groups are tried, else the reason why not; ``fits``: some plan without them fits."""
+    if not supports("context"):
+        return "not supported"
     if space.context == "never":
         return "not tried: --context never"
     if space.context == "always" or not fits or seq_length >= LONG:

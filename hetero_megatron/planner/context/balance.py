@@ -10,6 +10,7 @@ from hetero_megatron.planner.context.cost import ContextCosts, kv_heads
 from hetero_megatron.planner.context.groupings import Grouping, even_block
 from hetero_megatron.planner.context.memory import head_bytes, ring_bytes, token_bytes
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup
+from hetero_megatron.planner.estimate.lower_bounds import work_seconds
 from hetero_megatron.planner.shares import min_max_shares, min_max_tokens
 from hetero_megatron.utils.cached_method import cached_method
 
@@ -116,32 +117,6 @@ class Balancer:
         )
         other_seconds += 3 * seconds.head / self.problem.layers
         return (core_seconds + other_seconds) / mean, fixed
-
-
-def work_seconds(linear: Floats, attention: Floats, tokens: float) -> float:
-    """Least seconds in which members together do the work of ``tokens`` tokens, divided freely and without
-    communication. A linear program: every member divides its time between matrix products and attention. In the optimum
-    the members that are relatively best at attention do attention.
-
-    Args:
-        linear, attention: [members] seconds of one token's matrix products, and of its attention, on one member alone.
-    """
-    order = np.argsort(attention / linear)
-    a, p = 1 / attention[order], 1 / linear[order]  # tokens per second, of each kind of work
-    low, high = 0.0, tokens * float(linear.min() + attention.min())
-    for _ in range(200):
-        seconds = (low + high) / 2
-        attended = np.cumsum(a) * seconds
-        k = int(np.searchsorted(attended, tokens))
-        if k == len(a):
-            low = seconds
-            continue
-        seconds_left = (attended[k] - tokens) / a[k]  # seconds left for products of the member that does both
-        products = p[k + 1 :].sum() * seconds + p[k] * seconds_left
-        low, high = (seconds, high) if products < tokens else (low, seconds)
-        if high - low <= 1e-12 * high:
-            break
-    return low
 
 
 def speed_bound(problem: ContextProblem) -> float:

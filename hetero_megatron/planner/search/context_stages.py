@@ -23,7 +23,7 @@ from hetero_megatron.planner.search.chip_structures import ChipStructure
 from hetero_megatron.planner.search.concrete_search import StagedSearch, StageSpeed
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan
 from hetero_megatron.planner.template.plan_template import in_flight
-from hetero_megatron.plans import Pipeline, Plan, Stage, supports
+from hetero_megatron.plans import Pipeline, Plan, Stage
 from hetero_megatron.plans.canonical import KeyValues, Recompute
 from hetero_megatron.plans.fields import first_layers
 from hetero_megatron.plans.memory.of_plan import MemoryBytes, plan_activations
@@ -51,9 +51,7 @@ class ContextStages:
         """Try context groups if the space asks for them or nothing fits otherwise; ``incumbent.plans`` holds the plans
         without."""
         plans, sizes = incumbent.plans, problem.space.micro_batch_sizes
-        self.why = "not supported"
-        if supports("context"):
-            self.why = why_no_context(problem.space, problem.seq_length, bool(plans))
+        self.why = why_no_context(problem.space, problem.seq_length, bool(plans))
         if not self.why and linear_layers(problem.model) == 1:
             self.why = "not tried: no layer has attention, whose heads and keys they divide"
         if not self.why and sizes is not None and 1 not in sizes:

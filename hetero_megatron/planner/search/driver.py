@@ -19,7 +19,7 @@ from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.lower_bounds import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer, no_room
-from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget, why_no_context
 from hetero_megatron.planner.search.context_stages import ContextStages
 from hetero_megatron.planner.search.divided_stages import DividedStages
 from hetero_megatron.planner.search.expert_stages import ExpertStages
@@ -218,8 +218,11 @@ def _search(
     """``plain``: False when it is known that nothing fits with all optimizers on the chips."""
     templates = _templates(problem, scorer, budget, progress, plain)
     templates.incumbent.plans[:] = simulate_best(templates.incumbent.ranked(), problem, scorer, budget)
-    context = ContextStages()
-    context.propose(problem, templates.incumbent)
+    context_tried, fits = False, bool(templates.incumbent.plans)
+    if not (context_outcome := why_no_context(problem.space, problem.seq_length, fits)):
+        context = ContextStages()
+        context.propose(problem, templates.incumbent)
+        context_outcome, context_tried = context.why, context.tried
     expert_outcome = ""
     if problem.model.moe is not None:
         experts = ExpertStages()
@@ -235,9 +238,12 @@ def _search(
             simulate_best(templates.incumbent.ranked(), problem, scorer, budget),
             evaluated + roomy.evaluated,
         )
-    divided = DividedStages()
+    divided_outcome = ""
     templates.incumbent.plans[:] = plans
-    divided.propose(problem, templates.incumbent)
+    if not plans or plans[0].saves_memory:
+        divided = DividedStages()
+        divided.propose(problem, templates.incumbent)
+        divided_outcome = divided.why
     plans = templates.incumbent.plans
     if budget.interrupted and not plans:
         raise KeyboardInterrupt
@@ -249,8 +255,8 @@ def _search(
         raise refuse(problem, scorer)
     return SearchResult(
         plans[0], plans[1:], scorer.pool, scorer, 0.0, evaluated, dict(templates.incumbent.rejected),
-        templates.complete, templates.method, context.why, context.tried, problem.space.offload == "always",
-        ranked=tuple(row[2] for row in templates.incumbent.rows), experts=expert_outcome, divided=divided.why,
+        templates.complete, templates.method, context_outcome, context_tried, problem.space.offload == "always",
+        ranked=tuple(row[2] for row in templates.incumbent.rows), experts=expert_outcome, divided=divided_outcome,
         by_groups=tuple(row[2] for row in templates.incumbent.by_groups.values()),
     )  # fmt: skip
 

@@ -175,6 +175,13 @@ class SimulatedPlan:
         return self.prediction.step_seconds
 
     @property
+    def saves_memory(self) -> bool:
+        """Whether it shows that memory is short: chips are idle, or it recomputes or has something in host memory."""
+        return bool(self.idle) or any(
+            x.recompute.kind != "none" or x.optimizer.offload or x.activations is not None for x in self.plan.stages
+        )
+
+    @property
     def cost_per_hour(self) -> float | None:
         """Of the chips that the plan uses; None where one has no ``cost_per_hour``."""
         costs = [self.cluster.chip_of(rank).cost_per_hour for rank in self.plan.ranks]

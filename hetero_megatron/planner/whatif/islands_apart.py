@@ -21,9 +21,9 @@ from hetero_megatron.planner.whatif.role_placement import ChipSpeeds
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.canonical import Outer
-from hetero_megatron.plans.experts import Islands
 from hetero_megatron.plans.islands import divisions
 from hetero_megatron.plans.outer import COMPRESS
+from hetero_megatron.plans.shares import Islands
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.grad_sync import exchange_seconds, waiting_seconds
 from hetero_megatron.predictor.simulate.step import Prediction, predict

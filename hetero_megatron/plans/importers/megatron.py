@@ -94,7 +94,9 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
         pipelines.append(Pipeline(size * replicas, count, tuple(built)))
     batch = dp * flags.micro_batch_size * count
     schedule = flags.schedule or ("interleaved" if len(layers[0]) > 1 else "1f1b")
-    plan = without_plain_experts(Plan(flags.seq_length, batch, schedule, tuple(pipelines)), spec)
+    plan = Plan(flags.seq_length, batch, schedule, tuple(pipelines))
+    if spec.moe is not None:
+        plan = without_plain_experts(plan, spec)
     validate(plan, spec, source=FlagSource(blame=partial(_blame, flags)))
     return plan
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hetero_megatron.plans.canonical import Stage
-from hetero_megatron.plans.experts import Islands
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.fp8_checks import stage_fp8
 from hetero_megatron.plans.memory.activations import RankWork, chunk_limit, kept_bytes, operand_bytes
 from hetero_megatron.plans.memory.offloaded import layer_bytes
 from hetero_megatron.plans.memory.split_backward import most_beside
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
-from hetero_megatron.plans.shares import has_context
+from hetero_megatron.plans.shares import Islands, has_context
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES, layers_alone
 from hetero_megatron.spec.tensors import untrained_layers

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from hetero_megatron.cluster import Chip, Cluster, format_bytes
 from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, make_buckets, plan_groups
 from hetero_megatron.plans.canonical import Plan
-from hetero_megatron.plans.experts import rank_shares
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.memory.activations import (
     RankWork,
@@ -24,7 +23,7 @@ from hetero_megatron.plans.memory.divided import DividedBytes, bucket_buffers, c
 from hetero_megatron.plans.memory.micro_batches import stage_work
 from hetero_megatron.plans.program import held_by_stages, moments_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing
-from hetero_megatron.plans.shares import has_context
+from hetero_megatron.plans.shares import has_context, rank_shares
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.adapted_model import stored_bytes
 from hetero_megatron.spec.flops import LOGITS_BYTES

@@ -11,11 +11,11 @@ from typing import Any
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plans import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.plans.experts import Islands, expert_groups, split_by_island
+from hetero_megatron.plans.experts import expert_groups
 from hetero_megatron.plans.fp8_checks import stage_fits
 from hetero_megatron.plans.program import pipeline_schedule
 from hetero_megatron.plans.routing import LayerLoads, Popularity, layer_kinds, layer_loads, mean_loads
-from hetero_megatron.plans.shares import has_context
+from hetero_megatron.plans.shares import Islands, has_context, split_by_island
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Flow
