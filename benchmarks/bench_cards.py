@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
 from hetero_megatron.cluster import cluster_from_dict
-from hetero_megatron.predictor.cost.efficiency import share_of_peak
+from hetero_megatron.predictor.cost.cost_options import share_of_peak
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.spec.hf_config import from_hf_config
 

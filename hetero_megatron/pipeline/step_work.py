@@ -113,7 +113,8 @@ class StepWork:
         before it first runs."""
         key, rank_stage = (batch_size, forward_only), self._here
         if key not in self._schedules:
-            require_rows(rank_stage.plan, batch_size)
+            if rank_stage.spec.moe is not None:
+                require_rows(rank_stage.plan, batch_size)
             schedule = self._compiled.schedules(batch_size)[rank_stage.place.pipeline]
             left_out = _AFTER | (_BACKWARD if forward_only else set())
             rows = schedule.stages[rank_stage.place.stage], receive_order(schedule, rank_stage.place.stage)

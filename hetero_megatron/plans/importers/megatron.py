@@ -90,7 +90,9 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
                 weights=_weights(flags, units),
                 activations=offload(flags, layers[p], spec),
             )
-            built.append(replace(stage, experts=experts.groups(stage.ranks) if has_experts(spec, stage) else ()))
+            if spec.moe is not None and has_experts(spec, stage):
+                stage = replace(stage, experts=experts.groups(stage.ranks))
+            built.append(stage)
         pipelines.append(Pipeline(size * replicas, count, tuple(built)))
     batch = dp * flags.micro_batch_size * count
     schedule = flags.schedule or ("interleaved" if len(layers[0]) > 1 else "1f1b")

@@ -16,6 +16,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS, Signature
 from hetero_megatron.ops.kernel_plan import resolve
 from hetero_megatron.platform.plugins import load_plugins
+from hetero_plugins import triton_package
 from hetero_plugins import triton_sequences as provider
 from tests.support.kernel_cases import BF16, DEVICE, FP16, FP32, FP64, fenced_memory, inputs_fenced, randn
 
@@ -140,7 +141,7 @@ def test_a_decay_of_single_features_is_refused_by_name() -> None:
 def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU does unasked; not keys of more features than fit a program's registers, and not the CPU."""
     registry, dims = load_plugins().registry, {"key_dim": (128,), "value_dim": (128, 256)}
-    monkeypatch.setattr(provider, "INTERPRETED", False)
+    monkeypatch.setattr(triton_package, "INTERPRETED", False)
 
     def serves(device: str, **more: tuple[int, ...]) -> str:
         signature = Signature("gated_delta_rule", device, BF16, device, dims=dims | more)
