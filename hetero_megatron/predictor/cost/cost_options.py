@@ -1,6 +1,6 @@
-"""What a cost model is asked: a stage without ranks, and the assumptions that are not rates; and what a cold start takes
-of a chip that was not calibrated: what share of a data sheet's peak large matrix products reach (measured, by kind of
-chip and dtype; else by class), and where its values are from."""
+"""What a cost model is asked: a stage without ranks, and the assumptions that are not rates; and what a cold start
+takes of a chip that was not calibrated: what share of a data sheet's peak large matrix products reach (measured, by
+kind of chip and dtype; else by class), and where its values are from."""
 
 from __future__ import annotations
 
