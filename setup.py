@@ -52,10 +52,10 @@ EXTRAS = {
 
 
 def version() -> str:
-    text = (ROOT / "hetero_megatron" / "utils" / "version.py").read_text(encoding="utf-8")
-    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    text = (ROOT / "hetero_megatron" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
     if found is None:
-        raise SystemExit('hetero_megatron/utils/version.py: no line of the form __version__ = "1.2.3"')
+        raise SystemExit('hetero_megatron/__init__.py: no line of the form __version__ = "1.2.3"')
     return found.group(1)
 
 

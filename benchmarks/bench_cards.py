@@ -6,7 +6,7 @@ Zorse's layers (MLSys'26, MIT) have attention and an MLP of two products of 4 x 
 gated MLP of 8/3 x hidden that is predicted here. They ran under FSDP, whose backward casts, reduces and adds gradients:
 16 bytes per parameter in 16 bit, 0 in fp32, at the rate of memory, are added to what is predicted.
 
-The first table has the shares of peak of ``predictor/cost/efficiency.py``, which were fitted to these times (A100's was
+The first table has the shares of peak of ``cluster/catalogue.py``, which were fitted to these times (A100's was
 not). The second leaves one kind out: its share is the median of the other kinds of its class.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
 from hetero_megatron.cluster import cluster_from_dict
-from hetero_megatron.predictor.cost.efficiency import share_of_peak
+from hetero_megatron.predictor.cost.cost_options import share_of_peak
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.spec.hf_config import from_hf_config
 

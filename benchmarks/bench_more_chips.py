@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import ModelSpec, load_model
 
 CHIPS = ("A100-40-SXM", "A100-80-SXM", "H100-SXM", "RTX4090", "V100-32-SXM2", "A10G", "RTX3090", "L40S", "T4")

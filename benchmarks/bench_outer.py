@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine, rank_env, ranks
-from hetero_megatron.data.sources.stdlib import stdlib_files
+from hetero_megatron.data.sources.text import stdlib_files
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.outer import bytes_per_exchange
 from hetero_megatron.spec.flops import parameter_count

@@ -25,12 +25,11 @@ from benchmarks.common import machine
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.lower_bounds import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import SimulatedPlan
 from hetero_megatron.planner.search.uniform import top_uniform_plans
 from hetero_megatron.planner.template.plan_template import PlanTemplate
-from hetero_megatron.planner.template.search_space import SearchSpace
 from tests.support.planner_reference import Case, Exhaustive, random_case, unequal_directions
 
 

@@ -15,8 +15,7 @@ from statistics import geometric_mean
 import hetero_megatron as hm
 from hetero_megatron.api.roles import place_role
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.whatif.forward_plans import ForwardQuestion
 from hetero_megatron.planner.whatif.role_placement import RoleSearch
 

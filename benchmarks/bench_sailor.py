@@ -27,7 +27,7 @@ from hetero_megatron.planner.report.comparison import text_of
 from hetero_megatron.planner.search.incumbent import Incumbent, Row
 from hetero_megatron.planner.search.local_search import EFFORT, LocalSearch
 from hetero_megatron.planner.search.pipeline_dp import PipelineDP
-from hetero_megatron.planner.template.placement import place, to_plan
+from hetero_megatron.planner.template.plan_template import place, to_plan
 from hetero_megatron.plans import validate
 from hetero_megatron.plans.export import sailor
 from hetero_megatron.spec import load_model

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from hetero_megatron.planner.estimate.stage_table import StageKind
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, SearchSpace, batch_sizes, tp_degrees
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
-from hetero_megatron.planner.template.search_space import SearchSpace, batch_sizes, tp_degrees
 
 MOST_CHIPS = 8  # per run of stages
 ORDERED = 6  # up to so many chips all orders of degrees are tried; above, only falling and rising ones

@@ -16,9 +16,9 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.estimate.pipeline_score import TemplateBounds
 from hetero_megatron.planner.estimate.stage_tables import StageTables
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
+from hetero_megatron.planner.problem import SearchSpace
 from hetero_megatron.planner.template.device_pool import make_pool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, in_flight
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import LinkPrice

@@ -22,7 +22,7 @@ from hetero_megatron.comm import Comm, stop_comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
-from hetero_megatron.planner.template.placement import renumbered
+from hetero_megatron.planner.template.plan_template import renumbered
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec

@@ -12,8 +12,7 @@ from benchmarks.testbed_ranks import DTYPE, Choice, Work, measure
 from hetero_megatron.calibration import CalibrationOptions
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.context.cluster import problem_from_cluster
-from hetero_megatron.planner.context.io import one_stage_plan
-from hetero_megatron.planner.context.problem import ContextOptions
+from hetero_megatron.planner.context.problem import ContextOptions, one_stage_plan
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.plans.dump import to_dict
 from hetero_megatron.predictor.simulate.step import predict

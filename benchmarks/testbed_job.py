@@ -14,15 +14,14 @@ from benchmarks.testbed_schedules import cuts_by_speed, schedule_plans
 from hetero_megatron.calibration import CalibrationOptions
 from hetero_megatron.calibration.pipelines import degrees
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.cluster.neighbours import tp_groups
-from hetero_megatron.cluster.subset import without
+from hetero_megatron.cluster.subset import tp_groups, without
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import simulate_best
 from hetero_megatron.planner.search.uniform import top_uniform_plans
-from hetero_megatron.planner.template.placement import renumbered
+from hetero_megatron.planner.template.plan_template import renumbered
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.dump import to_dict
 from hetero_megatron.predictor.simulate.step import predict

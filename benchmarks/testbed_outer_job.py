@@ -18,9 +18,9 @@ from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.canonical import Outer
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.dump import to_dict
-from hetero_megatron.plans.experts import Islands
 from hetero_megatron.plans.islands import crossing
 from hetero_megatron.plans.outer import exchanged, fragment_tensors, owners_by_island
+from hetero_megatron.plans.shares import Islands
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec
 

@@ -17,4 +17,5 @@ from hetero_megatron.api.search import plan as plan
 from hetero_megatron.api.shop import Offers as Offers
 from hetero_megatron.api.shop import shop as shop
 from hetero_megatron.errors import UserError as UserError
-from hetero_megatron.utils.version import __version__ as __version__
+
+__version__: str

@@ -1,9 +1,11 @@
-"""The one error class for what a user can get wrong: it says what, where, and what would be accepted."""
+"""The one error class for what a user can get wrong: it says what, where, and what would be accepted. And how a program
+ends that the user interrupts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
 _ABSENT = object()
 
 

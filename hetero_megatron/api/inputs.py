@@ -149,3 +149,11 @@ class Cluster:
     def write(self, path: str | os.PathLike[str]) -> None:
         """As a file, whole or not at all."""
         write_text(path, "path", self.text())
+
+
+def positions_notice(model: Model, seq_length: int) -> list[str]:
+    """The flag that training needs for sequences longer than what a model is made for; nothing for others."""
+    if model.stretched(seq_length) is model:
+        return []
+    needs = f"training at {seq_length} needs --max-position-embeddings {seq_length}"
+    return [f"{model.name} is made for {model.spec.max_position_embeddings} positions; {needs}"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetero_megatron.api.inputs import Cluster, Model
+from hetero_megatron.api.inputs import Cluster, Model, positions_notice
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan as CanonicalPlan
 from hetero_megatron.plans import dump_yaml, format_plan, load_plan
@@ -324,14 +324,6 @@ def memory(plan: Plan, cluster: Cluster | None = None) -> Mapping[int, Memory]:
 def compiled_plan(plan: Plan) -> CompiledPlan:
     """For its model and optimizer."""
     return CompiledPlan(plan.canonical, plan.model.spec, muon=plan.optimizer == "muon")
-
-
-def positions_notice(model: Model, seq_length: int) -> list[str]:
-    """The flag that training needs for sequences longer than what a model is made for; nothing for others."""
-    if model.stretched(seq_length) is model:
-        return []
-    needs = f"training at {seq_length} needs --max-position-embeddings {seq_length}"
-    return [f"{model.name} is made for {model.spec.max_position_embeddings} positions; {needs}"]
 
 
 def _model_of(made_for: MadeFor | None, model: Model | str | None) -> Model:

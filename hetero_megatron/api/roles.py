@@ -9,9 +9,8 @@ from typing import Any
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.plans import DTYPE, OPTIMIZER, TOP_K, Plan
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.report.roles import format_placement, placement_json, placement_page
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.forward_plans import ForwardQuestion
 from hetero_megatron.planner.whatif.role_placement import RolePlacement, RoleSearch
 from hetero_megatron.plans.forward_only import words_of

@@ -10,13 +10,11 @@ from typing import Any
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.plans import DTYPE, OPTIMIZER, Plan, Prediction, compiled_plan
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace, TimeBudget
 from hetero_megatron.planner.report.comparison import Comparisons, Summary, compare, outline
 from hetero_megatron.planner.report.plan_page import plan_page
 from hetero_megatron.planner.report.text import format_comparisons, format_plan, plan_text, summary_json
 from hetero_megatron.planner.search.driver import SearchResult, search
-from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif.islands_apart import WORTH, IslandsApart, best_apart
 from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner

@@ -10,10 +10,9 @@ from typing import Any
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.plans import DTYPE, OPTIMIZER
 from hetero_megatron.cluster.prices import read_prices
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.report.shop import Offer, format_offers, offers_page
 from hetero_megatron.planner.report.shop import shop as search_sets
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.memory.of_plan import moments_of
 from hetero_megatron.predictor.cost.cost_options import CostOptions

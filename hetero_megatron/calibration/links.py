@@ -8,7 +8,7 @@ import torch
 
 from hetero_megatron.calibration.measure import repeated
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.cluster.neighbours import link_pairs
+from hetero_megatron.cluster.subset import link_pairs
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.check import SMALL, one_way
 from hetero_megatron.predictor.cost.rates import LinkRates

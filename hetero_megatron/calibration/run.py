@@ -17,7 +17,7 @@ from hetero_megatron.calibration.measure import LEAST, robust_fit
 from hetero_megatron.calibration.operators import Tables, measure_operators
 from hetero_megatron.calibration.pipelines import Run, Runs, depths
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.cluster.neighbours import tp_groups
+from hetero_megatron.cluster.subset import tp_groups
 from hetero_megatron.predictor.cost.link_model import LinkModel
 from hetero_megatron.predictor.cost.rates import LinkRates, Rates
 from hetero_megatron.predictor.cost.rates_document import link_document

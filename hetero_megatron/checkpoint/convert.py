@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from hetero_megatron import __version__
 from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES
@@ -38,15 +39,13 @@ from hetero_megatron.checkpoint.model_files import ModelFiles, from_directory
 from hetero_megatron.checkpoint.native import Checkpoint, damaged_error, open_checkpoint
 from hetero_megatron.checkpoint.safefile import Files, write_file
 from hetero_megatron.checkpoint.state import MODEL, check_model, weight_dtypes
-from hetero_megatron.checkpoint.stored_spec import stored_spec
-from hetero_megatron.checkpoint.typed import is_finite
+from hetero_megatron.checkpoint.typed import is_finite, stored_spec
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.spec import LogicalTensor, ModelSpec, load_model, logical_tensors
 from hetero_megatron.utils.text import WorkLine, listed, tracked
-from hetero_megatron.utils.version import __version__
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.checkpoint.dequantised_slice import DequantisedSlice, Replaced, misfit
-from hetero_megatron.checkpoint.hf_directory import WeightFiles
+from hetero_megatron.checkpoint.hf_directory import DequantisedSlice, Replaced, WeightFiles, misfit
 from hetero_megatron.checkpoint.metadata import DTYPES
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import parse_json

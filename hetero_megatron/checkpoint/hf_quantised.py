@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.checkpoint.dequantised_slice import DequantisedSlice, Replaced, misfit
 from hetero_megatron.checkpoint.hf_bitsandbytes import eight_bits, four_bits
-from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
+from hetero_megatron.checkpoint.hf_directory import DequantisedSlice, Replaced, WeightFiles, misfit, shown
 from hetero_megatron.spec.quantised import FP8, MXFP4, format_name, fp8_block, method_of
 from hetero_megatron.utils.files import read_json_object
 from hetero_megatron.utils.text import dtype_name

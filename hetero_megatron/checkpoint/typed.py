@@ -1,4 +1,5 @@
-"""Parsed JSON as typed values: a checkpoint's metadata may have been altered together with its checksums."""
+"""Parsed JSON as typed values: a checkpoint's metadata may have been altered together with its checksums. Among them is
+the model that it describes, also as versions before per-layer data wrote it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec import ModelSpec
 
 MAX_INTEGER = 1 << 62  # beyond it sizes and counts do not fit int64
 
@@ -97,3 +99,25 @@ def is_finite(values: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
     low, high = torch.aminmax(values.detach())  # NaN is the smallest and the largest
     dtype = dtype or values.dtype
     return bool(torch.isfinite(low.to(dtype)) & torch.isfinite(high.to(dtype)))
+
+
+# What one value for all layers was called, until every layer had its kind.
+_GLOBAL = ("naming", "sliding_window", "rope_theta", "rope_scaling")
+
+
+def stored_spec(model: Any) -> ModelSpec:
+    """From ``state["model"]``; UserError where it is not a model."""
+    spec = typed(_with_layer_kinds(model), ModelSpec, "state.model")
+    assert isinstance(spec, ModelSpec)
+    return spec
+
+
+def _with_layer_kinds(model: Any) -> Any:
+    if not isinstance(model, dict) or "naming" not in model or "layer_kinds" in model:
+        return model
+    rope = {"theta": model.get("rope_theta", 10000.0), "scaling": model.get("rope_scaling")}
+    new = {key: value for key, value in model.items() if key not in _GLOBAL}
+    new["layer_kinds"] = [{"window": model.get("sliding_window"), "rope": rope}]
+    if isinstance(new.get("qk_norm"), bool):
+        new["qk_norm"] = "head" if new["qk_norm"] else None
+    return new

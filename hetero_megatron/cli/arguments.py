@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from hetero_megatron import __version__
 from hetero_megatron.errors import UserError
-from hetero_megatron.utils.version import __version__
 
 # What argparse makes of an error of ``numbers.Number``.
 _NUMBER = re.compile(

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from hetero_megatron import __version__
 from hetero_megatron.cli.arguments import ArgumentParser, count
 from hetero_megatron.cli.output import check_writable, print_json
 from hetero_megatron.cluster import Cluster, load_cluster
@@ -30,7 +31,6 @@ from hetero_megatron.predictor.cost.rates import given_rates, load_rates, refuse
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.utils.files import read_json_object
 from hetero_megatron.utils.text import dtype_name, notice_line, plural, printable
-from hetero_megatron.utils.version import __version__
 from hetero_megatron.utils.yaml_document import LONGEST_NAME
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _wanted(cluster: Cluster, spec: ModelSpec, options: argparse.Namespace) -> t
     """One for each dtype (empty: the usual one) and sequence length, short ones first."""
     from hetero_megatron.calibration import CalibrationOptions
     from hetero_megatron.calibration.pipelines import degrees
-    from hetero_megatron.cluster.neighbours import tp_groups
+    from hetero_megatron.cluster.subset import tp_groups
 
     tp = _numbers(options.tp, "--tp") if options.tp else degrees(cluster, spec)
     if options.tp and (large := [n for n in tp if not tp_groups(cluster, n)]):

@@ -19,7 +19,7 @@ from hetero_megatron.cluster.card_entries import (
 )
 from hetero_megatron.cluster.catalogue import CHIPS, GIB, Chip
 from hetero_megatron.errors import UserError
-from hetero_megatron.predictor.cost.efficiency import share_of_peak
+from hetero_megatron.predictor.cost.cost_options import share_of_peak
 from hetero_megatron.predictor.cost.rates import MEMORY_BANDWIDTH, half_saturation
 from hetero_megatron.utils.text import plural
 

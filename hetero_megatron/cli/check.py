@@ -17,9 +17,8 @@ from hetero_megatron.cli.configure import configure_arguments
 from hetero_megatron.cli.flags.flag import NOTICE
 from hetero_megatron.cli.flags.parse import Arguments, index, parse_all
 from hetero_megatron.cli.foreign_launch import Launch, launches_of
-from hetero_megatron.cli.judged import HONOURED, NOTICED, OPEN, REFUSED, Judged
 from hetero_megatron.cli.output import print_json
-from hetero_megatron.cli.shell_script import shown, unresolved
+from hetero_megatron.cli.shell_script import HONOURED, NOTICED, OPEN, REFUSED, Judged, shown, unresolved
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.utils.files import read_text
 from hetero_megatron.utils.text import plural

@@ -105,7 +105,7 @@ def _run(
     comm: Comm, options: argparse.Namespace, world: int, cluster: Cluster | None
 ) -> tuple[list[Fault], list[LinkSpeed]]:
     """(faults, speeds) of all ranks, on all ranks."""
-    from hetero_megatron.cluster.neighbours import link_pairs
+    from hetero_megatron.cluster.subset import link_pairs
     from hetero_megatron.comm import check
 
     assert comm.islands is not None

@@ -7,9 +7,8 @@ import re
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 
-from hetero_megatron.cli.commands import COMMANDS
 from hetero_megatron.cli.flags.table import ALL
-from hetero_megatron.cli.main import load_command
+from hetero_megatron.cli.main import COMMANDS, load_command
 from hetero_megatron.errors import UserError
 
 SHELLS = ("bash", "zsh", "fish")

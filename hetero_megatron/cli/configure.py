@@ -188,7 +188,7 @@ def configure_arguments(
 
 def _find_model(args: Arguments) -> None:
     if args["load_hf"] is not None:
-        from hetero_megatron.cli.hub import model_directory
+        from hetero_megatron.checkpoint.model_files import model_directory
 
         args.values["load_hf"] = model_directory(args["load_hf"], "--load-hf")
 
@@ -299,7 +299,7 @@ def _beside(
         role_fields["role"] = build_reference(args, spec, plan, preference, data)
     if not args.has("teacher_hf", "teacher_scores", "save_scores"):
         return role_fields
-    from hetero_megatron.cli.flags.distillation import build_scores, build_teacher
+    from hetero_megatron.cli.flags.role_models import build_scores, build_teacher
 
     distillation, role = build_teacher(args, spec, plan, cluster, data)
     return role_fields | {

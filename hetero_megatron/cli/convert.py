@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hetero_megatron.checkpoint.model_files import model_directory
 from hetero_megatron.cli.arguments import refuse_empty
-from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.cli.output import print_json
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import model_folder
@@ -155,8 +155,7 @@ def _from_megatron(
     source: str, target: str, model: str | None, step: int | None, dtype: str | None, check_finite: bool
 ) -> dict[str, Any]:
     from hetero_megatron.checkpoint.convert import import_weights
-    from hetero_megatron.checkpoint.megatron.find import open_megatron
-    from hetero_megatron.checkpoint.megatron.weights import MegatronWeights
+    from hetero_megatron.checkpoint.megatron.weights import MegatronWeights, open_megatron
     from hetero_megatron.checkpoint.model_files import ModelFiles, from_directory
     from hetero_megatron.cli.flags.megatron_checkpoint import spec_of_arguments
 

@@ -115,14 +115,14 @@ def _count(data: DataConfig, split: SplitPaths, path: str) -> int | None:
     which the first is read."""
     from hetero_megatron.data.chat.records import HUB, find_records
     from hetero_megatron.data.corpus import find_corpus, indexed_prefix, is_indexed
-    from hetero_megatron.data.sources import stdlib
+    from hetero_megatron.data.sources.text import STDLIB
 
     share = split.shares[split.which]
     limit = min(MOST_READ, math.ceil(2 / share)) if share else MOST_READ
     if data.sft and path.startswith(HUB):
         require_package("datasets", "datasets", split.flag, path, "pip install 'hetero-megatron[data]'")
         return None
-    if path != stdlib.NAME and is_indexed(path):
+    if path != STDLIB and is_indexed(path):
         return None if data.sft else open_indexed(indexed_prefix(path), split.flag).num_documents
     if data.reads_stream:
         limit = 1

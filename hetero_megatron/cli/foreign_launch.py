@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_megatron.cli.judged import Judged
 from hetero_megatron.cli.nemo_launch import ITS_YAML, OVERRIDE, flag_words, read_overrides
-from hetero_megatron.cli.shell_script import ShellCommand, mark, read_script, unresolved
+from hetero_megatron.cli.shell_script import Judged, ShellCommand, mark, read_script, unresolved
 from hetero_megatron.utils.yaml_document import Entry, parse_document
 
 _TRAINER = re.compile(r"[^=]*\.py")

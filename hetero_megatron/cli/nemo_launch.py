@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_megatron.cli.flags.parse import index
-from hetero_megatron.cli.judged import HONOURED, NOTICED, OPEN, REFUSED, Judged
 from hetero_megatron.cli.nemo_keys import BESIDE, CHOICES, FAMILIES, KEYS, NAMES, RANKS, SECTIONS, SWITCHES
-from hetero_megatron.cli.shell_script import mark, shown, unresolved
+from hetero_megatron.cli.shell_script import HONOURED, NOTICED, OPEN, REFUSED, Judged, mark, shown, unresolved
 from hetero_megatron.utils.foreign_keys import as_json, says_nothing
 
 OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_]\w*(\.\w+)+)=(?P<value>.*)", re.DOTALL)

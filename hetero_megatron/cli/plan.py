@@ -11,16 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.api.inputs import Cluster, Model
-from hetero_megatron.api.plans import positions_notice
+from hetero_megatron.api.inputs import Cluster, Model, positions_notice
 from hetero_megatron.api.search import Found
 from hetero_megatron.api.search import plan as search
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, seconds
-from hetero_megatron.cli.cluster_beside_plan import ClusterBesidePlan
 from hetero_megatron.cli.flags.planned_model import add_beside, add_fp8, add_lora, fp8_of, with_lora
-from hetero_megatron.cli.output import check_writable, print_json, write_text
-from hetero_megatron.errors import UserError
-from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.cli.output import ClusterBesidePlan, check_writable, print_json, write_text
+from hetero_megatron.errors import INTERRUPTED, UserError
+from hetero_megatron.planner.problem import SearchSpace
 from hetero_megatron.plans import dump_yaml
 from hetero_megatron.plans.export import FORMATS, export
 from hetero_megatron.plans.islands import divisions
@@ -30,7 +28,6 @@ from hetero_megatron.plans.outer import MOST_STEPS
 from hetero_megatron.plans.runtimes.table import RUNTIMES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
-from hetero_megatron.utils.exit_codes import INTERRUPTED
 from hetero_megatron.utils.outputs import try_folder
 from hetero_megatron.utils.text import WorkLine, format_seconds, notice_line, plural
 
@@ -64,13 +61,13 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"there are no outer steps for {feature}", field="--allow-outer", value=args.allow_outer,
                         accepted="the command without it")  # fmt: skip
     if args.shop:
-        from hetero_megatron.cli.plan_shop import main as shop
+        from hetero_megatron.cli.plan_questions import go_shopping
 
-        return shop(args, model, cluster)
+        return go_shopping(args, model, cluster)
     if args.teacher_hf or args.reference_hf:
-        from hetero_megatron.cli.plan_role import main as with_role
+        from hetero_megatron.cli.plan_questions import place_beside
 
-        return with_role(args, model, cluster)
+        return place_beside(args, model, cluster)
     for key in ("score_top_k", "epochs", "preference"):
         if getattr(args, key) != _parser().get_default(key):
             accepted = "--teacher-hf DIR, or --reference-hf DIR"

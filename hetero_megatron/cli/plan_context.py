@@ -7,17 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hetero_megatron.api.inputs import Model
-from hetero_megatron.api.plans import positions_notice
+from hetero_megatron.api.inputs import Model, positions_notice
 from hetero_megatron.cli.arguments import ArgumentParser, count
-from hetero_megatron.cli.cluster_beside_plan import ClusterBesidePlan
-from hetero_megatron.cli.output import check_writable, print_json, write_text
+from hetero_megatron.cli.output import ClusterBesidePlan, check_writable, print_json, write_text
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.context.cluster import problem_from_cluster
-from hetero_megatron.planner.context.io import one_stage_plan
-from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
+from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem, one_stage_plan
 from hetero_megatron.planner.context.scheduler import ContextChoice, schedule_context
 from hetero_megatron.plans import dump_yaml, to_dict
 from hetero_megatron.plans.canonical import Plan

@@ -10,8 +10,7 @@ from hetero_megatron.api.plans import Plan
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.flags.planned_model import fp8_of, with_lora
 from hetero_megatron.cli.foreign_launch import launches_of
-from hetero_megatron.cli.judged import OPEN, REFUSED
-from hetero_megatron.cli.shell_script import shown, unresolved
+from hetero_megatron.cli.shell_script import OPEN, REFUSED, shown, unresolved
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.importers.megatron import from_megatron
 from hetero_megatron.plans.runtimes.accelerate import ACCELERATE

@@ -1,4 +1,5 @@
-"""``hetero-megatron pretrain`` (``pretrain_gpt.py``): flags -> configuration -> a dry run or a training run."""
+"""``hetero-megatron pretrain`` (``pretrain_gpt.py``), ``finetune`` and ``score``: flags -> configuration -> a dry run,
+a training run, or what a model says of data."""
 
 from __future__ import annotations
 
@@ -20,6 +21,21 @@ from hetero_megatron.utils.text import notice_line
 if TYPE_CHECKING:
     from hetero_megatron.plans.memory.of_plan import MemoryBytes
     from hetero_megatron.training.config import RunConfig
+
+
+def finetune(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """``hetero-megatron finetune``: as :func:`main`, on conversations (``--sft``) or pairs (``--preference``)."""
+    return main(list(argv) if "--sft" in argv else ["--sft", *argv], environment, "finetune")
+
+
+def score(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """``hetero-megatron score``: as :func:`main`, but it writes what the model says of the data, and trains nothing."""
+    given = {word.partition("=")[0] for word in argv}
+    if not given.isdisjoint({"-h", "--help", "--help-all", "--version", "--save-scores"}):
+        return main(argv, environment, "score")
+    error = UserError("missing: the file that is written", field="--save-scores", accepted="--save-scores FILE")
+    say_error(str(error), environment)
+    return USER_ERROR
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, command: str = "pretrain") -> int:

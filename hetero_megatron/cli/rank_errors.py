@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from hetero_megatron.cli.log import record_error, say_error
 from hetero_megatron.environment.launcher import LauncherEnvironment
-from hetero_megatron.errors import UserError
-from hetero_megatron.utils.exit_codes import INTERRUPTED
+from hetero_megatron.errors import INTERRUPTED, UserError
 from hetero_megatron.utils.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """The commands of a shell script as words, as far as they can be known without running it.
 
 Variables, arrays, defaults (``${A:-8}``), sums (``$((A * B))``), quotes, continued lines and ``bash -c '...'`` are
-resolved. What depends on what is run, or on a branch, stays in a word as a mark: ``unresolved`` finds it.
+resolved. What depends on what is run, or on a branch, stays in a word as a mark: ``unresolved`` finds it. What
+is said of one word, whether it would be honoured, is a ``Judged``.
 """
 
 from __future__ import annotations
@@ -311,3 +312,20 @@ def _end_of(text: str, at: int, opening: str, closing: str) -> int:
             return at
         at += 1
     return len(text)
+
+
+HONOURED, NOTICED, REFUSED, OPEN = "honoured", "noticed", "refused", "not resolved"
+
+
+@dataclass
+class Judged:
+    """A flag or key of a launch line, its ``values`` as in the script.
+
+    ``reason``: why it is not honoured; ``accepted``: instead.
+    """
+
+    flag: str
+    values: list[str]
+    status: str
+    reason: str = ""
+    accepted: str = ""

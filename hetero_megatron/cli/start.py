@@ -20,12 +20,11 @@ from typing import NoReturn
 from hetero_megatron.cli.log import say_error
 from hetero_megatron.cli.output import json_alone, nobody_reads, while_read
 from hetero_megatron.environment.launcher import MAX_RANKS, is_first, refuse_copies
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import INTERRUPTED, UserError
 from hetero_megatron.training.exit import at_once, end_with_parent, outlive_terminal
-from hetero_megatron.utils.exit_codes import INTERRUPTED
 
-# Commands that run as the ranks of a job, started alone or once per rank by a launcher.
-RANKS = ("pretrain", "finetune", "generate")
+# Commands that run as the ranks of a job, started alone or once per rank by a launcher, and where their functions are.
+RANKS = {"pretrain": ("pretrain", "main"), "finetune": ("pretrain", "finetune"), "generate": ("generate", "main")}
 CONFIGURED = ("pretrain", "finetune")
 NPROC_FLAGS = ("--nproc-per-node", "--nproc_per_node")
 _HELP = {"-h", "--help", "--help-all", "--version"}
@@ -66,8 +65,9 @@ def train(command: str, words: Sequence[str]) -> NoReturn:
 def _as_rank(command: str, words: Sequence[str]) -> int:
     with json_alone(command, words):
         with at_once(is_first()):
-            main = import_module(f"hetero_megatron.cli.{command}").main
-        return int(main(words))
+            module, function = RANKS[command]
+            run = getattr(import_module(f"hetero_megatron.cli.{module}"), function)
+        return int(run(words))
 
 
 def asks_for_ranks(words: Sequence[str]) -> bool:

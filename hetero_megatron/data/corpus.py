@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_megatron.data.folder import KEYED, folder_files, one_kind
-from hetero_megatron.data.sources import arrow, jsonl, parquet, stdlib, text
-from hetero_megatron.data.sources.compressed import is_compressed, uncompressed_name
+from hetero_megatron.data.sources import arrow, jsonl, parquet, text
+from hetero_megatron.data.sources.text import STDLIB, is_compressed, stdlib_files, uncompressed_name
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import POINTER, is_pointer
 from hetero_megatron.utils.text import word
@@ -112,7 +112,7 @@ def is_indexed(path: str) -> bool:
 
 def may_have_keys(path: str) -> bool:
     """Whether documents of a path may have keys or columns; also True for paths that do not exist (yet)."""
-    if path == stdlib.NAME or is_indexed(path):
+    if path == STDLIB or is_indexed(path):
         return False
     return uncompressed_name(Path(path)).suffix.lower() in KEYED or not os.path.isfile(path)
 
@@ -123,8 +123,8 @@ def indexed_prefix(path: str) -> str:
 
 def find_corpus(path: str, key: str = "text", field: str = "--data-path") -> Corpus:
     """The corpus of a path: the built-in corpus, a file, all files below a folder, or a glob, in sorted order."""
-    if path == stdlib.NAME:
-        return Corpus(path, "stdlib", tuple(stdlib.stdlib_files()), key)
+    if path == STDLIB:
+        return Corpus(path, STDLIB, tuple(stdlib_files()), key)
     files, left_out = _files(path, field)
     kind = one_kind(files, path, field)
     if sum(f.stat().st_size for f in files) == 0:

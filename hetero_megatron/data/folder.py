@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from hetero_megatron.data.sources.compressed import is_compressed, uncompressed_name
+from hetero_megatron.data.sources.text import is_compressed, uncompressed_name
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import read_json_object
 

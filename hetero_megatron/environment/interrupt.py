@@ -10,7 +10,7 @@ import os
 import sys
 from types import FrameType
 
-from hetero_megatron.utils.exit_codes import INTERRUPTED
+from hetero_megatron.errors import INTERRUPTED
 
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # by which a launcher numbers its processes
 

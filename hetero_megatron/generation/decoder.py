@@ -15,8 +15,7 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.generation.cache import Rows, apply_cache, drop_cache
-from hetero_megatron.generation.processors import PromptRow
-from hetero_megatron.generation.sampling import Sampling
+from hetero_megatron.generation.sampling import PromptRow, Sampling
 from hetero_megatron.generation.weights import SharedWeights, Weights
 from hetero_megatron.layout import cut
 from hetero_megatron.model import GPTStage, StagePart

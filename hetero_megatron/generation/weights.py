@@ -10,9 +10,8 @@ import torch
 
 from hetero_megatron.checkpoint.adapter import AdapterWeights
 from hetero_megatron.checkpoint.boxes import BoxedTensor
-from hetero_megatron.checkpoint.hf_load import HFWeights
+from hetero_megatron.checkpoint.hf_load import HFWeights, base_weights
 from hetero_megatron.checkpoint.native import Checkpoint
-from hetero_megatron.checkpoint.residual import base_weights
 from hetero_megatron.checkpoint.state import MODEL, check_model
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError

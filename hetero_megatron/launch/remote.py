@@ -29,8 +29,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hetero_megatron import __version__
 from hetero_megatron.testbed.process import all_status, die_with_parent
-from hetero_megatron.utils.version import __version__
 
 MARK = "\x1e"  # record separator: of the lines for the launcher
 BEATS = 4  # per lease

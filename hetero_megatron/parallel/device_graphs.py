@@ -3,13 +3,16 @@
 Each micro-batch in flight has graphs and memory of its own, for activations must live until its backward. A layer takes
 a free set of them in forward and gives it back in backward; what is missing is captured when it is needed, so that
 there are as many as the schedule has in flight. Parameters and gradients stay where they are.
+
+A device graph is launches that are recorded once and then started together, on the same memory every time.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -20,8 +23,54 @@ from hetero_megatron.ops.dropout import ADAPTER, Draws, TabledDraws, draw_keys
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.recompute import keep_inputs
 from hetero_megatron.platform.accelerator import Accelerator
-from hetero_megatron.platform.graphs import Graph, GraphPool
 from hetero_megatron.spec.lora import EVERY_TARGET
+
+Result = TypeVar("Result")
+
+
+class Graph(Protocol):
+    """What was captured: it reads and writes where the launches did."""
+
+    def replay(self) -> None:
+        """Start it on the current stream."""
+
+
+class GraphPool:
+    """Graphs of one device that share memory.
+
+    What is released during a capture is free for this and later graphs of the pool; what lives on is theirs until all
+    of them are gone. So they run one at a time, and what one leaves in released memory is lost when the next one runs.
+    """
+
+    def __init__(self, accelerator: Accelerator, stream: Any = None) -> None:
+        """``stream``: that captures, not the default one; None: a new one. Backward has to be captured on the stream
+        of its forward, where autograd runs it."""
+        self._accelerator, self._stream = accelerator, accelerator.stream() if stream is None else stream
+        self._memory: Any = None
+
+    def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
+        """The launches of ``run`` as a graph, and what it returns, which has values when the graph has run.
+
+        Raises:
+            RuntimeError: something that no graph can hold, such as a wait of the host.
+        """
+        stream = self._accelerator.current_stream()
+        self._stream.wait_stream(stream)
+        try:
+            with self._accelerator.on_stream(self._stream):
+                graph = self._accelerator.begin_capture(self._memory)
+                try:
+                    returned = run()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # which says once more that there is none
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            stream.wait_stream(self._stream)
+        self._memory = graph.pool()
+        return graph, returned
+
 
 Tensor = torch.Tensor
 Forward = Callable[..., ResidualStream]  # (x, context, added)

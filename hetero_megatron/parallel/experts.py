@@ -27,7 +27,8 @@ from hetero_megatron.ops.grouped_gemm import with_host_values
 from hetero_megatron.ops.spec import wide
 from hetero_megatron.plans import Stage
 from hetero_megatron.plans.canonical import ExpertGroup
-from hetero_megatron.plans.experts import Islands, TokenHops, destinations, expert_groups, token_hops
+from hetero_megatron.plans.experts import TokenHops, destinations, expert_groups, token_hops
+from hetero_megatron.plans.shares import Islands
 from hetero_megatron.spec.moe import MoE
 
 # (tokens [n, h], weights [n, k], experts [n, k], ends [experts] of the rows of each) -> [n, h]

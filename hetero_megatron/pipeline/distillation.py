@@ -3,6 +3,7 @@ rank's share of the vocabulary; no rank has the logits of the whole vocabulary, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,12 +14,11 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import GPTStage
 from hetero_megatron.model.gpt import Head
 from hetero_megatron.ops import KernelPlan, softcap
-from hetero_megatron.ops.divergence import divergence_terms
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss, with_known_gradient
 from hetero_megatron.ops.spec import wide
-from hetero_megatron.pipeline.compared_loss import ComparedLoss
 from hetero_megatron.pipeline.role_scores import TeacherScores
 from hetero_megatron.pipeline.stage_model import RankStage
+from hetero_megatron.pipeline.stage_work import ComparedLoss
 from hetero_megatron.spec.distillation import FACTS, Distillation
 
 PIECES = 6  # of the size of a chunk's logits that are there at once: of both models, and what is made of them
@@ -273,3 +273,29 @@ def distillation_loss(
     """The loss of a rank's stage, which has the head."""
     chunk = here.loss_chunk(dtype, logits_bytes // PIECES)
     return DistillationLoss(d, here, model, kernels, comm.group(here.unit.ranks), chunk)
+
+
+def divergence_terms(
+    student: torch.Tensor, teacher: torch.Tensor, d: Distillation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of log-probabilities p and q of the same outcomes, [..., n] each, -inf where one is impossible:
+
+    Returns:
+        terms [..., n], whose sum over all outcomes is the divergence;
+        slopes [..., n]: p times the derivative with respect to p, up to a multiple of p: with their sum s over all
+        outcomes, the gradient with respect to the student's logits is slopes - p s.
+    """
+    p, q = student.exp(), teacher.exp()
+    if d.loss == "forward_kl":
+        return _weighted(q, teacher - student), -q
+    if d.loss == "reverse_kl":
+        terms = _weighted(p, student - teacher)
+        return terms, terms
+    mixture = torch.logaddexp(teacher + math.log(d.js_beta), student + math.log1p(-d.js_beta))
+    student_terms = (1 - d.js_beta) * _weighted(p, student - mixture)
+    return d.js_beta * _weighted(q, teacher - mixture) + student_terms, student_terms
+
+
+def _weighted(probability: torch.Tensor, logarithm: torch.Tensor) -> torch.Tensor:
+    """0 log 0 is 0."""
+    return torch.where(probability > 0, probability * logarithm, 0.0)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.data.batch import Batch, Pairs
-from hetero_megatron.pipeline.compared_loss import ComparedLoss
 from hetero_megatron.pipeline.stage_model import RankStage, StageLoss
+from hetero_megatron.pipeline.stage_work import ComparedLoss
 from hetero_megatron.plans.experts import sequence_group
 from hetero_megatron.spec.preference import Preference
 

@@ -2,7 +2,7 @@
 the trained model's for the same samples, by layout transfer. A teacher says the log-probabilities of its likeliest next
 tokens, a reference those of whole answers.
 
-Who sends what to whom: :mod:`hetero_megatron.plans.role_layouts`."""
+Who sends what to whom: :mod:`hetero_megatron.plans.roles`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_megatron.comm import Comm, Work
 from hetero_megatron.layout import Box, Transfer
 from hetero_megatron.pipeline.likeliest import unpacked
 from hetero_megatron.plans import Plan
-from hetero_megatron.plans.role_layouts import HeadPart, head_parts, score_transfer
+from hetero_megatron.plans.roles import HeadPart, head_parts, score_transfer
 
 # By the global indices of the samples of a micro-batch: [b, s, words] int32, of a teacher ``Likeliest.packed_rows``.
 Rows = Mapping[tuple[int, ...], torch.Tensor]

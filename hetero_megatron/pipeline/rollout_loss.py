@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from hetero_megatron.data.batch import Batch
-from hetero_megatron.pipeline.compared_loss import ComparedLoss
 from hetero_megatron.pipeline.stage_model import StageLoss
+from hetero_megatron.pipeline.stage_work import ComparedLoss
 from hetero_megatron.spec.grpo import Grpo
 
 _Rows = tuple[int, ...]  # of a micro-batch: the places of its rows in the global batch

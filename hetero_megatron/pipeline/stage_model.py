@@ -22,10 +22,9 @@ from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_para
 from hetero_megatron.parallel.vocab import in_chunks, loss_chunk, vocab_loss, vocab_parallel_cross_entropy
 from hetero_megatron.plans import Plan, locate, stage_at, unit_at
 from hetero_megatron.plans.context_plan import stage_contexts
-from hetero_megatron.plans.experts import rank_shares
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.fp8_checks import stage_fp8
-from hetero_megatron.plans.shares import has_context
+from hetero_megatron.plans.shares import has_context, rank_shares
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, stage_tensors
 from hetero_megatron.utils.text import tracked
 
@@ -254,7 +253,7 @@ class StageLoss:
         return losses.sum() if mask is None else (losses * mask).sum()
 
     def _with_predictions(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
-        from hetero_megatron.data.ahead import with_targets_ahead
+        from hetero_megatron.data.batch import with_targets_ahead
 
         all_targets, depth, factor = with_targets_ahead(batch), len(batch.ahead), self._factor / len(batch.ahead)
         assert all_targets.loss_mask is not None

@@ -1,8 +1,9 @@
-"""What the executor runs: a stage's chunks with their work, and what a step of it returns."""
+"""What the executor runs: a stage's chunks with their work and losses, and what a step of it returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -163,3 +164,34 @@ class StepResult:
         step_span = clock.span(*self.whole)
         self.bubble_seconds = step_span.neighbours
         self.communication_seconds = step_span.end - step_span.start - self.busy_seconds - self.bubble_seconds
+
+
+class ComparedLoss:
+    """What losses have in common that compare the model with another one, a reference (``preference.py``) or a teacher
+    (``distillation.py``): it collects what a step or an evaluation tells about itself beside its loss, the facts."""
+
+    def __init__(self) -> None:
+        self._rehearsing = False
+        self._facts: list[torch.Tensor] = []  # of micro-batches, [facts] each
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside, the other model has not spoken, and nothing that is computed counts."""
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+
+    def begin(self) -> None:
+        """A step or an evaluation begins."""
+        self._facts.clear()
+
+    def _tell(self, facts: torch.Tensor) -> None:
+        """``facts``: [facts], of one micro-batch or of a part of it."""
+        if not self._rehearsing:
+            self._facts.append(facts)
+
+    def _summed(self, number: int, device: torch.device) -> torch.Tensor:
+        """[number]: sums of the facts since :meth:`begin`."""
+        return torch.stack(self._facts).sum(0) if self._facts else torch.zeros(number, device=device)

@@ -74,7 +74,7 @@ class StepWork:
         """``depth``: how many modules predict further tokens of it."""
         batch = fetch(indices)
         if depth:
-            from hetero_megatron.data.ahead import look_ahead
+            from hetero_megatron.data.batch import look_ahead
 
             batch = look_ahead(batch, depth)
         return replace(batch.select(self._here.unit.tokens), draws=draws)
@@ -113,7 +113,8 @@ class StepWork:
         before it first runs."""
         key, rank_stage = (batch_size, forward_only), self._here
         if key not in self._schedules:
-            require_rows(rank_stage.plan, batch_size)
+            if rank_stage.spec.moe is not None:
+                require_rows(rank_stage.plan, batch_size)
             schedule = self._compiled.schedules(batch_size)[rank_stage.place.pipeline]
             left_out = _AFTER | (_BACKWARD if forward_only else set())
             rows = schedule.stages[rank_stage.place.stage], receive_order(schedule, rank_stage.place.stage)

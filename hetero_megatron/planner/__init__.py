@@ -25,5 +25,5 @@ Ten concepts:
                      (``estimate.lower_bounds``)
     Prediction       the simulated step of a concrete plan; all seconds that are reported (``simulate.step``)
     Proposer         a way to look for plans; offers templates to the incumbent (``search.incumbent``)
-    Incumbent        the best plans so far, the time budget and Ctrl-C (``search.incumbent``, ``time_budget``)
+    Incumbent        the best plans so far, the time budget and Ctrl-C (``search.incumbent``, ``problem``)
 """

@@ -25,16 +25,8 @@ from numpy.typing import NDArray
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
 from hetero_megatron.plans.canonical import Plan, WeightSharding
 from hetero_megatron.plans.context_plan import context_groups
-from hetero_megatron.plans.experts import (
-    WORTH_A_HOP,
-    Islands,
-    has_experts,
-    rank_shares,
-    routing_groups,
-    sequence_group,
-    split_by_island,
-)
-from hetero_megatron.plans.shares import has_context, owner_weights
+from hetero_megatron.plans.experts import WORTH_A_HOP, has_experts, routing_groups, sequence_group
+from hetero_megatron.plans.shares import Islands, has_context, owner_weights, rank_shares, split_by_island
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
 
 if TYPE_CHECKING:
@@ -380,8 +372,9 @@ def layer_groups(plan: Plan, spec: ModelSpec) -> set[tuple[int, ...]]:
     """TP, context and expert groups, and those that balance experts over a sequence: of forward and backward."""
     stages, length = plan.stages, plan.seq_length
     units = {tuple(sorted(u.ranks)) for s in stages for u in s.units}
-    units |= {group for s in stages for group in routing_groups(spec, s, plan.islands)}
-    units |= {sequence_group(s, rank) for s in stages if has_experts(spec, s) for rank in s.ranks}
+    if spec.moe is not None:
+        units |= {group for s in stages for group in routing_groups(spec, s, plan.islands)}
+        units |= {sequence_group(s, rank) for s in stages if has_experts(spec, s) for rank in s.ranks}
     return units | {tuple(sorted(g)) for s in stages if has_context(s, length) for g in context_groups(spec, s)}
 
 

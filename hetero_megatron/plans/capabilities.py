@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hetero_megatron.plans.canonical import SCHEDULES, Plan, Stage
-from hetero_megatron.plans.fields import Source
+from hetero_megatron.plans.fields import Source, stages
+from hetero_megatron.utils.text import plural
+
+if TYPE_CHECKING:
+    from hetero_megatron.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -114,3 +119,21 @@ def features_are_supported(plan: Plan, source: Source) -> None:
         capability = TABLE[feature]
         if not capability.supported:
             raise source.error(f"this version cannot run {capability.what}", path, value, capability.instead)
+
+
+def predictions_fit(plan: Plan, spec: ModelSpec, source: Source) -> None:
+    """Refuse plans in which modules that predict further tokens have nothing to predict, or that do with them what is
+    not known. They are on the stage with the head, after its layers; a last stage with no layers has them to itself."""
+    depth = spec.mtp_layers
+    if depth >= plan.seq_length:
+        raise source.error(
+            f"{plural(depth, 'module')} would predict tokens beyond a sequence of {plan.seq_length}",
+            "--mtp-num-layers", depth, f"at most {plan.seq_length - 1}",
+        )  # fmt: skip
+    for path, _, stage in stages(plan):
+        for key, feature in (("weights", "divides its weights"), ("activations", "has activations in host memory")):
+            if stage.head and getattr(stage, key) is not None:
+                raise source.error(
+                    f"a stage that {feature} knows no modules that predict further tokens", f"{path}.{key}", "a choice",
+                    f"none on the stage with the head, or a model without modules (it has {depth})",
+                )  # fmt: skip

@@ -18,20 +18,25 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut_in_tiles
-from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember, Interval, Plan, Stage, Unit
+from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember, Interval, Plan, Stage
 from hetero_megatron.plans.fields import Source, parse_ranks, reduced, stages
-from hetero_megatron.plans.shares import micro_batch_sizes, pipeline_samples, unit_sequences
+from hetero_megatron.plans.shares import (
+    Islands,
+    micro_batch_sizes,
+    pipeline_samples,
+    split_by_island,
+    unit_sequences,
+)
 from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from hetero_megatron.spec import ModelSpec, Share
+    from hetero_megatron.spec import ModelSpec
     from hetero_megatron.spec.moe import MoE
     from hetero_megatron.utils.yaml_document import Entry
 
 KEYS = ("ranks", "experts", "split")
-Islands = tuple[tuple[int, ...], ...]
 
 
 def read_experts(entry: Entry) -> tuple[ExpertGroup, ...]:
@@ -82,15 +87,6 @@ def expert_groups(stage: Stage, num_experts: int) -> tuple[ExpertGroup, ...]:
     all_experts = (0, num_experts)
     plain = [ExpertGroup((ExpertMember(unit.ranks, all_experts, unit.tp_split),)) for unit in stage.units]
     return stage.experts or tuple(sorted(plain, key=lambda group: min(group.ranks)))
-
-
-def split_by_island(islands: Islands, ranks: Iterable[int]) -> Islands:
-    """``ranks`` by island; a rank that is in none is one by itself."""
-    island = {rank: i for i, members in enumerate(islands) for rank in members}
-    groups: dict[int, list[int]] = defaultdict(list)
-    for rank in sorted(ranks):
-        groups[island.get(rank, -1 - rank)].append(rank)
-    return tuple(sorted(tuple(members) for members in groups.values()))
 
 
 @lru_cache(maxsize=4096)
@@ -148,28 +144,6 @@ def require_rows(plan: Plan, batch_size: int) -> None:
 def has_experts(spec: ModelSpec, stage: Stage) -> bool:
     """Whether some layer of the stage is a mixture of experts."""
     return any(spec.layer(i).mlp == "moe" for i in run_layers(spec, stage))
-
-
-def rank_shares(spec: ModelSpec, stage: Stage) -> Mapping[int, Share]:
-    """What each rank of a stage holds of every cut axis."""
-    return _rank_shares(spec, stage.units, stage.experts)
-
-
-@lru_cache(maxsize=1024)
-def _rank_shares(
-    spec: ModelSpec, units: tuple[Unit, ...], experts: tuple[ExpertGroup, ...]
-) -> Mapping[int, Share]:
-    from hetero_megatron.spec import shares
-
-    share_of = {
-        rank: share for unit in units for rank, share in zip(unit.ranks, shares(spec, unit.tp_split), strict=True)
-    }
-    for member in (member for group in experts for member in group.members):
-        assert spec.moe is not None
-        columns = cut_in_tiles(spec.moe.ffn_hidden_size, member.split)
-        for rank, columns_of_rank in zip(member.ranks, columns, strict=True):
-            share_of[rank] = replace(share_of[rank], experts=member.experts, expert_ffn=columns_of_rank)
-    return share_of
 
 
 WORTH_A_HOP = 1 / 16  # of what crosses between islands must be saved by a second hop, or its messages are not worth it

@@ -10,8 +10,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plans.canonical import Interval, Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plans.canonical import Optimizer as OptimizerPlace
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.plans.role_layouts import score_transfer
-from hetero_megatron.plans.roles import role_plan
+from hetero_megatron.plans.roles import role_plan, score_transfer
 from hetero_megatron.plans.validate import validate
 from hetero_megatron.spec.distillation import LOGITS_WORDS, likeliest_words, saying_words
 from hetero_megatron.spec.flops import PLAIN_WORDS, Words

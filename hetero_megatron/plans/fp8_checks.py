@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.canonical import Plan, Stage, Unit
-from hetero_megatron.plans.experts import rank_shares
 from hetero_megatron.plans.fields import Source
 from hetero_megatron.plans.fp8 import BLOCK, Fp8
+from hetero_megatron.plans.shares import rank_shares
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster

@@ -16,9 +16,9 @@ from hetero_megatron.layout.layout import IntArray, reduction_elements
 from hetero_megatron.plans.buckets import Bucket, Hop, by_islands, make_buckets, represented_elements
 from hetero_megatron.plans.canonical import Plan
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.plans.experts import Islands, split_by_island, stage_token_hops
+from hetero_megatron.plans.experts import stage_token_hops
 from hetero_megatron.plans.routing import layer_loads
-from hetero_megatron.plans.shares import all_ranks
+from hetero_megatron.plans.shares import Islands, all_ranks, split_by_island
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import format_bytes, plural, rank_ranges, word
 

@@ -175,7 +175,7 @@ class Collectives:
             groups = [tuple(sorted(u.ranks)) for u in stage.units]
             if has_context(stage, plan.seq_length):
                 groups += [tuple(sorted(g)) for g in context_groups(spec, stage)]
-            groups += routing_groups(spec, stage, plan.islands)
+            groups += routing_groups(spec, stage, plan.islands) if stage.experts else []
             for rank in stage.ranks:
                 self._layers[rank] = tuple(dict.fromkeys(g for g in groups if rank in g and len(g) > 1))
         self._divided: dict[int, tuple[tuple[int, ...], ...]] = defaultdict(tuple)

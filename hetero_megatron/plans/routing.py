@@ -13,18 +13,16 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut
 from hetero_megatron.plans.canonical import ExpertGroup, Stage
 from hetero_megatron.plans.experts import (
-    Islands,
     TokenHops,
     destinations,
     expert_groups,
     hit_probability,
-    rank_shares,
     share_of_island,
     shares_of,
-    split_by_island,
     stage_token_hops,
 )
 from hetero_megatron.plans.made_for import model_hash
+from hetero_megatron.plans.shares import Islands, rank_shares, split_by_island
 from hetero_megatron.spec import ModelSpec, Share
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.utils.files import read_json_object

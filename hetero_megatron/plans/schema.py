@@ -111,7 +111,7 @@ def _load(
     document: Entry, spec: ModelSpec, cluster: Cluster | None, dtype: str | None, roles: Mapping[str, ModelSpec]
 ) -> Plan:
     plan, source = expand(document, spec.num_heads)
-    plan = without_plain_experts(plan, spec)
+    plan = without_plain_experts(plan, spec) if spec.moe is not None else plan
     role_entry = document.mapping(PLAN_KEYS).get("roles")
     if role_entry is not None:
         from hetero_megatron.plans.role_schema import with_roles

@@ -6,19 +6,24 @@ For the runtime and for predictions alike; all shares are cut from the canonical
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.layout import Box, Layout, cut, largest_remainder
-from hetero_megatron.plans.canonical import Interval, Pipeline, Place, Plan, Stage, Unit
+from hetero_megatron.layout import Box, Layout, cut, cut_in_tiles, largest_remainder
+from hetero_megatron.plans.canonical import ExpertGroup, Interval, Pipeline, Place, Plan, Stage, Unit
 from hetero_megatron.plans.fields import Source, nested_ranks, parse_ranks, stages, tp_splits
 from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
-    from hetero_megatron.spec import ModelSpec
+    from hetero_megatron.spec import ModelSpec, Share
     from hetero_megatron.utils.yaml_document import Entry
+
+Islands = tuple[tuple[int, ...], ...]
 
 
 def locate(plan: Plan, rank: int) -> Place:
@@ -322,3 +327,34 @@ def owner_weights(plan: Plan) -> dict[int, float]:
             for rank, share in zip(stage.ranks, stage.weights.shard, strict=True):
                 weights[rank] *= share / mean
     return weights
+
+
+def rank_shares(spec: ModelSpec, stage: Stage) -> Mapping[int, Share]:
+    """What each rank of a stage holds of every cut axis."""
+    return _rank_shares(spec, stage.units, stage.experts)
+
+
+@lru_cache(maxsize=1024)
+def _rank_shares(
+    spec: ModelSpec, units: tuple[Unit, ...], experts: tuple[ExpertGroup, ...]
+) -> Mapping[int, Share]:
+    from hetero_megatron.spec import shares
+
+    share_of = {
+        rank: share for unit in units for rank, share in zip(unit.ranks, shares(spec, unit.tp_split), strict=True)
+    }
+    for member in (member for group in experts for member in group.members):
+        assert spec.moe is not None
+        columns = cut_in_tiles(spec.moe.ffn_hidden_size, member.split)
+        for rank, columns_of_rank in zip(member.ranks, columns, strict=True):
+            share_of[rank] = replace(share_of[rank], experts=member.experts, expert_ffn=columns_of_rank)
+    return share_of
+
+
+def split_by_island(islands: Islands, ranks: Iterable[int]) -> Islands:
+    """``ranks`` by island; a rank that is in none is one by itself."""
+    island = {rank: i for i, members in enumerate(islands) for rank in members}
+    groups: dict[int, list[int]] = defaultdict(list)
+    for rank in sorted(ranks):
+        groups[island.get(rank, -1 - rank)].append(rank)
+    return tuple(sorted(tuple(members) for members in groups.values()))

@@ -75,9 +75,10 @@ def validate(
     step_is_short_enough(plan, source)
     sequence_fits_the_model(plan, spec, source)
     weights_can_be_split(plan, spec, source)
-    experts_are_held(plan, spec, source)
+    if spec.moe is not None or any(stage.experts for stage in plan.stages):
+        experts_are_held(plan, spec, source)
     if spec.mtp_layers:
-        from hetero_megatron.plans.predictions import predictions_fit
+        from hetero_megatron.plans.capabilities import predictions_fit
 
         predictions_fit(plan, spec, source)
     for path, _, stage in stages(plan):

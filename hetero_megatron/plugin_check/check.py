@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.plugin_check import Event
 from hetero_megatron.plugin_check.process import CheckLimits, Worker
-from hetero_megatron.plugin_check.protocol import Event
 from hetero_megatron.utils.text import did_you_mean, dtype_name
 
 FAIL, SKIP = "FAIL", "skip"  # as in ops.conformance, whose import would import torch

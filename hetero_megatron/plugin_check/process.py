@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_megatron.plugin_check.protocol import LOST_CHANNEL, Event
+from hetero_megatron.plugin_check import LOST_CHANNEL, Event
 
 STDERR_BYTES = 64 << 10  # of one request; what comes after is dropped
 LOADING = 120.0  # seconds that loading torch and all plugins may take at least

@@ -35,7 +35,7 @@ from hetero_megatron.platform import CPU, Accelerator
 from hetero_megatron.platform.conformance import check_platform
 from hetero_megatron.platform.platform import platform_here
 from hetero_megatron.platform.plugins import Plugin, Plugins, PluginSource, discover, load_plugins
-from hetero_megatron.plugin_check.protocol import BROKEN_DEVICE, LOST_CHANNEL, Event
+from hetero_megatron.plugin_check import BROKEN_DEVICE, LOST_CHANNEL, Event
 from hetero_megatron.spec import load_model, shares
 from hetero_megatron.testbed.process import die_with_parent
 

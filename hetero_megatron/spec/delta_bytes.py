@@ -1,14 +1,14 @@
 """Bytes per token that a layer of linear attention keeps from forward to backward, and needs in backward, as plain
 formulas: what ``model/gated_delta_net.py`` and ``ops/gated_delta_chunks.py`` have, and, of Mamba-2,
-``spec/state_space_bytes.py``."""
+``spec/state_space.py``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hetero_megatron.spec.model_spec import ModelSpec
-from hetero_megatron.spec.state_space import StateSpace
-from hetero_megatron.spec.state_space_bytes import (
+from hetero_megatron.spec.state_space import (
+    StateSpace,
     beside_rule_bytes,
     carried_token_bytes,
     core_bytes,

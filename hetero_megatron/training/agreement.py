@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from hetero_megatron import __version__
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.plugins import Plugins, source_file
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.text import notice_line
-from hetero_megatron.utils.version import __version__
 
 ALIKE = (
     "spec", "schedule", "seed", "dtype", "loss_scale", "optimizer", "evaluation", "check_nan", "skip_train",

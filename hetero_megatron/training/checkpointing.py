@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hetero_megatron import __version__
 from hetero_megatron.comm.group import together
 from hetero_megatron.data import Datasets
 from hetero_megatron.errors import UserError, printable
@@ -19,7 +20,6 @@ from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.save_directory import writes_checkpoints
 from hetero_megatron.utils.text import notice_line, plural
-from hetero_megatron.utils.version import __version__
 
 if TYPE_CHECKING:
     from hetero_megatron.checkpoint.boxes import BoxedTensor

@@ -15,7 +15,7 @@ from importlib import import_module
 from types import FrameType
 from typing import Any
 
-from hetero_megatron.utils.exit_codes import INTERRUPTED
+from hetero_megatron.errors import INTERRUPTED
 
 ECHO_SECONDS = 1.0  # torchrun sends on to its ranks the Ctrl-C that the terminal has sent them already
 

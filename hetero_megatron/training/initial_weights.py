@@ -131,7 +131,7 @@ class InitialWeights:
         self.config = config
         self.source: HFWeights | None = None
         if config.load_hf is not None:
-            from hetero_megatron.checkpoint.residual import base_weights
+            from hetero_megatron.checkpoint.hf_load import base_weights
 
             self.source = base_weights(config.load_hf, config.spec)
         self.adapters = adapters_of(config, world)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from hetero_megatron.data.batch import BatchLoader
 from hetero_megatron.emulation import Emulation
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import INTERRUPTED, UserError
 from hetero_megatron.monitoring.reporter import Reporter
 from hetero_megatron.monitoring.stragglers import DRIFT, StragglerReport
 from hetero_megatron.training.checkpointing import Checkpointing, ConsumedSamples
@@ -27,7 +27,6 @@ from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.step_numbers import StepStats
-from hetero_megatron.utils.exit_codes import INTERRUPTED
 from hetero_megatron.utils.text import notice_line
 
 if TYPE_CHECKING:

@@ -3,6 +3,10 @@
 Ranks have clocks of their own. How they differ is bounded by causality: what one rank receives was sent before. Each
 round of an all-gather tells that of all pairs at once; several rounds before and after the profiled steps leave an
 interval for each rank's offset, whose middle is used and whose half is the error that the trace states.
+
+``--record-memory-history``: what the allocator of a rank's device did, in the format of torch's own viewer
+(https://docs.pytorch.org/memory_viz). Each rank writes its own file when it ends, also where what ends it is a lack of
+memory: then the last events say who held what.
 """
 
 from __future__ import annotations
@@ -11,8 +15,8 @@ import errno
 import json
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,3 +205,40 @@ def trace(rows: dict[int, list[ROW]], clocks: dict[int, ClockOffset]) -> dict[st
 
 def _named(what: str, process: int, thread: int, name: str, **more: Any) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name, **more}}
+
+
+ENTRIES = 100_000  # events that are kept, the latest ones, as in Megatron
+
+
+def snapshot_path(path: str, rank: int) -> Path:
+    """``dir/snapshot.pickle`` -> ``dir/snapshot-rank-3.pickle``."""
+    name = Path(path)
+    return name.with_name(f"{name.stem}-rank-{rank}{name.suffix}")
+
+
+@contextmanager
+def recorded_memory(path: str, platform: Platform, rank: int) -> Iterator[None]:
+    """The allocator's history inside is written at the end, whatever that is. A device without one is said, as is a
+    file that cannot be written: training is worth more."""
+    recorder = platform.memory_recorder()
+    if recorder is None:
+        tell(f"rank {rank}: the allocator of its device ({platform.name}) keeps no history: no {path} of it")
+        yield
+        return
+    recorder._record_memory_history(max_entries=ENTRIES)
+    try:
+        yield
+    finally:
+        _write(recorder, snapshot_path(path, rank), rank)
+        recorder._record_memory_history(enabled=None)
+
+
+def _write(recorder: Any, path: Path, rank: int) -> None:
+    """Aside first: what was there before stays until the new one is whole."""
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".memory-") as folder:
+            written = Path(folder) / path.name
+            recorder._dump_snapshot(str(written))
+            written.replace(path)
+    except (OSError, RuntimeError) as error:
+        tell(f"{path} of rank {rank} is not written: {getattr(error, 'strerror', None) or error}")

@@ -10,8 +10,7 @@ from typing import Any
 
 from hetero_megatron.checkpoint.manifest import METADATA, unusable
 from hetero_megatron.checkpoint.native import LOAD, Checkpoint, damaged_error
-from hetero_megatron.checkpoint.stored_spec import stored_spec
-from hetero_megatron.checkpoint.typed import typed
+from hetero_megatron.checkpoint.typed import stored_spec, typed
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.config import RunConfig, ScheduleConfig
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay

@@ -318,7 +318,7 @@ def _other_role(config: RunConfig, comm: Comm, platform: Platform, plugins: Plug
 def _memory_history(path: str | None, platform: Platform, rank: int) -> AbstractContextManager[None]:
     if path is None:
         return nullcontext()
-    from hetero_megatron.training.memory_history import recorded_memory
+    from hetero_megatron.training.profile import recorded_memory
 
     return recorded_memory(path, platform, rank)
 

@@ -6,7 +6,7 @@ import torch
 
 from hetero_megatron.platform import Limits
 from hetero_megatron.platform.plugins import PluginApi
-from hetero_plugins.graphs import CudaGraphs
+from hetero_plugins.nvidia import CudaGraphs
 
 HETERO_PLUGIN_API = 1
 OTHERS = ("DCU", "HYGON", "K100", "Z100", "BW1")  # Hygon's

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from hetero_megatron.ops.gemm_fp8 import BLOCKWISE, HYBRID, TENSORWISE, Blockwise, Fp8Gemm, Quantised, Tensorwise
 from hetero_megatron.ops.spec import TRITON, VENDOR, Capability, Kernel, Signature
 from hetero_megatron.platform.plugins import PluginApi, source_file
-from hetero_plugins.triton import INTERPRETED
-from hetero_plugins.triton import _supports as triton_supports
+from hetero_plugins.triton_package import INTERPRETED
+from hetero_plugins.triton_package import supports as triton_supports
 
 HETERO_PLUGIN_API = 1
 

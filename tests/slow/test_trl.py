@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hetero_megatron.cli.main import main
-from hetero_megatron.ops.divergence import divergence_terms
+from hetero_megatron.pipeline.distillation import divergence_terms
 from hetero_megatron.pipeline.rollout_loss import token_losses
 from hetero_megatron.spec.distillation import Distillation
 from hetero_megatron.spec.grpo import LOSS_TYPES, Grpo

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hetero_mpi_island.platform import BACKEND, MpiHost
+from hetero_mpi_island.plugin import BACKEND, MpiHost
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 BYTES_ONLY = (torch.bool, torch.complex64, torch.float8_e4m3fn)

@@ -21,13 +21,14 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import simulate_best
-from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,
     PlanTemplate,
     StageTemplate,
     in_flight,
+    place,
+    to_plan,
 )
 from hetero_megatron.plans.memory.of_plan import MemoryBytes, estimate_memory
 from hetero_megatron.spec import ModelSpec

@@ -34,7 +34,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 IMPORTED = (
     "torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch._dynamo",
     "hetero_megatron.cli.start", "hetero_megatron.cli.main", "hetero_megatron.cli.pretrain",
-    "hetero_megatron.cli.finetune", "hetero_megatron.cli.generate", "hetero_megatron.training.train",
+    "hetero_megatron.cli.pretrain", "hetero_megatron.cli.generate", "hetero_megatron.training.train",
     "hetero_megatron.training.export", "hetero_megatron.data.corpus", "hetero_megatron.plans.importers.megatron",
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip

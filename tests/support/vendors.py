@@ -100,7 +100,7 @@ def platform(name: str, rank: int) -> Platform:
     assert kind == "emulated", name
     os.environ["HETERO_EMULATED_HABITS"] = habits
     sys.path.insert(0, str(PLUGINS / "emulated_vendor"))
-    from hetero_emulated_vendor.platform import EmulatedVendor
+    from hetero_emulated_vendor.plugin import EmulatedVendor
 
     emulated = EmulatedVendor()
     emulated.load()

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -285,6 +286,17 @@ def test_every_group_of_modules_that_import_each_other_is_reported_once(tmp_path
 @pytest.mark.parametrize("text", ['"""p.a does the work."""', "x = 'p.az'", "x = 'q.a'", "x = 'see p.a'", "# p.a"])
 def test_words_that_name_no_module_make_no_circle(tmp_path: Path, text: str) -> None:
     assert circles_of(tmp_path, {"p": "", "p.a": "import p.b", "p.b": text}) == []
+
+
+def test_what_is_one_thing_is_one_file() -> None:
+    """Few small files, none that is long, and names that tell files apart; plugin packages all have a ``plugin.py``."""
+    folders = (ROOT / "hetero_megatron", ROOT / "kernels", ROOT / "plugins")
+    paths = [path for folder in folders for path in folder.rglob("*.py") if path.name != "__init__.py"]
+    lines = {path: path.read_bytes().count(b"\n") for path in paths}
+    assert sum(count < 60 for count in lines.values()) < 40
+    assert [path for path, count in lines.items() if count > 400] == []
+    names = Counter(path.name for path in paths)
+    assert [name for name, count in names.items() if count > 3 and name != "plugin.py"] == []
 
 
 MAX_TRACKED_BYTES = 1 << 20

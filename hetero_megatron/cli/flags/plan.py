@@ -119,7 +119,7 @@ def _role_models(args: Arguments, document: Entry) -> dict[str, ModelSpec]:
     """The models that flags name for the roles of a plan file."""
     if document.section("roles") is None:
         return {}
-    from hetero_megatron.cli.flags.roles import role_models
+    from hetero_megatron.cli.flags.role_models import role_models
 
     return role_models(args)
 
@@ -181,10 +181,8 @@ def _searched(
     fp8: Fp8 | None,
 ) -> Plan:  # fmt: skip
     """--auto-plan: every rank searches and finds the same plan, because the search is deterministic."""
-    from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+    from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace, TimeBudget
     from hetero_megatron.planner.search.driver import search
-    from hetero_megatron.planner.template.search_space import SearchSpace
-    from hetero_megatron.planner.time_budget import TimeBudget
     from hetero_megatron.plans.memory.of_plan import moments_of
     from hetero_megatron.predictor.cost.cost_options import CostOptions
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
-from hetero_megatron.cli.flags.roles import build_role, own_ranks_fit
+from hetero_megatron.cli.flags.role_models import build_role, own_ranks_fit
 from hetero_megatron.data import DataConfig
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan
@@ -77,7 +77,7 @@ def _check_reference(args: Arguments, spec: ModelSpec, preference: Preference) -
             raise flag_error("compile", True, problem, "leave the flag out, or --reference-logps FILE")
         return
     if reference_hf is not None:
-        from hetero_megatron.cli.hub import model_directory
+        from hetero_megatron.checkpoint.model_files import model_directory
 
         args.values["reference_hf"] = model_directory(reference_hf, "--reference-hf")
     elif args["load_hf"] is None and not args["dry_run"]:

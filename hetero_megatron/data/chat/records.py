@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 from hetero_megatron.data.chat.keys import RECORD_READ
 from hetero_megatron.data.corpus import Corpus, find_corpus
 from hetero_megatron.data.sources import arrow, jsonl, parquet
-from hetero_megatron.data.sources.compressed import open_content
 from hetero_megatron.data.sources.structure import feature_converter, json_values
+from hetero_megatron.data.sources.text import open_content
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import MAX_TEXT_BYTES
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.data.sources.compressed import is_compressed, open_content
+from hetero_megatron.data.sources.text import is_compressed, open_content
 from hetero_megatron.errors import UserError
 
 MAX_LINE = 256 << 20  # bytes: a file without line breaks would fill the memory

@@ -1,4 +1,5 @@
-"""Shares for a given grouping: heads by attention speed, tokens of groups and of members by their cost."""
+"""Shares for a given grouping: heads by attention speed, tokens of groups and of members by their cost; and a lower
+bound on the time of any layout, from the chips' speeds."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import numpy.typing as npt
 from hetero_megatron.planner.context.cost import ContextCosts, kv_heads
 from hetero_megatron.planner.context.groupings import Grouping, even_block
 from hetero_megatron.planner.context.memory import head_bytes, ring_bytes, token_bytes
-from hetero_megatron.planner.context.problem import ContextLayout, MemberGroup
+from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup
+from hetero_megatron.planner.estimate.lower_bounds import work_seconds
 from hetero_megatron.planner.shares import min_max_shares, min_max_tokens
 from hetero_megatron.utils.cached_method import cached_method
 
@@ -115,3 +117,15 @@ class Balancer:
         )
         other_seconds += 3 * seconds.head / self.problem.layers
         return (core_seconds + other_seconds) / mean, fixed
+
+
+def speed_bound(problem: ContextProblem) -> float:
+    """Lower bound (s) on a micro-batch of a stage."""
+    members, layers, options = problem.members, problem.layers, problem.options
+    runs, core_again = options.forwards, options.core_again
+    linear_work = layers * (runs + 2) * problem.linear_flops + 3 * problem.head_flops
+    attention_work = layers * problem.pair_flops * problem.model.num_heads
+    linear = [linear_work / m.gemm_flops + layers * (runs + 1) * m.token_seconds for m in members]
+    attention = [attention_work * (runs + core_again + m.attention_backward) / m.attention_flops for m in members]
+    host = runs * min(m.layer_seconds for m in members) + min(m.layer_backward_seconds for m in members)
+    return max(work_seconds(np.array(linear), np.array(attention), float(problem.seq_length)), layers * host)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.context.balance import Balancer
+from hetero_megatron.planner.context.balance import Balancer, speed_bound
 from hetero_megatron.planner.context.cost import ContextCosts, LayoutCost
 from hetero_megatron.planner.context.groupings import (
     Grouping,
@@ -24,7 +24,6 @@ from hetero_megatron.planner.context.groupings import (
     partitions,
     per_kind,
 )
-from hetero_megatron.planner.context.lower_bound import speed_bound
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem
 
 SMALL = 6  # up to so many members all groupings are tried

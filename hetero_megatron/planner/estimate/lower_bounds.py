@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.context.lower_bound import work_seconds
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.operator_cost import Operators
@@ -26,6 +25,7 @@ from hetero_megatron.spec.flops import layers_by_kind
 ROWS, DEGREES, PARTS = (1, 4, 32), (1, 2, 4, 8), (1, 2, 8, 64)
 TURNS, STEP = 400, 0.3  # of a search for prices of kinds of work, of which relative changes shrink with time
 
+Floats = NDArray[np.float64]
 ASSUMPTIONS = (
     "all plans; only products of layers and attention take time, at each chip's best rate",
     "rates as given, chips steady (no jitter)",
@@ -132,3 +132,29 @@ def _layer_seconds(kind: ModelSpec, costs: CostModel, chip: str) -> tuple[float,
                     core = min(core, attention[0] * ratio[0] / tokens)
                     back = min(back, attention[1] * ratio[1] / tokens)
     return 3 * gemm, core + back
+
+
+def work_seconds(linear: Floats, attention: Floats, tokens: float) -> float:
+    """Least seconds in which members together do the work of ``tokens`` tokens, divided freely and without
+    communication. A linear program: every member divides its time between matrix products and attention. In the optimum
+    the members that are relatively best at attention do attention.
+
+    Args:
+        linear, attention: [members] seconds of one token's matrix products, and of its attention, on one member alone.
+    """
+    order = np.argsort(attention / linear)
+    a, p = 1 / attention[order], 1 / linear[order]  # tokens per second, of each kind of work
+    low, high = 0.0, tokens * float(linear.min() + attention.min())
+    for _ in range(200):
+        seconds = (low + high) / 2
+        attended = np.cumsum(a) * seconds
+        k = int(np.searchsorted(attended, tokens))
+        if k == len(a):
+            low = seconds
+            continue
+        seconds_left = (attended[k] - tokens) / a[k]  # seconds left for products of the member that does both
+        products = p[k + 1 :].sum() * seconds + p[k] * seconds_left
+        low, high = (seconds, high) if products < tokens else (low, seconds)
+        if high - low <= 1e-12 * high:
+            break
+    return low

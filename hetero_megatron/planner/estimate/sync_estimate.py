@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from hetero_megatron.planner.estimate.sync_segments import BucketRun, LastBackward, SyncLoads, SyncSegment
-from hetero_megatron.planner.template.placement import StageId
+from hetero_megatron.planner.template.plan_template import StageId
 from hetero_megatron.plans.buckets import IN_FLIGHT
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import HostRates, RankHost, exchange_host_seconds

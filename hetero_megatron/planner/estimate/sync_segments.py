@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetero_megatron.planner.template.device_pool import DevicePool
-from hetero_megatron.planner.template.placement import NodeClasses, StageId
-from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
+from hetero_megatron.planner.template.plan_template import NodeClasses, PlanTemplate, StageId, StageTemplate
 from hetero_megatron.plans.buckets import BUCKET_BYTES
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import LinkPrice

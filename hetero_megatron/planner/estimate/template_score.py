@@ -11,22 +11,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hetero_megatron.cluster import format_bytes
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer, TemplateBounds
 from hetero_megatron.planner.estimate.stage_tables import StageTables
 from hetero_megatron.planner.estimate.sync_estimate import sync_ends
 from hetero_megatron.planner.estimate.sync_segments import LastBackward, LinkTable, SyncLoads, sync_loads
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, SearchWork
 from hetero_megatron.planner.template.device_pool import DevicePool, make_pool
-from hetero_megatron.planner.template.placement import (
+from hetero_megatron.planner.template.plan_template import (
     NodeClasses,
+    PipelineTemplate,
     PlacedTemplate,
+    PlanTemplate,
     StageId,
+    StageTemplate,
     chips_key,
+    in_flight,
     node_classes,
     place,
 )
-from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
-from hetero_megatron.planner.time_budget import SearchWork
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import LinkKind
 from hetero_megatron.utils.cached_method import cached_by, cached_method, share_results
@@ -272,3 +275,14 @@ def best_recompute(
             return None
         stages.append(fastest)
     return PipelineTemplate(size, tuple(stages))
+
+
+def no_room(scorer: TemplateScorer) -> str:
+    """What leaves nothing for a model on any chip; empty where some chip has room."""
+    costs, overheads = scorer.costs, []
+    for chip in dict.fromkeys(group.chip for group in scorer.pool.groups):
+        limit, overhead = costs.memory_limit(chip), costs.overhead(chip)
+        if overhead < limit:
+            return ""
+        overheads.append(f"{format_bytes(overhead)} of the {format_bytes(limit)} to use on each {chip}")
+    return f"framework and communicators alone take {', '.join(overheads)}"

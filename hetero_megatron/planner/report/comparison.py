@@ -11,7 +11,7 @@ from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.lower_bounds import ASSUMPTIONS, LowerBound, work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
 from hetero_megatron.planner.report.experts import ExpertGain, expert_gain
 from hetero_megatron.planner.report.rejected import Rejected, fastest_rejected, nearest_rejected
 from hetero_megatron.planner.report.roomier import Roomier, roomier
@@ -19,7 +19,6 @@ from hetero_megatron.planner.search.driver import SearchResult, search_types_alo
 from hetero_megatron.planner.search.incumbent import Progress, SimulatedPlan, simulate_template
 from hetero_megatron.planner.search.uniform import UniformPlan, top_uniform_plans, uniform_plans
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, describe
-from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif.objective import Deadline
 from hetero_megatron.planner.whatif.replan import NodeLoss
 from hetero_megatron.plans.importers.megatron import from_megatron

@@ -10,10 +10,9 @@ from hetero_megatron.cluster.prices import Prices, affordable, with_cards
 from hetero_megatron.errors import UserError
 from hetero_megatron.html.page import page, section
 from hetero_megatron.html.pictures import Bar, Line, bars, curve
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
 from hetero_megatron.planner.report.comparison import choice_text, why_slower
 from hetero_megatron.planner.search.driver import SearchResult, search
-from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.utils.text import plural
 
 SETS = 20

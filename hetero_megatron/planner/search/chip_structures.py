@@ -11,16 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, batch_sizes, tp_degrees
 from hetero_megatron.planner.search.graph_partition import MOST_GROUPS
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.layers_program import RATIO, LayersProgram, PipelineFamily
-from hetero_megatron.planner.search.materialize import PipelineOutline
+from hetero_megatron.planner.search.materialize import PipelineOutline, ProgramInputs
 from hetero_megatron.planner.search.pipeline_dp import Programs
-from hetero_megatron.planner.search.program_inputs import ProgramInputs
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
 from hetero_megatron.planner.template.plan_template import PlanTemplate
-from hetero_megatron.planner.template.search_space import batch_sizes, tp_degrees
 
 CUTS = (1, 2, 4, 8)  # numbers of equal stages per group of chips
 LARGEST = 32  # sequences of a micro-batch

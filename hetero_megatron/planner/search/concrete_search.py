@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
 from hetero_megatron.planner.search.chip_structures import ChipStructure, Ranks, structures
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulated_plan, simulation_work
 from hetero_megatron.planner.shares import min_max_shares
-from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.islands import with_islands_where_quick
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes

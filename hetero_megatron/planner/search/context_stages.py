@@ -12,21 +12,18 @@ from dataclasses import replace
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
+from hetero_megatron.planner.context.balance import speed_bound
 from hetero_megatron.planner.context.cluster import problem_from_cluster
-from hetero_megatron.planner.context.io import plan_stage
-from hetero_megatron.planner.context.lower_bound import speed_bound
 from hetero_megatron.planner.context.memory import member_limits
-from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
+from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem, plan_stage
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget, why_no_context
 from hetero_megatron.planner.search.chip_structures import ChipStructure
 from hetero_megatron.planner.search.concrete_search import StagedSearch, StageSpeed
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan
 from hetero_megatron.planner.template.plan_template import in_flight
-from hetero_megatron.planner.template.search_space import why_no_context
-from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.plans import Pipeline, Plan, Stage, supports
+from hetero_megatron.plans import Pipeline, Plan, Stage
 from hetero_megatron.plans.canonical import KeyValues, Recompute
 from hetero_megatron.plans.fields import first_layers
 from hetero_megatron.plans.memory.of_plan import MemoryBytes, plan_activations
@@ -54,9 +51,7 @@ class ContextStages:
         """Try context groups if the space asks for them or nothing fits otherwise; ``incumbent.plans`` holds the plans
         without."""
         plans, sizes = incumbent.plans, problem.space.micro_batch_sizes
-        self.why = "not supported"
-        if supports("context"):
-            self.why = why_no_context(problem.space, problem.seq_length, bool(plans))
+        self.why = why_no_context(problem.space, problem.seq_length, bool(plans))
         if not self.why and linear_layers(problem.model) == 1:
             self.why = "not tried: no layer has attention, whose heads and keys they divide"
         if not self.why and sizes is not None and 1 not in sizes:

@@ -22,10 +22,10 @@ from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, s
 from hetero_megatron.planner.shares import min_max_counts
 from hetero_megatron.plans import Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plans.canonical import ActivationOffload, WeightSharding
-from hetero_megatron.plans.experts import Islands
 from hetero_megatron.plans.fields import reduced
 from hetero_megatron.plans.memory.divided import owned_bytes
 from hetero_megatron.plans.memory.of_plan import plan_activations
+from hetero_megatron.plans.shares import Islands
 from hetero_megatron.predictor.simulate.step import StepSimulator
 from hetero_megatron.spec import stage_tensors
 from hetero_megatron.spec.adapted_model import gathered_bytes
@@ -47,7 +47,7 @@ class DividedStages:
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         plans = incumbent.plans
-        if _cannot(problem) or incumbent.scorer.pool.chips > MOST_CHIPS or (plans and not _short(plans[0])):
+        if _cannot(problem) or incumbent.scorer.pool.chips > MOST_CHIPS or (plans and not plans[0].saves_memory):
             return True
         if not plans and not _room(incumbent.scorer):
             return True
@@ -85,13 +85,6 @@ def _room(scorer: TemplateScorer) -> bool:
     """Whether all chips together have room for the state alone."""
     rooms = [scorer.costs.memory_limit(g.chip) - scorer.costs.overhead(g.chip) for g in scorer.pool.groups]
     return sum(scorer.costs.memory.whole) <= sum(r * g.chips for r, g in zip(rooms, scorer.pool.groups, strict=True))
-
-
-def _short(best: SimulatedPlan) -> bool:
-    """Whether a plan shows that memory is short."""
-    return bool(best.idle) or any(
-        x.recompute.kind != "none" or x.optimizer.offload or x.activations is not None for x in best.plan.stages
-    )
 
 
 def shares_text(best: SimulatedPlan) -> list[str]:

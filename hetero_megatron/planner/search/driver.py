@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.lower_bounds import work_bound
-from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer, no_room
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget, why_no_context
 from hetero_megatron.planner.search.context_stages import ContextStages
 from hetero_megatron.planner.search.divided_stages import DividedStages
 from hetero_megatron.planner.search.expert_stages import ExpertStages
@@ -32,16 +32,14 @@ from hetero_megatron.planner.search.incumbent import (
     simulate_best,
     simulate_template,
 )
-from hetero_megatron.planner.search.infeasible import no_room, refuse
+from hetero_megatron.planner.search.infeasible import refuse
 from hetero_megatron.planner.search.local_search import LocalSearch
-from hetero_megatron.planner.search.parts import Parts
 from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.search.schedule_search import FEW, ScheduleSearch
-from hetero_megatron.planner.search.small_clusters import SmallClusters
+from hetero_megatron.planner.search.small_clusters import Parts, SmallClusters
 from hetero_megatron.planner.search.uniform import UniformSeeds
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import PlanTemplate
-from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes, without_fp8
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec.flops import layers_cost_unlike
@@ -220,8 +218,11 @@ def _search(
     """``plain``: False when it is known that nothing fits with all optimizers on the chips."""
     templates = _templates(problem, scorer, budget, progress, plain)
     templates.incumbent.plans[:] = simulate_best(templates.incumbent.ranked(), problem, scorer, budget)
-    context = ContextStages()
-    context.propose(problem, templates.incumbent)
+    context_tried, fits = False, bool(templates.incumbent.plans)
+    if not (context_outcome := why_no_context(problem.space, problem.seq_length, fits)):
+        context = ContextStages()
+        context.propose(problem, templates.incumbent)
+        context_outcome, context_tried = context.why, context.tried
     expert_outcome = ""
     if problem.model.moe is not None:
         experts = ExpertStages()
@@ -237,9 +238,12 @@ def _search(
             simulate_best(templates.incumbent.ranked(), problem, scorer, budget),
             evaluated + roomy.evaluated,
         )
-    divided = DividedStages()
+    divided_outcome = ""
     templates.incumbent.plans[:] = plans
-    divided.propose(problem, templates.incumbent)
+    if not plans or plans[0].saves_memory:
+        divided = DividedStages()
+        divided.propose(problem, templates.incumbent)
+        divided_outcome = divided.why
     plans = templates.incumbent.plans
     if budget.interrupted and not plans:
         raise KeyboardInterrupt
@@ -251,8 +255,8 @@ def _search(
         raise refuse(problem, scorer)
     return SearchResult(
         plans[0], plans[1:], scorer.pool, scorer, 0.0, evaluated, dict(templates.incumbent.rejected),
-        templates.complete, templates.method, context.why, context.tried, problem.space.offload == "always",
-        ranked=tuple(row[2] for row in templates.incumbent.rows), experts=expert_outcome, divided=divided.why,
+        templates.complete, templates.method, context_outcome, context_tried, problem.space.offload == "always",
+        ranked=tuple(row[2] for row in templates.incumbent.rows), experts=expert_outcome, divided=divided_outcome,
         by_groups=tuple(row[2] for row in templates.incumbent.by_groups.values()),
     )  # fmt: skip
 

@@ -16,11 +16,9 @@ from typing import Protocol
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
 from hetero_megatron.planner.search.materialize import TemplateBuilder
-from hetero_megatron.planner.template.placement import PlacedTemplate, place, to_plan
-from hetero_megatron.planner.template.plan_template import PlanTemplate
-from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.planner.template.plan_template import PlacedTemplate, PlanTemplate, place, to_plan
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.islands import with_islands_where_quick
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes
@@ -175,6 +173,13 @@ class SimulatedPlan:
     @property
     def step_seconds(self) -> float:
         return self.prediction.step_seconds
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether it shows that memory is short: chips are idle, or it recomputes or has something in host memory."""
+        return bool(self.idle) or any(
+            x.recompute.kind != "none" or x.optimizer.offload or x.activations is not None for x in self.plan.stages
+        )
 
     @property
     def cost_per_hour(self) -> float | None:

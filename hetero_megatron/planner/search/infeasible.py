@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from hetero_megatron.cluster import Link, format_bytes
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.estimate.template_score import TemplateScorer, no_room
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.graph_partition import MOST_GROUPS
 from hetero_megatron.planner.search.layers_program import LayersProgram, grid
-from hetero_megatron.planner.search.program_inputs import ProgramInputs
+from hetero_megatron.planner.search.materialize import ProgramInputs
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.utils.text import plural
@@ -54,17 +54,6 @@ def refuse(problem: PlanningProblem, scorer: TemplateScorer) -> UserError:
         f"{model.name} fits in no plan of this cluster: {missing}", field="--model", value=model.name,
         accepted=" or ".join(changes) or "a smaller model or larger chips", where=problem.cluster.file,
     )  # fmt: skip
-
-
-def no_room(scorer: TemplateScorer) -> str:
-    """What leaves nothing for a model on any chip; empty where some chip has room."""
-    costs, overheads = scorer.costs, []
-    for chip in dict.fromkeys(group.chip for group in scorer.pool.groups):
-        limit, overhead = costs.memory_limit(chip), costs.overhead(chip)
-        if overhead < limit:
-            return ""
-        overheads.append(f"{format_bytes(overhead)} of the {format_bytes(limit)} to use on each {chip}")
-    return f"framework and communicators alone take {', '.join(overheads)}"
 
 
 def _short_of(problem: PlanningProblem, scorer: TemplateScorer, away: bool) -> str:

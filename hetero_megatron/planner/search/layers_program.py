@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.planner.estimate.stage_table import StageKind, StageTable
-from hetero_megatron.planner.search.program_inputs import Floats, Layers, ProgramInputs, added_seconds, rounded
+from hetero_megatron.planner.search.materialize import Floats, Layers, ProgramInputs, added_seconds, rounded
 from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.utils.cached_method import cached_method
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, SearchSpace
 from hetero_megatron.planner.search.incumbent import Incumbent, Row
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate
-from hetero_megatron.planner.template.search_space import SearchSpace
 
 STARTS = 2  # numbers of templates and of structures to start from
 EFFORT, LARGE = 240, 256  # neighbours evaluated per start; an eighth of that above LARGE chips

@@ -19,8 +19,14 @@ from functools import cached_property
 
 from hetero_megatron.planner.estimate.stage_table import AWAY, RECOMPUTES
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
-from hetero_megatron.planner.template.placement import PlacedTemplate, Units, to_plan
-from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate, in_flight
+from hetero_megatron.planner.template.plan_template import (
+    PlacedTemplate,
+    PlanTemplate,
+    StageTemplate,
+    Units,
+    in_flight,
+    to_plan,
+)
 from hetero_megatron.plans.memory.of_plan import MemoryBytes, estimate_memory, state_bytes
 from hetero_megatron.utils.cached_method import cached_by
 

@@ -18,13 +18,10 @@ from functools import partial
 
 import numpy as np
 
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, ShouldStop, batch_sizes, never
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.layers_program import LayersProgram, PipelineFamily
-from hetero_megatron.planner.search.materialize import PipelineOutline
-from hetero_megatron.planner.search.program_inputs import ProgramInputs, added_seconds
-from hetero_megatron.planner.template.search_space import batch_sizes
-from hetero_megatron.planner.time_budget import ShouldStop, never
+from hetero_megatron.planner.search.materialize import PipelineOutline, ProgramInputs, added_seconds
 from hetero_megatron.utils.cached_method import cached_method
 
 HALVINGS, NEAR = 30, 2e-3  # most steps and relative precision of the bisection over islands

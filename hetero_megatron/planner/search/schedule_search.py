@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, SearchSpace, SearchWork
 from hetero_megatron.planner.search.chip_structures import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulate_template
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
@@ -28,8 +28,6 @@ from hetero_megatron.planner.search.schedule_times import (
     without_context,
 )
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
-from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.planner.time_budget import SearchWork
 from hetero_megatron.plans import Plan, supports, validate
 from hetero_megatron.plans.program import ADAPTIVE
 from hetero_megatron.predictor.cost.layer_cost import CostModel

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from hetero_megatron.planner.estimate.pipeline_time import closed_forms_of_each
 from hetero_megatron.planner.estimate.stage_table import StageKind
-from hetero_megatron.planner.search.program_inputs import ProgramInputs, added_seconds
+from hetero_megatron.planner.problem import batch_sizes
+from hetero_megatron.planner.search.materialize import ProgramInputs, added_seconds
 from hetero_megatron.planner.template.plan_template import StageTemplate
-from hetero_megatron.planner.template.search_space import batch_sizes
 from hetero_megatron.utils.cached_method import cached_method
 
 Floats = NDArray[np.float64]

@@ -1,6 +1,6 @@
 """A cluster as groups of equal chips in equal nodes, with the links between them.
 
-The search only sees this, so names do not matter and equal nodes are interchangeable. :mod:`placement` goes back to
+The search only sees this, so names do not matter and equal nodes are interchangeable. :mod:`plan_template` goes back to
 ranks.
 """
 

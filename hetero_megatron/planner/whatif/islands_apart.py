@@ -13,20 +13,19 @@ from dataclasses import dataclass, replace
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import Progress, SimulatedPlan
-from hetero_megatron.planner.template.placement import renumbered
-from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.planner.whatif.chip_speeds import ChipSpeeds
+from hetero_megatron.planner.template.plan_template import renumbered
+from hetero_megatron.planner.whatif.role_placement import ChipSpeeds
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.canonical import Outer
-from hetero_megatron.plans.experts import Islands
 from hetero_megatron.plans.islands import divisions
 from hetero_megatron.plans.outer import COMPRESS
+from hetero_megatron.plans.shares import Islands
 from hetero_megatron.predictor.cost.layer_cost import CostModel
-from hetero_megatron.predictor.simulate.outer_exchange import exchange_seconds, waiting_seconds
+from hetero_megatron.predictor.simulate.grad_sync import exchange_seconds, waiting_seconds
 from hetero_megatron.predictor.simulate.step import Prediction, predict
 
 MOST_DIVISIONS, MOST_ISLANDS = 4, 4  # of the cluster that are tried, the slowest links cut first; of each

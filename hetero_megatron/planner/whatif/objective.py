@@ -20,10 +20,9 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.lower_bounds import most_tokens
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
 from hetero_megatron.planner.search.driver import SearchResult, search, search_or_error
 from hetero_megatron.planner.search.incumbent import Progress
-from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 
 MOST_SEARCHED = 48

@@ -19,15 +19,14 @@ import numpy as np
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.layer_partition import bottleneck
+from hetero_megatron.planner.estimate.pipeline_time import bottleneck
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_stages import ContextStages
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
 from hetero_megatron.planner.template.device_pool import DevicePool
-from hetero_megatron.planner.template.placement import place, renumbered, to_plan
-from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
+from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate, place, renumbered, to_plan
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.islands import with_islands_where_quick
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes

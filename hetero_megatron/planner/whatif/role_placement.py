@@ -17,20 +17,20 @@ from dataclasses import dataclass, replace
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.incumbent import Progress
-from hetero_megatron.planner.template.placement import renumbered
-from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.planner.whatif.chip_speeds import ChipSpeeds
+from hetero_megatron.planner.template.plan_template import renumbered
 from hetero_megatron.planner.whatif.forward_plans import ForwardPlan, ForwardPlans, ForwardQuestion
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.forward_only import role_of
 from hetero_megatron.plans.islands import with_islands_where_quick
+from hetero_megatron.predictor.cost.cost_options import StageChoice
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.beside import predict_beside
 from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.spec.distillation import likeliest_words
+from hetero_megatron.utils.cached_method import cached_method
 
 MOST_SPLITS, MOST_SEARCHED = 64, 10  # splits of the cluster, and those that are searched
 SMALL = 8  # chips of a cluster that is split by chips, not nodes
@@ -291,3 +291,20 @@ def _quick(problem: PlanningProblem) -> PlanningProblem:
     """With little effort: it only ranks."""
     options = replace(problem.options, work=QUICK, space=replace(problem.space, more_schedules="never"))
     return replace(problem, options=options)
+
+
+class ChipSpeeds:
+    """How fast the chips of the cluster of ``costs`` are at its model, one by one: what shares and orders begin with
+    before anything is searched."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+
+    def of(self, rank: int) -> float:
+        """Sequences per second of a layer, forward, on the chip of a rank."""
+        place = self._costs.cluster.ranks[rank]
+        return self._of_group(place.group, place.chip)
+
+    @cached_method
+    def _of_group(self, group: str, chip: str) -> float:
+        return 1 / self._costs.forward_seconds(StageChoice(chip, 1, 1, 1, False, False, home=group), 1)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.layer_partition import best_split
+from hetero_megatron.planner.estimate.pipeline_time import best_split
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.uniform import SIZES

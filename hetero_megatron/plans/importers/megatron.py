@@ -90,11 +90,15 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
                 weights=_weights(flags, units),
                 activations=offload(flags, layers[p], spec),
             )
-            built.append(replace(stage, experts=experts.groups(stage.ranks) if has_experts(spec, stage) else ()))
+            if spec.moe is not None and has_experts(spec, stage):
+                stage = replace(stage, experts=experts.groups(stage.ranks))
+            built.append(stage)
         pipelines.append(Pipeline(size * replicas, count, tuple(built)))
     batch = dp * flags.micro_batch_size * count
     schedule = flags.schedule or ("interleaved" if len(layers[0]) > 1 else "1f1b")
-    plan = without_plain_experts(Plan(flags.seq_length, batch, schedule, tuple(pipelines)), spec)
+    plan = Plan(flags.seq_length, batch, schedule, tuple(pipelines))
+    if spec.moe is not None:
+        plan = without_plain_experts(plan, spec)
     validate(plan, spec, source=FlagSource(blame=partial(_blame, flags)))
     return plan
 

@@ -1,16 +1,64 @@
-"""Bytes of one micro-batch of a stage, by rank and chunk."""
+"""What each rank of a stage works on in a micro-batch, and the bytes of one, by rank and chunk."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hetero_megatron.plans.canonical import Stage
 from hetero_megatron.plans.fp8 import Fp8
-from hetero_megatron.plans.memory.activations import kept_bytes, operand_bytes
-from hetero_megatron.plans.memory.of_plan import stage_work
+from hetero_megatron.plans.fp8_checks import stage_fp8
+from hetero_megatron.plans.memory.activations import RankWork, chunk_limit, kept_bytes, operand_bytes
 from hetero_megatron.plans.memory.offloaded import layer_bytes
 from hetero_megatron.plans.memory.split_backward import most_beside
-from hetero_megatron.plans.routing import EVEN, Routing
-from hetero_megatron.plans.shares import has_context
+from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
+from hetero_megatron.plans.shares import Islands, has_context
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import LOGITS_BYTES, layers_alone
+from hetero_megatron.spec.tensors import untrained_layers
+
+
+def logits_limit(stage: Stage, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES) -> int | None:
+    """:func:`chunk_limit` of a stage of a plan."""
+    sizes = [(unit.micro_batch_tokens, unit.tp_split) for unit in stage.units] if stage.head else []
+    return chunk_limit(spec, sizes, item, logits_bytes)
+
+
+def stage_work(
+    stage: Stage, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN,
+    fp8: Fp8 | None = None, islands: Islands = (),
+) -> dict[int, tuple[RankWork, ...]]:  # fmt: skip
+    """What each rank of a stage works on, by chunk."""
+    limit = logits_limit(stage, spec, item, logits_bytes)
+    dtype = stage_fp8(stage, fp8) if fp8 is not None else None
+    recipe = dtype.recipe if dtype is not None else None
+    loads = [mean_loads(spec, stage, range(*chunk), routing, islands) if spec.moe else None for chunk in stage.chunks]
+    models = [None if spec.delta is None else layers_alone(spec, range(*chunk)) for chunk in stage.chunks]
+    runs = _chunks(stage, untrained_layers(spec))
+    chunks = [(*run, load, chunk_spec) for run, load, chunk_spec in zip(runs, loads, models, strict=True)]
+    work = {}
+    ahead = stage.activations.ahead if stage.activations is not None else 1
+    for unit in stage.units:
+        tokens, rows = unit.micro_batch_tokens, unit.sequences[1] - unit.sequences[0]
+        for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
+            work[rank] = tuple(
+                RankWork(
+                    layers, embed, head, stage.recompute.kind, first, tokens, item, sum(unit.tp_split) / weight,
+                    unit.tp, limit if head else None, None if load is None else load[rank], recipe, rows, untrained,
+                    offloaded, ahead, chunk_spec,
+                ) for layers, embed, head, first, untrained, offloaded, load, chunk_spec in chunks
+            )  # fmt: skip
+    return work
+
+
+def _chunks(stage: Stage, untrained: int) -> Iterator[tuple[int, bool, bool, int, int, int]]:
+    """Of each run of layers (how many, embedding, head, how many of the stage's first recomputed layers, how many are
+    before all that is trained, how many of the stage's first that are in host memory)."""
+    passed, last = 0, len(stage.chunks) - 1
+    offloaded = stage.activations.layers if stage.activations is not None else 0
+    for c, (a, b) in enumerate(stage.chunks):
+        full, hosted = (min(max(count - passed, 0), b - a) for count in (stage.recompute.layers, offloaded))
+        yield b - a, stage.embed and c == 0, stage.head and c == last, full, min(untrained, b) if a == 0 else 0, hosted
+        passed += b - a
 
 
 def micro_batch_bytes(

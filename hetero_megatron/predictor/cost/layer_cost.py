@@ -13,11 +13,12 @@ from hetero_megatron.cluster import Cluster, NodeGroup
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.canonical import Stage
 from hetero_megatron.plans.fp8_checks import cut_fits, stage_fp8
-from hetero_megatron.plans.memory.of_plan import ITEM_BYTES, MemoryBytes, host_bytes, logits_limit
+from hetero_megatron.plans.memory.micro_batches import logits_limit
+from hetero_megatron.plans.memory.of_plan import ITEM_BYTES, MemoryBytes, host_bytes
 from hetero_megatron.plans.memory.uniform_stages import UniformStageMemory
 from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
-from hetero_megatron.predictor.cost.link_model import LinkModel, LinkPrice
+from hetero_megatron.predictor.cost.link_model import LinkModel, LinkPrice, host_copy_waits
 from hetero_megatron.predictor.cost.modelled_operators import UPDATE_BYTES
 from hetero_megatron.predictor.cost.operator_cost import Operators
 from hetero_megatron.predictor.cost.product_cost import Fp8Products
@@ -182,13 +183,11 @@ class CostModel:
 
     def copy_waits(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, float]:
         """Seconds for which (forward, backward) wait for copies of activations to host memory, and back."""
-        from hetero_megatron.predictor.cost.host_copies import waits
-
         rate, seconds = self.host_rate(stage.chip), self.parts(stage, micro_batch_size)
         sizes = self.host_layers(stage, micro_batch_size)
         backward = [seconds.layer[1] + (seconds.layer[0] if i < stage.full else 0.0) for i in range(stage.layers)]
         head = seconds.head[1] if stage.head else 0.0
-        return waits([size / rate for size in sizes], seconds.layer[0], backward, 1, head)
+        return host_copy_waits([size / rate for size in sizes], seconds.layer[0], backward, 1, head)
 
     def host_layers(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, ...]:
         """By layer, bytes of one micro-batch in host memory on a rank of the stage."""

@@ -21,7 +21,7 @@ from hetero_megatron.cluster.catalogue import card_file
 from hetero_megatron.cluster.cluster import BRIDGE
 from hetero_megatron.cluster.rates_section import LEAST, MODEL_TABLES, MOST, TABLES
 from hetero_megatron.errors import UserError
-from hetero_megatron.predictor.cost.efficiency import share_of_peak
+from hetero_megatron.predictor.cost.cost_options import share_of_peak
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.cached_method import cached_method
 from hetero_megatron.utils.text import format_rate

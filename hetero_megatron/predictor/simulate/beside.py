@@ -12,8 +12,7 @@ from hetero_megatron.plans.forward_only import ForwardRole
 from hetero_megatron.plans.memory.forward_only import with_role
 from hetero_megatron.plans.memory.memory_report import over_host, over_limit
 from hetero_megatron.plans.memory.of_plan import format_communicators
-from hetero_megatron.predictor.cost.cost_options import CostOptions
-from hetero_megatron.predictor.cost.efficiency import source_of
+from hetero_megatron.predictor.cost.cost_options import CostOptions, source_of
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.role_prediction import RolePrediction
 from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan

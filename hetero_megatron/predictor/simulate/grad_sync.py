@@ -5,7 +5,7 @@ The actions are the runtime's (:func:`~hetero_megatron.plans.program.bucket_acti
 ranks have its gradients (during the last backward) and fewer than ``IN_FLIGHT`` buckets are under way. Every rank
 starts its actions in order, and packs, sums and unpacks them on its own. Actions that share a chip's link or a node's
 network cards are serialised. With islands a bucket travels in two hops; a rank's second starts after its first has
-ended.
+ended. With outer steps, exchanges between islands come on top (:func:`outer_seconds`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 
 from hetero_megatron.plans import Plan, Stage
 from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, Hop, make_buckets
+from hetero_megatron.plans.canonical import Outer
 from hetero_megatron.plans.islands import hop_elements
+from hetero_megatron.plans.outer import exchanged, fragment_tensors, owners_by_island
 from hetero_megatron.plans.program import bucket_actions
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
-from hetero_megatron.predictor.cost.link_model import HostRates, RankHosts, exchange_host_seconds
+from hetero_megatron.predictor.cost.link_model import HostRates, LinkModel, RankHosts, exchange_host_seconds
 from hetero_megatron.predictor.simulate.bucket_flows import BucketFlows, PortIndex, PortPrice, bucket_flows, price
-from hetero_megatron.spec import logical_tensors
+from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.utils.cached_method import cached_method
 
 Floats = NDArray[np.float64]
@@ -277,3 +279,34 @@ class GradSync:
         ranks = places.ranks.tolist()
         ends_of_ranks = hosts.finish(np.array([idle[r] for r in ranks]))
         return dict(zip(ranks, ends_of_ranks.tolist(), strict=True)), spans
+
+
+def outer_seconds(
+    plan: Plan, spec: ModelSpec, buckets: Sequence[Bucket], links: LinkModel, itemsize: int, step: float
+) -> float:
+    """Mean over all steps of what they wait for exchanges.
+
+    Args:
+        itemsize: bytes of a difference of weights that is not compressed.
+        step: seconds of a step without exchanges, which those that are under way for some steps go on beside.
+    """
+    assert plan.outer is not None
+    return waiting_seconds(plan.outer, exchange_seconds(plan, spec, buckets, links, itemsize), step)
+
+
+def exchange_seconds(
+    plan: Plan, spec: ModelSpec, buckets: Sequence[Bucket], links: LinkModel, itemsize: int
+) -> list[float]:
+    """Of each fragment, how long its exchange takes."""
+    outer = plan.outer
+    assert outer is not None
+    owners, seconds = owners_by_island(outer, buckets), list[float]()
+    for names in fragment_tensors(spec, outer):
+        flows = [(*pair, float(size)) for pair, size in exchanged(outer, owners, names, itemsize).items()]
+        seconds.append(links.groups_exchange(flows, [plan.ranks])[0])
+    return seconds
+
+
+def waiting_seconds(outer: Outer, exchanges: Sequence[float], step: float) -> float:
+    """Mean over all steps of what they wait for ``exchanges`` of each fragment that take so long."""
+    return sum(max(0.0, seconds - outer.delay * step) for seconds in exchanges) / outer.every

@@ -94,7 +94,7 @@ class ContextSeconds:
         for traffic, rows in zip(self.traffic(stage, kind.window, kind.chunk), stage.replicas, strict=True):
             units = [u for u in stage.units if u.sequences == rows]
             if kind.linear:
-                from hetero_megatron.predictor.simulate.state_chain import linear_layer_seconds
+                from hetero_megatron.predictor.simulate.member_cost import linear_layer_seconds
 
                 layer_seconds.append(linear_layer_seconds(self.members, stage, traffic.context, units, spec))
             else:

@@ -11,17 +11,17 @@ from typing import Any
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plans import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.plans.experts import Islands, expert_groups, split_by_island
+from hetero_megatron.plans.experts import expert_groups
 from hetero_megatron.plans.fp8_checks import stage_fits
 from hetero_megatron.plans.program import pipeline_schedule
 from hetero_megatron.plans.routing import LayerLoads, Popularity, layer_kinds, layer_loads, mean_loads
-from hetero_megatron.plans.shares import has_context
+from hetero_megatron.plans.shares import Islands, has_context, split_by_island
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Flow
 from hetero_megatron.predictor.cost.operator_cost import heads_and_columns
-from hetero_megatron.predictor.simulate.divided_cost import DividedCost
 from hetero_megatron.predictor.simulate.grad_sync import SyncStructure
+from hetero_megatron.predictor.simulate.memory_saving_cost import DividedCost
 from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.schedule import Costs, Schedule
@@ -141,7 +141,7 @@ class StageCosts:
                 for (stage, unit_seconds), row in zip(by_stage, chunks, strict=True)
             ]  # fmt: skip
         if any(stage.activations is not None for stage in pipeline.stages):
-            from hetero_megatron.predictor.simulate.offload_cost import OffloadCost
+            from hetero_megatron.predictor.simulate.memory_saving_cost import OffloadCost
 
             offload = OffloadCost(self.model, self.plan.seq_length)
             chunks = [offload.added(*row) for row in zip(pipeline.stages, chunks, stage_seconds, strict=True)]

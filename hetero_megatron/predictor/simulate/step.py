@@ -30,8 +30,7 @@ from hetero_megatron.plans.memory.of_plan import (
     with_communicators,
 )
 from hetero_megatron.plans.program import splits_backward
-from hetero_megatron.predictor.cost.cost_options import CostOptions
-from hetero_megatron.predictor.cost.efficiency import source_of
+from hetero_megatron.predictor.cost.cost_options import CostOptions, source_of
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.simulate.grad_sync import BucketSpan, GradSync
 from hetero_megatron.predictor.simulate.stage_cost import PipelineCosts, PreparedPlan, StageCosts
@@ -263,7 +262,7 @@ class StepSimulator:
     def _outer_seconds(self, step: float) -> float:
         if self.plan.outer is None:
             return 0.0
-        from hetero_megatron.predictor.simulate.outer_exchange import outer_seconds
+        from hetero_megatron.predictor.simulate.grad_sync import outer_seconds
 
         costs = self.costs
         return outer_seconds(self.plan, costs.model, self.sync.all_buckets, costs.links, costs.wide, step)

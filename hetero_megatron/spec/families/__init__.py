@@ -12,7 +12,6 @@ from hetero_megatron.spec.families import (
     falcon,
     gemma,
     glm,
-    glm_moe,
     gpt2,
     gpt_neox,
     gpt_oss,
@@ -24,28 +23,26 @@ from hetero_megatron.spec.families import (
     mamba_hybrids,
     mistral,
     mixtral,
-    near_llama,
     olmo,
     phi3,
     qwen,
     qwen3_5,
     qwen_next,
     smollm3,
-    stablelm,
 )
 from hetero_megatron.spec.families.family import Family
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        llama.FAMILY, mistral.MISTRAL, mistral.MINISTRAL, mistral.MINISTRAL3, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA,
+        llama.LLAMA, mistral.MISTRAL, mistral.MINISTRAL, mistral.MINISTRAL3, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA,
         gemma.GEMMA2, gemma.GEMMA3, phi3.FAMILY, olmo.OLMO2, olmo.OLMO3, smollm3.FAMILY, glm.GLM, glm.GLM4,
         granite.FAMILY, gpt2.FAMILY, mixtral.MIXTRAL, mixtral.QWEN2_MOE, mixtral.QWEN3_MOE, mixtral.OLMOE,
         qwen_next.FAMILY, qwen3_5.QWEN3_5, qwen3_5.QWEN3_5_MOE, kimi.FAMILY,
-        gpt_oss.FAMILY, llama4.FAMILY, deepseek.DEEPSEEK_V2, deepseek.DEEPSEEK_V3, glm_moe.GLM4_MOE, glm_moe.DOTS1,
-        near_llama.ARCEE, near_llama.SEED_OSS, near_llama.HELIUM, near_llama.ERNIE, exaone.FAMILY,
+        gpt_oss.FAMILY, llama4.FAMILY, deepseek.DEEPSEEK_V2, deepseek.DEEPSEEK_V3, glm.GLM4_MOE, glm.DOTS1,
+        llama.ARCEE, llama.SEED_OSS, llama.HELIUM, llama.ERNIE, exaone.FAMILY,
         layer_norm.STARCODER2, layer_norm.NEMOTRON, gpt_neox.GPT_NEOX, gpt_neox.GPTJ, gpt_neox.PHI, falcon.FAMILY,
-        cohere.COHERE, cohere.COHERE2, stablelm.FAMILY, mamba_hybrids.GRANITE_HYBRID,
+        cohere.COHERE, cohere.COHERE2, layer_norm.STABLELM, mamba_hybrids.GRANITE_HYBRID,
         mamba_hybrids.BAMBA,
     )  # fmt: skip
 }

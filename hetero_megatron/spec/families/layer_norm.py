@@ -1,4 +1,5 @@
-"""Rotary decoders with LayerNorm and an MLP without a gate: StarCoder2, Nemotron."""
+"""Rotary decoders with LayerNorm: StarCoder2 and Nemotron, whose MLP has no gate, and StableLM, with SwiGLU and
+attention and MLP in turn or on one input."""
 
 from __future__ import annotations
 
@@ -9,14 +10,18 @@ from hetero_megatron.spec.families.family import (
     Defaults,
     Family,
     decoder,
+    layer_norm_config,
     read_activation,
+    refuse_other_head_dim,
     silu_config,
+    some_features_turn,
 )
 from hetero_megatron.spec.hf_names import NameTable
 from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.model_spec import ModelSpec
 
 _STARCODER2 = Defaults(positions=4096, kv_heads=2, kv_nullable=False, tied=True)
+_STABLELM = Defaults(positions=4096, kv_heads=32, kv_nullable=False, partial_rotary=0.25)
 _NEMOTRON = Defaults(positions=4096, kv_nullable=False, head_dim_nullable=True, partial_rotary=0.5)
 _NAMES = {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu", "squared_relu": "relu2"}
 
@@ -59,6 +64,25 @@ def _write_nemotron(spec: ModelSpec) -> dict[str, Any]:
     return config | {"attention_bias": spec.qkv_bias and spec.out_bias, "mlp_bias": spec.mlp_bias}
 
 
+def _read_stablelm(read: ConfigReader, name: str) -> ModelSpec:
+    read.must_be("hidden_act", "silu", "swish")
+    refuse_other_head_dim(read)
+    spec = decoder(
+        read, "stablelm", name, _STABLELM, norm="layer", norm_eps=read.positive("layer_norm_eps", 1e-5),
+        qk_norm="each_head" if read.flag("qk_layernorm") else None,
+        parallel_block="one_norm" if read.flag("use_parallel_residual") else None, qkv_bias=read.flag("use_qkv_bias"),
+    )  # fmt: skip
+    return some_features_turn(read, spec)
+
+
+def _write_stablelm(spec: ModelSpec) -> dict[str, Any]:
+    config = {"partial_rotary_factor": 1.0} | layer_norm_config(spec, "layer_norm_eps")  # absent means a quarter
+    return config | {
+        "hidden_act": "silu", "use_qkv_bias": spec.qkv_bias, "use_parallel_residual": spec.parallel_block is not None,
+        "qk_layernorm": spec.qk_norm is not None, "hidden_dropout": 0.0,
+    }  # fmt: skip
+
+
 STARCODER2 = Family(
     "starcoder2", "Starcoder2ForCausalLM", read=_read_starcoder2, write=_write_starcoder2,
     examples="StarCoder2 3B, 7B, 15B",
@@ -68,4 +92,15 @@ STARCODER2 = Family(
 NEMOTRON = Family(
     "nemotron", "NemotronForCausalLM", DECODER_KEYS | words("hidden_act attention_bias mlp_bias norm_eps"),
     _read_nemotron, _write_nemotron, examples="Nemotron-4, Minitron",
+)  # fmt: skip
+STABLELM = Family(
+    "stablelm", "StableLmForCausalLM", read=_read_stablelm, write=_write_stablelm,
+    examples="StableLM 3B 4E1T, StableLM 2 1.6B and 12B",
+    keys=DECODER_KEYS | words(
+        "hidden_act layer_norm_eps use_qkv_bias qk_layernorm use_parallel_residual hidden_dropout"
+    ),
+    names=NameTable(
+        modules={f"self_attn.{x}_norm": f"self_attn.{x}_layernorm.norms.{{}}" for x in "qk"},
+        heads_apart=frozenset({"self_attn.q_norm", "self_attn.k_norm"}),
+    ),
 )  # fmt: skip

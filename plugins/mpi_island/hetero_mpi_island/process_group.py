@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from hetero_mpi_island.backend_name import BACKEND
+from hetero_mpi_island import BACKEND
 from hetero_mpi_island.work import MpiWork, Part
 from hetero_mpi_island.world import LAUNCH, World, wait_until
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import hetero_plugins.triton as triton_plugin
+import hetero_plugins.triton_sequences as triton_plugin
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout.mask import tiles
 from hetero_megatron.ops import Kernel, Signature, resolve, torch_registry

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.platform.graphs import GraphPool
+from hetero_megatron.parallel.device_graphs import GraphPool
 from tests.support.pool import Pool
 
 EMULATED_RANKS = 2

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.platform.graphs import GraphPool
+from hetero_megatron.parallel.device_graphs import GraphPool
 from tests.support.pool import Pool
 
 EMULATED_RANKS = 2

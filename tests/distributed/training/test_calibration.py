@@ -24,8 +24,8 @@ from hetero_megatron.cli.calibrate import main as calibrate_main
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.cluster.card_entries import FACTS
-from hetero_megatron.cluster.neighbours import link_pairs, tp_groups
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
+from hetero_megatron.cluster.subset import link_pairs, tp_groups
 from hetero_megatron.emulation.clock import EmulatedClock, NominalChip, OperatorSeconds
 from hetero_megatron.errors import UserError
 from hetero_megatron.predictor.cost.cost_options import StageChoice

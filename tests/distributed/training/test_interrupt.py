@@ -21,8 +21,8 @@ import pytest
 
 from hetero_megatron.checkpoint.lock import DirectoryLock
 from hetero_megatron.cli.configure import configure
+from hetero_megatron.errors import INTERRUPTED
 from hetero_megatron.training.exit import ExitConditions, LastingStream, handled, note_hang_up
-from hetero_megatron.utils.exit_codes import INTERRUPTED
 from tests.support.faults import children
 from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT, Program, command, inside, start_ranks

@@ -19,8 +19,8 @@ from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.plans import Plan, load_plan, locate, plan_from_dict, stage_at, unit_at
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.context_plan import stage_contexts
-from hetero_megatron.plans.experts import rank_shares
 from hetero_megatron.plans.kernels import with_kernels
+from hetero_megatron.plans.shares import rank_shares
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config

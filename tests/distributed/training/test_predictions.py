@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_megatron.data.ahead import look_ahead
-from hetero_megatron.data.batch import Batch
+from hetero_megatron.data.batch import Batch, look_ahead
 from hetero_megatron.dry_run.one_rank import run_rank
 from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.spec.flops import layer_attention_flops, parameter_count, sequence_flops

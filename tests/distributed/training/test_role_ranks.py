@@ -20,7 +20,7 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.comm import Comm
 from hetero_megatron.pipeline.role_scores import ScoreTransfer, packed_answers, unpacked_answers
 from hetero_megatron.plans import Plan, plan_from_dict
-from hetero_megatron.plans.role_layouts import head_parts
+from hetero_megatron.plans.roles import head_parts
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns
 from tests.support.hf_reference import make_hf
 from tests.support.pool import shared_pool

@@ -15,8 +15,8 @@ import transformers
 from hetero_megatron.checkpoint.adapter import AdapterWeights
 from hetero_megatron.checkpoint.adapter_config import adapter_config, read_config
 from hetero_megatron.checkpoint.adapter_keys import INIT, KEYS
+from hetero_megatron.checkpoint.hf_load import base_weights
 from hetero_megatron.checkpoint.names import module_names, name_table
-from hetero_megatron.checkpoint.residual import base_weights
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import adapted, load_model, logical_tensors, trained_tensors

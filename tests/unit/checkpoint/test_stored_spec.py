@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero_megatron.checkpoint.stored_spec import stored_spec
+from hetero_megatron.checkpoint.typed import stored_spec
 from hetero_megatron.errors import UserError
 from hetero_megatron.predictor.cost.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec

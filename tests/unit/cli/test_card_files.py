@@ -21,7 +21,7 @@ from hetero_megatron.cluster.cluster_file import load_cluster
 from hetero_megatron.cluster.rates_section import MODEL_TABLES, TABLES, write_rates
 from hetero_megatron.errors import UserError
 from hetero_megatron.predictor.cost.card_physics import MOVED, ROWS, check_card
-from hetero_megatron.predictor.cost.efficiency import source_of
+from hetero_megatron.predictor.cost.cost_options import source_of
 from hetero_megatron.predictor.cost.rates import NUMBERS, ChipRates, load_rates, model_fingerprint
 from hetero_megatron.spec.flops import head_flops, layer_flops
 from hetero_megatron.spec.presets import load_model

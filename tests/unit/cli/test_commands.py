@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
-from hetero_megatron.cli.commands import COMMANDS, GROUPS
 from hetero_megatron.cli.completion import flags_of
-from hetero_megatron.cli.main import main
+from hetero_megatron.cli.main import COMMANDS, GROUPS, main
 from tests.support.paths import ROOT
 
 

@@ -7,16 +7,15 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib import import_module
 
 import pytest
 
 from hetero_megatron.cli.arguments import CommandParser, Number
-from hetero_megatron.cli.commands import COMMANDS
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.flags.flag import NOTICE, SUPPORTED, Flag
 from hetero_megatron.cli.flags.parse import parse
 from hetero_megatron.cli.flags.table import ALL
+from hetero_megatron.cli.main import COMMANDS, entry
 from hetero_megatron.errors import UserError
 
 NO_NUMBERS = ("nan", "inf", "-inf", "infinity", "1_0", "١", "１", "0x10", "", " ", "1,5", "--", "1e", "e5", "1e400",
@@ -89,7 +88,7 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
             made.clear()
             for line in words.get(name, [["--help"]]):
                 with suppress(SystemExit, UserError):
-                    import_module(f"hetero_megatron.cli.{name}").main(line)
+                    entry(name)(line)
             yield from ((name, parser) for parser in made)
     finally:
         CommandParser.__init__ = before  # type: ignore[method-assign]

@@ -22,23 +22,20 @@ import yaml
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.subset import shrink
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import INTERRUPTED, UserError
 from hetero_megatron.planner.estimate.lower_bounds import most_tokens, work_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace, TimeBudget
 from hetero_megatron.planner.report.comparison import BRIEF, best_uniform, summarize
 from hetero_megatron.planner.report.text import _memory_lines, format_summary, summary_json
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import SimulatedPlan
 from hetero_megatron.planner.template.plan_template import PlanTemplate
-from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif import objective
 from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.plans import load_plan, plan_from_dict
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
-from hetero_megatron.utils.exit_codes import INTERRUPTED
 from tests.support import planner_cases
 from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT

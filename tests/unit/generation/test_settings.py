@@ -13,8 +13,7 @@ import transformers
 from transformers import GenerationConfig
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.generation.processors import PromptRow, filtered
-from hetero_megatron.generation.sampling import Sampling
+from hetero_megatron.generation.sampling import PromptRow, Sampling, filtered
 from hetero_megatron.generation.settings import KEYS, ScoreSettings, notices, read_settings
 
 VOCAB, NEW = 40, 11

@@ -16,7 +16,8 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS, Signature
 from hetero_megatron.ops.kernel_plan import resolve
 from hetero_megatron.platform.plugins import load_plugins
-from hetero_plugins import triton as provider
+from hetero_plugins import triton_package
+from hetero_plugins import triton_sequences as provider
 from tests.support.kernel_cases import BF16, DEVICE, FP16, FP32, FP64, fenced_memory, inputs_fenced, randn
 
 EPS = 0.3
@@ -133,14 +134,14 @@ def test_an_empty_share_has_its_state() -> None:
 def test_a_decay_of_single_features_is_refused_by_name() -> None:
     q, k, v, g, beta, state = arguments(1, 2, 1, 1, 3, 2, FP32)
     with pytest.raises(UserError, match="decays whole states") as refused:
-        provider._gated_delta(q, k, v, g[..., None].expand(-1, -1, -1, 3), beta, state, None, EPS)
+        provider.gated_delta(q, k, v, g[..., None].expand(-1, -1, -1, 3), beta, state, None, EPS)
     assert "[1, 2, 1, 3]" in str(refused.value) and "gated_delta_rule: g" in str(refused.value)
 
 
 def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU does unasked; not keys of more features than fit a program's registers, and not the CPU."""
     registry, dims = load_plugins().registry, {"key_dim": (128,), "value_dim": (128, 256)}
-    monkeypatch.setattr(provider, "INTERPRETED", False)
+    monkeypatch.setattr(triton_package, "INTERPRETED", False)
 
     def serves(device: str, **more: tuple[int, ...]) -> str:
         signature = Signature("gated_delta_rule", device, BF16, device, dims=dims | more)

@@ -16,8 +16,7 @@ from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.state_space import random_case
 from hetero_megatron.ops.state_space_chunks import backward
 from hetero_megatron.spec.delta_bytes import delta_core_bytes
-from hetero_megatron.spec.state_space import StateSpace
-from hetero_megatron.spec.state_space_bytes import beside_rule_bytes
+from hetero_megatron.spec.state_space import StateSpace, beside_rule_bytes
 from tests.support.mamba_reference import scan
 
 RULE = bind(SPECS["state_space_rule"], torch_registry().kernel("state_space_rule", "aten"))

@@ -9,7 +9,8 @@ import pytest
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.dump import to_dict
-from hetero_megatron.plans.experts import destinations, rank_shares, require_rows
+from hetero_megatron.plans.experts import destinations, require_rows
+from hetero_megatron.plans.shares import rank_shares
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.small_plans import LLAMA, pipe, plan, stage

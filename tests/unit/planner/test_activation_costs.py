@@ -11,7 +11,7 @@ import pytest
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.memory.micro_batches import host_layers
-from hetero_megatron.predictor.cost.host_copies import coming, leaving
+from hetero_megatron.predictor.cost.link_model import waits_coming, waits_leaving
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
 from tests.support.small_plans import pipe, plan, stage
@@ -28,12 +28,12 @@ def queue(begins: list[float], copies: list[float]) -> list[float]:
 
 
 def test_hidden_copies_cost_nothing_and_others_what_the_link_takes() -> None:
-    assert leaving([0.9] * 6, 1.0, 1) == coming([0.9] * 6, [1.0] * 6, 1, 0.9) == 0.0
-    assert coming([0.9] * 6, [1.0] * 6, 1, 0.0) == pytest.approx(0.9)  # nothing hides the first one
-    assert leaving([3.0] * 6, 1.0, 1) == pytest.approx(1.0 + 5 * 3.0 - 6 * 1.0)  # the last one goes on alone
-    assert coming([3.0] * 6, [1.0] * 6, 1, 0.0) == pytest.approx(6 * 3.0 + 1.0 - 6 * 1.0)
-    assert coming([3.0, 0.0, 0.0], [1.0] * 3, 1, 5.0) == pytest.approx(2.0)  # first asked for by the layer after it
-    assert leaving([], 1.0, 1) == coming([], [], 1, 1.0) == 0.0
+    assert waits_leaving([0.9] * 6, 1.0, 1) == waits_coming([0.9] * 6, [1.0] * 6, 1, 0.9) == 0.0
+    assert waits_coming([0.9] * 6, [1.0] * 6, 1, 0.0) == pytest.approx(0.9)  # nothing hides the first one
+    assert waits_leaving([3.0] * 6, 1.0, 1) == pytest.approx(1.0 + 5 * 3.0 - 6 * 1.0)  # the last one goes on alone
+    assert waits_coming([3.0] * 6, [1.0] * 6, 1, 0.0) == pytest.approx(6 * 3.0 + 1.0 - 6 * 1.0)
+    assert waits_coming([3.0, 0.0, 0.0], [1.0] * 3, 1, 5.0) == pytest.approx(2.0)  # asked for by the next layer
+    assert waits_leaving([], 1.0, 1) == waits_coming([], [], 1, 1.0) == 0.0
 
 
 def test_waits_of_any_copies() -> None:
@@ -41,8 +41,8 @@ def test_waits_of_any_copies() -> None:
     for _ in range(200):
         count, forward, head = rng.randint(1, 8), rng.random(), rng.random()
         copies, backward = ([rng.choice([0.3, 1, 2]) * rng.random() for _ in range(count)] for _ in range(2))
-        out = [leaving(copies, forward, ahead) for ahead in (1, 2, 3, 99)]
-        back = [coming(copies, backward, ahead, head) for ahead in (1, 2, 3, 99)]
+        out = [waits_leaving(copies, forward, ahead) for ahead in (1, 2, 3, 99)]
+        back = [waits_coming(copies, backward, ahead, head) for ahead in (1, 2, 3, 99)]
         for waits in (out, back):
             assert all(a >= b - 1e-12 >= -2e-12 for a, b in zip(waits, waits[1:])), "more under way, shorter waits"
             assert waits[0] <= sum(copies) + 1e-12

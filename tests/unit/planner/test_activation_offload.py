@@ -18,12 +18,11 @@ from hetero_megatron.cluster.dump import document
 from hetero_megatron.dry_run.one_rank import run_rank
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.template_score import make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.template.plan_template import StageTemplate
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import Plan, dump_yaml, validate
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec, load_model

@@ -16,13 +16,15 @@ from hetero_megatron.layout import reduction
 from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.template.placement import PlacedTemplate, place, to_plan
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,
+    PlacedTemplate,
     PlanTemplate,
     StageTemplate,
     in_flight,
+    place,
+    to_plan,
 )
 from hetero_megatron.plans import validate
 from hetero_megatron.plans.buckets import make_buckets

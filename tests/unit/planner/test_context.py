@@ -14,8 +14,7 @@ from hetero_megatron.cli.configure import configure
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.dry_run.one_rank import run_rank
 from hetero_megatron.planner.context.cluster import problem_from_cluster
-from hetero_megatron.planner.context.io import one_stage_plan
-from hetero_megatron.planner.context.problem import ContextOptions
+from hetero_megatron.planner.context.problem import ContextOptions, one_stage_plan
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.plans import Stage, dump_yaml, plan_from_dict
 from hetero_megatron.plans.memory.of_plan import estimate_memory

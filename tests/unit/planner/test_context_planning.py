@@ -13,8 +13,7 @@ from hetero_megatron.cli import main, plan_context
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.context.cluster import problem_from_cluster
-from hetero_megatron.planner.context.io import one_stage_plan, plan_stage
-from hetero_megatron.planner.context.problem import ContextOptions
+from hetero_megatron.planner.context.problem import ContextOptions, one_stage_plan, plan_stage
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.plans import Pipeline, Plan, capabilities, dump_yaml, plan_from_dict, to_dict
 from hetero_megatron.plans.validate import validate

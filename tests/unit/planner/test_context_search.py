@@ -18,9 +18,8 @@ from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.lower_bounds import work_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import LONG, PlanningProblem, SearchOptions, SearchSpace, why_no_context
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.template.search_space import LONG, SearchSpace, why_no_context
 from hetero_megatron.planner.whatif.replan import WarmPlanner
 from hetero_megatron.plans import load_plan, plan_from_dict
 from hetero_megatron.predictor.simulate.step import predict

@@ -19,8 +19,7 @@ from hetero_megatron.ops import SPECS
 from hetero_megatron.ops.spec import Cost
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.memory.of_plan import estimate_memory
-from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
-from hetero_megatron.predictor.cost.efficiency import share_of_peak
+from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice, share_of_peak
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import LinkModel
 from hetero_megatron.predictor.cost.modelled_operators import ATTENTION_BACKWARD, UPDATE_BYTES

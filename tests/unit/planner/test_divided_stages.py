@@ -9,11 +9,10 @@ import pytest
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.template_score import make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.divided_stages import DividedStages, _DividedSearch
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import Incumbent
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import Lora, adapted
 from hetero_megatron.spec.hf_config import from_hf_config
 

@@ -16,9 +16,9 @@ from hetero_megatron.model import GPTStage
 from hetero_megatron.parallel.grad_sync.routes import HopRoutes, local_pieces
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.buckets import make_buckets
-from hetero_megatron.plans.experts import rank_shares
 from hetero_megatron.plans.memory.uniform_stages import UniformStageMemory
 from hetero_megatron.plans.routing import Routing, hit_probability, layer_loads, mean_loads
+from hetero_megatron.plans.shares import rank_shares
 from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.bucket_flows import bucket_flows

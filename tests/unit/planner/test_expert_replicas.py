@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
 from hetero_megatron.planner.search.driver import search
@@ -18,7 +18,6 @@ from hetero_megatron.planner.search.expert_partition import divide_experts, leas
 from hetero_megatron.planner.search.expert_price import DivisionPrice
 from hetero_megatron.planner.search.expert_replicas import Intervals, best_divisions
 from hetero_megatron.planner.shares import min_max_counts
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.experts import replicated_experts
 from hetero_megatron.plans.routing import Routing

@@ -11,14 +11,13 @@ import pytest
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.expert_partition import divide_experts
 from hetero_megatron.planner.search.expert_stages import with_equal_experts
 from hetero_megatron.planner.shares import min_max_counts
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans.routing import Routing, RoutingStats, routing_of, write_routing_stats
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.simulate.step import predict

@@ -12,12 +12,13 @@ import pytest
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.memory_fit import MemoryFit
-from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,
     PlanTemplate,
     StageTemplate,
+    place,
+    to_plan,
 )
 from hetero_megatron.predictor.simulate.step import Prediction, predict
 from tests.support.planner_reference import Case, random_case

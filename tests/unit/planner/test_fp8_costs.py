@@ -22,10 +22,9 @@ from hetero_megatron.dry_run.products import _quantise_whole as chip_quantise_wh
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.gemm_fp8 import Blockwise, Fp8Gemm, Quantised, Tensorwise, largest_of
 from hetero_megatron.planner.estimate.template_score import make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import simulate_template
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import load_plan
 from hetero_megatron.plans.fp8 import Fp8, backward_bytes
 from hetero_megatron.plans.fp8_checks import fp8_fits

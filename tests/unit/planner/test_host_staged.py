@@ -14,10 +14,9 @@ from hetero_megatron.cluster.dump import document
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.lower_bounds import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.template.plan_template import StageTemplate
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import plan_from_dict, validate
 from hetero_megatron.plans.islands import divisions
 from hetero_megatron.predictor.cost.link_model import LinkModel

@@ -9,9 +9,8 @@ import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import load_model
 
 NODES = {

@@ -14,9 +14,8 @@ import yaml
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.cluster.subset import shrink
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.islands_apart import WAITING, IslandsApart, _better, best_apart
 from hetero_megatron.plans.outer import COMPRESS
 from hetero_megatron.predictor.simulate.step import predict

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.report.comparison import why_slower
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.predictor.simulate.uncertainty import STEPS, expected_delay

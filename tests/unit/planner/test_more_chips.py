@@ -11,9 +11,8 @@ import pytest
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.subset import without
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import ModelSpec, load_model
 from tests.support.planner_reference import Case, random_case
 from tests.support.selection import quick

@@ -12,14 +12,13 @@ import yaml
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.template_score import make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.search.small_clusters import SmallClusters
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.replan import WarmPlanner
 from hetero_megatron.plans import dump_yaml, plan_from_dict, validate
 from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice

@@ -15,12 +15,13 @@ from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.graph_partition import layer_seconds
 from hetero_megatron.planner.template.device_pool import DevicePool
-from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,
     PlanTemplate,
     StageTemplate,
+    place,
+    to_plan,
 )
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan

@@ -18,13 +18,11 @@ from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat
 from hetero_megatron.planner.estimate.template_score import make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace, TimeBudget
 from hetero_megatron.planner.report.comparison import Comparisons, Summary, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
 from hetero_megatron.planner.search.driver import SearchResult, search, search_types_alone
 from hetero_megatron.planner.search.uniform import closed_seconds, uniform_plans
-from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif.replan import WarmPlanner
 from hetero_megatron.plans import Plan, load_plan, validate
 from hetero_megatron.plans.importers.megatron import from_megatron

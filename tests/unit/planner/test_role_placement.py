@@ -14,9 +14,8 @@ from hetero_megatron.api.roles import place_role
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.subset import shrink
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.forward_plans import ForwardPlans, ForwardQuestion
 from hetero_megatron.planner.whatif.role_placement import RoleSearch
 from hetero_megatron.plans import plan_from_dict

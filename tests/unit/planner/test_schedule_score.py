@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetero_megatron.planner.estimate.template_score import make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.report.comparison import outline
 from hetero_megatron.planner.report.text import format_plan
 from hetero_megatron.planner.search.driver import SearchResult, search
@@ -22,7 +22,6 @@ from hetero_megatron.planner.template.plan_template import (
     PlanTemplate,
     StageTemplate,
 )
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.predictor.simulate.step import predict
 from tests.support.planner_cases import MODEL, SEQ, cluster
 

@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.schedule_search import adapted, interleaved
 from hetero_megatron.planner.search.schedule_times import least_seconds, pipeline_times
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import Plan, plan_from_dict, validate
 from hetero_megatron.predictor.cost.cost_options import StageChoice
 from hetero_megatron.predictor.cost.layer_cost import CostModel

@@ -16,11 +16,18 @@ from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.subset import shrink, with_more, without
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.layer_partition import _bisect, count_splits, splits
 from hetero_megatron.planner.estimate.lower_bounds import work_bound
-from hetero_megatron.planner.estimate.pipeline_time import Link, closed_form, closed_forms, seconds
+from hetero_megatron.planner.estimate.pipeline_time import (
+    Link,
+    _bisect,
+    closed_form,
+    closed_forms,
+    count_splits,
+    seconds,
+    splits,
+)
 from hetero_megatron.planner.estimate.template_score import make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.report.comparison import Comparisons, summarize
 from hetero_megatron.planner.report.text import summary_json
 from hetero_megatron.planner.search.driver import search
@@ -31,7 +38,6 @@ from hetero_megatron.planner.template.plan_template import (
     PlanTemplate,
     StageTemplate,
 )
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import plan_from_dict, to_dict, validate
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model

@@ -11,15 +11,13 @@ import pytest
 
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.layer_partition import splits
-from hetero_megatron.planner.estimate.pipeline_time import closed_form
+from hetero_megatron.planner.estimate.pipeline_time import closed_form, splits
 from hetero_megatron.planner.estimate.template_score import best_recompute, make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.report.comparison import best_uniform
 from hetero_megatron.planner.search.driver import search, search_or_error
 from hetero_megatron.planner.search.incumbent import Incumbent, simulate_template
-from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
-from hetero_megatron.planner.search.program_inputs import ProgramInputs
+from hetero_megatron.planner.search.materialize import PipelineOutline, ProgramInputs, TemplateBuilder
 from hetero_megatron.planner.search.stage_sequences import StageSequences
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
@@ -27,7 +25,6 @@ from hetero_megatron.planner.template.plan_template import (
     PlanTemplate,
     StageTemplate,
 )
-from hetero_megatron.planner.template.search_space import SearchSpace
 from tests.support.planner_reference import Exhaustive, random_case, unequal_directions
 
 ON_CHIPS = SearchSpace(offload="never", more_schedules="never")

@@ -9,12 +9,13 @@ import pytest
 
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,
     PlanTemplate,
     StageTemplate,
+    place,
+    to_plan,
 )
 from hetero_megatron.predictor.simulate.step import StepSimulator
 from hetero_megatron.spec import Lora, adapted

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.planner.estimate.template_score import make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import Incumbent, simulated_plan
 from hetero_megatron.planner.search.unlike_layers import UnlikeLayers
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import Plan, plan_from_dict, to_dict
 from hetero_megatron.predictor.simulate.step import Prediction, predict
 from hetero_megatron.spec.hf_config import from_hf_config

@@ -19,9 +19,9 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.conformance import FAIL, speed
+from hetero_megatron.parallel.device_graphs import GraphPool
 from hetero_megatron.platform import CPU, Accelerator, Platform, choose_platform
 from hetero_megatron.platform.conformance import check_platform
-from hetero_megatron.platform.graphs import GraphPool
 from hetero_megatron.platform.plugins import BUILT_IN, PluginSource, discover, load, load_plugins
 from hetero_megatron.predictor.cost.rates import load_rates
 
@@ -320,17 +320,17 @@ def test_triton_kernels_keep_to_the_limits_of_the_platform(
 ) -> None:
     """The driver reports more programs, warps and memory than the platform states."""
     import hetero_kernels as hk
-    from hetero_plugins import triton
+    from hetero_plugins import triton_package
 
     reported = hk.Limits(arch="cuda-80", processors=40, max_grid=2**31 - 1, max_warps=32, shared_bytes=1 << 20)
-    monkeypatch.setattr(triton, "INTERPRETED", False)
+    monkeypatch.setattr(triton_package, "INTERPRETED", False)
     monkeypatch.setattr(hk, "limits_of", lambda device: reported)
-    triton._kernels.cache_clear()
+    triton_package.kernels.cache_clear()
     try:
-        used = triton._kernels().rms_norm_fwd.keywords["limits"]
-        assert triton._kernels().document_bounds is hk.document_bounds, "takes no limits"
+        used = triton_package.kernels().rms_norm_fwd.keywords["limits"]
+        assert triton_package.kernels().document_bounds is hk.document_bounds, "takes no limits"
     finally:
-        triton._kernels.cache_clear()
+        triton_package.kernels.cache_clear()
     assert (used.max_grid, used.max_warps, used.shared_bytes) == (65_535, 16, 64 * 1024)
     assert (used.arch, used.processors) == ("cuda-80", 40)
 

@@ -14,7 +14,7 @@ import torch
 
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.accelerator import Accelerator
-from hetero_megatron.training.memory_history import ENTRIES, recorded_memory, snapshot_path
+from hetero_megatron.training.profile import ENTRIES, recorded_memory, snapshot_path
 
 
 @dataclass

@@ -6,7 +6,6 @@ from hetero_megatron.cli.flags.flag import Flag
 from hetero_megatron.cli.flags.table import (
     checkpoint,
     data,
-    distillation,
     finetune,
     logging,
     model,
@@ -26,7 +25,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "Recompute": training.RECOMPUTE,
     "Data and tokenizer": data.FLAGS,
     "Fine-tuning": finetune.FLAGS,
-    "Distillation": distillation.FLAGS,
+    "Distillation": finetune.DISTILLATION,
     "Checkpoint": checkpoint.FLAGS,
     "Logs, exits and faults": logging.FLAGS,
     "Precision alignment": logging.ALIGNMENT,

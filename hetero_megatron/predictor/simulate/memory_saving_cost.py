@@ -1,4 +1,5 @@
-"""What gathering divided weights and summing up their gradients adds to the forwards and backwards of a stage.
+"""What saving memory adds to the forwards and backwards of a stage: gathering divided weights and summing up their
+gradients, and copies of activations to host memory and back.
 
 A step of a chunk (embedding, layer, head) gathers while the step before it computes, and its gradients travel while the
 next one does; packing and adding up take the host, or the compute stream, in any case.
@@ -7,13 +8,15 @@ next one does; packing and adding up take the host, or the compute stream, in an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.plans import Stage
 from hetero_megatron.plans.buckets import Bucket
 from hetero_megatron.plans.islands import hop_elements
+from hetero_megatron.plans.memory.micro_batches import host_layers
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
+from hetero_megatron.predictor.cost.link_model import waits_coming, waits_leaving
 from hetero_megatron.predictor.cost.rates import ChipRates
 from hetero_megatron.schedule.simulate import ChunkSeconds
 
@@ -117,3 +120,36 @@ def _added(rates: ChipRates, taken: int, given: int, owned: int, bucket: Bucket)
         summed = taken * rates.add if len(bucket.ranks) == 2 else (taken + 2 * owned) / 2 * rates.pack
         return summed + owned * rates.add
     return (taken + owned) * rates.add + given * rates.pack
+
+
+class OffloadCost:
+    """Of the activations in host memory of one plan."""
+
+    def __init__(self, model: CostModel, seq_length: int) -> None:
+        self.model, self.seq_length = model, seq_length
+
+    def _copies(self, stage: Stage) -> Sequence[Mapping[int, Sequence[float]]]:
+        """By chunk and rank, seconds of the copies of each layer."""
+        model = self.model
+        rates = {rank: model.host_rate(model.cluster.ranks[rank].chip) for rank in stage.ranks}
+        options = model.options
+        bytes_of = host_layers(stage, model.model, self.seq_length, model.item, options.routing, options.fp8)
+        return [
+            {rank: [size / rates[rank] for size in chunks[c]] for rank, chunks in bytes_of.items()}
+            for c in range(len(stage.chunks))
+        ]
+
+    def added(self, stage: Stage, chunk_seconds: Sequence[ChunkSeconds], part: UnitSeconds) -> list[ChunkSeconds]:
+        """Seconds of the stage's chunks with the copies of its slowest rank; ``part``: of the stage."""
+        offload, out, recomputed = stage.activations, list(chunk_seconds), stage.recomputed
+        if offload is None:
+            return out
+        for c, (copies, (a, b)) in enumerate(zip(self._copies(stage), stage.chunks, strict=True)):
+            head = part.head[1] if stage.head and c + 1 == len(stage.chunks) else 0.0
+            backward = [part.layer[1] + (part.layer[0] if i < recomputed else 0.0) for i in range(b - a)]
+            recomputed = max(recomputed - (b - a), 0)
+            ahead, rows = offload.ahead, copies.values()
+            leaving = max((waits_leaving(row, part.layer[0], ahead) for row in rows), default=0.0)
+            coming = max((waits_coming(row, backward, ahead, head) for row in rows), default=0.0)
+            out[c] = out[c]._replace(forward=out[c].forward + leaving, backward=out[c].backward + coming)
+        return out

@@ -1,34 +1,37 @@
-"""``hetero-megatron plan --teacher-hf DIR`` (``--reference-hf DIR``): where a model that only runs forward goes."""
+"""Questions to ``hetero-megatron plan`` that are not for one model's best plan: ``--teacher-hf DIR`` (``--reference-hf
+DIR``), where a model that only runs forward goes; ``--shop``, what more cards would buy."""
 
 from __future__ import annotations
 
 import sys
+import time
 from argparse import Namespace
 
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.roles import place_role
-from hetero_megatron.cli.flags.planned_model import models_beside, preference_of
+from hetero_megatron.api.shop import shop
+from hetero_megatron.cli.flags.planned_model import fp8_of, models_beside, preference_of
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.errors import UserError
 
-_ASKED = (
+_ASKED_OF_ROLES = (
     "seq_length", "global_batch_size", "dtype", "optimizer", "grad_reduce_in_bf16", "micro_batch_size", "recompute",
     "context", "offload", "offload_activations", "more_schedules", "schedule_effort", "memory_margin", "time_limit",
     "seed", "preference",
 )  # fmt: skip
 # What the search for a role knows nothing of, where it differs from its default.
-_OTHERS = {
+_NOT_OF_ROLES = {
     "objective": "tokens", "runtime": None, "export": None, "fallbacks": None, "compare": False, "shop": None,
     "routing_stats": None, "fp8_format": None, "fp8_recipe": None, "without": None,
     "add": None,
 }  # fmt: skip
 
 
-def main(args: Namespace, model: Model, cluster: Cluster) -> int:
+def place_beside(args: Namespace, model: Model, cluster: Cluster) -> int:
     """Print the placement and its plan, or with --json one object."""
     preference_of(args, model.spec.lora is not None)
     (role, other), = models_beside(args).items()
-    for key, default in _OTHERS.items():
+    for key, default in _NOT_OF_ROLES.items():
         if getattr(args, key) != default:
             flag = "--for" if key == "runtime" else "--" + key.replace("_", "-")
             raise UserError(f"not known beside --{role}-hf", field=flag, accepted="one of the two")
@@ -39,7 +42,7 @@ def main(args: Namespace, model: Model, cluster: Cluster) -> int:
     def say(text: str) -> None:
         print(f"search: {text}", file=sys.stderr, flush=True)
 
-    question = {name: getattr(args, name) for name in _ASKED}
+    question = {name: getattr(args, name) for name in _ASKED_OF_ROLES}
     placed = place_role(model, cluster, role, other, top_k=args.score_top_k, epochs=args.epochs,
                         progress=None if quiet else say, **question)  # fmt: skip
     if args.out:
@@ -52,4 +55,31 @@ def main(args: Namespace, model: Model, cluster: Cluster) -> int:
         print_json(placed.as_json())
     else:
         print(placed.explain())
+    return 0
+
+
+_ASKED_OF_SHOPS = (
+    "seq_length", "global_batch_size", "dtype", "optimizer", "micro_batch_size", "recompute", "context", "offload",
+    "offload_activations", "memory_margin",
+)  # fmt: skip
+
+
+def go_shopping(args: Namespace, model: Model, cluster: Cluster) -> int:
+    """Print the sets of cards, or with --json one object."""
+    quiet, started = args.json or args.quiet, time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"shop: {text}", file=sys.stderr, flush=True)
+
+    cards = [name.strip() for name in args.shop.split(",")]
+    question = {name: getattr(args, name) for name in _ASKED_OF_SHOPS} | {"fp8": fp8_of(args)}
+    sets = shop(model, cluster, cards, args.prices, args.budget, progress=None if quiet else say, **question)
+    if not quiet:
+        say(f"{len(sets.offers)} searches in {time.monotonic() - started:.1f} s")
+    if args.html:
+        write_text(args.html, "--html", sets.page())
+    if args.json:
+        print_json(sets.as_json())
+    else:
+        print(sets)
     return 0

@@ -1,3 +1,0 @@
-"""Exit codes of the program."""
-
-INTERRUPTED = 130  # Ctrl-C ended it

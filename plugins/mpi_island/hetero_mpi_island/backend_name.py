@@ -1,3 +1,0 @@
-"""The name of the backend, importable where mpi4py is missing."""
-
-BACKEND = "mpi_island"
