@@ -25,6 +25,7 @@ from hetero_megatron.spec.families import (
     mistral,
     mixtral,
     near_llama,
+    nemotron_h,
     olmo,
     phi3,
     qwen,
@@ -46,7 +47,7 @@ FAMILIES: dict[str, Family] = {
         near_llama.ARCEE, near_llama.SEED_OSS, near_llama.HELIUM, near_llama.ERNIE, exaone.FAMILY,
         layer_norm.STARCODER2, layer_norm.NEMOTRON, gpt_neox.GPT_NEOX, gpt_neox.GPTJ, gpt_neox.PHI, falcon.FAMILY,
         cohere.COHERE, cohere.COHERE2, stablelm.FAMILY, mamba_hybrids.GRANITE_HYBRID,
-        mamba_hybrids.BAMBA,
+        mamba_hybrids.BAMBA, nemotron_h.FAMILY,
     )  # fmt: skip
 }
 
