@@ -34,7 +34,8 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
   transformers leaves them out.
 - `qwen3_next`, `qwen3_5_text` and `qwen3_5_moe_text` mix layers of linear attention (Gated DeltaNet) with layers of
   attention, `kimi_linear` (Kimi Delta Attention) with layers of latent attention, `granitemoehybrid` and `bamba`
-  layers of Mamba-2 with layers of attention; see [Linear attention](linear_attention.md).
+  layers of Mamba-2 with layers of attention; layers of `nemotron_h` are Mamba-2, attention or an MLP, one of them
+  each, and its mixtures of experts (Nemotron 3) are refused; see [Linear attention](linear_attention.md).
 - *Export*: `--save-hf`, as transformers writes it. *Generation*: `hetero-megatron generate`.
 
 ## Supported

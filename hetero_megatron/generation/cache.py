@@ -144,7 +144,7 @@ class CachedDelta(nn.Module):
 
 def apply_cache(stage: GPTStage, rows: Rows) -> None:
     """Give every layer of ``stage`` a cache."""
-    for layer in stage.layers():
+    for layer in (layer for layer in stage.layers() if layer.mixer is not None):
         mixer: Any = layer.mixer
         cached = CachedDelta if layer.kind.linear else CachedAttention
         mixer.core_attention = cached(mixer.core_attention, rows)
@@ -152,8 +152,8 @@ def apply_cache(stage: GPTStage, rows: Rows) -> None:
 
 def drop_cache(stage: GPTStage) -> None:
     """Give up what the layers keep, until other prompts come."""
-    for layer in stage.layers():
-        kept: Any = layer.mixer.core_attention  # type: ignore[union-attr]
+    for mixer in (layer.mixer for layer in stage.layers() if layer.mixer is not None):
+        kept: Any = mixer.core_attention
         if isinstance(kept, CachedAttention):
             kept.keys = kept.values = torch.empty(0)
         else:

@@ -72,7 +72,9 @@ class MLP(nn.Module):
         return y
 
 
-def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> nn.Module:
+def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> nn.Module | None:
+    if kind.mlp == "none":
+        return None
     if kind.mlp == "dense":
         return MLP(spec, share.ffn[1] - share.ffn[0], kernels)
     assert spec.moe is not None
@@ -94,7 +96,7 @@ class ResidualStream(NamedTuple):
 
 class Layer(nn.Module):
     """A decoder layer: attention and MLP, each with a norm before it, after it or both, added to the residual stream,
-    one after the other or both at once (``ModelSpec.parallel_block``).
+    one after the other or both at once (``ModelSpec.parallel_block``); or one of the two alone, behind one norm.
 
     The norms have the names of ``spec/tensors.py``; ``before`` and ``after`` say what they are for. Where
     ``takes_sum``, the layer takes x and ``added`` of the layer before it, and elsewhere their sum. ``number``: of the
@@ -115,11 +117,11 @@ class Layer(nn.Module):
             from hetero_megatron.model.linear_mixer import linear_mixer
 
             self.linear_attn = linear_mixer(spec)(spec, share, kernels)
-        else:
+        elif self.kind.mixer == "attention":
             attention = Attention if spec.mla is None else LatentAttention
             self.self_attn = attention(spec, number, share, kernels, dropout.attention)
         self.parallel = spec.parallel_block is not None
-        if spec.parallel_block != "one_norm":
+        if spec.parallel_block != "one_norm" and not self.kind.single:
             self.post_attention_layernorm = norm()
         if spec.norm_placement == "pre_post":
             self.pre_feedforward_layernorm = norm()
@@ -135,17 +137,18 @@ class Layer(nn.Module):
             "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
             "one_norm": ("input_layernorm", None, None, None),
         }  # fmt: skip
-        self._names = names["one_norm" if spec.parallel_block == "one_norm" else spec.norm_placement]
+        one_norm = self.kind.single or spec.parallel_block == "one_norm"
+        self._names = names["one_norm" if one_norm else spec.norm_placement]
         self.takes_sum = self._names[0] is not None
 
     def norms(self) -> tuple[Norm | None, ...]:
-        """Before attention, after it, before the MLP, after it."""
+        """Before attention (of a layer of one block, before that), after it, before the MLP, after it."""
         return tuple(None if name is None else getattr(self, name) for name in self._names)
 
     @property
-    def mixer(self) -> nn.Module:
+    def mixer(self) -> nn.Module | None:
         """Where tokens meet: attention, or linear attention; both have a ``core_attention`` and an ``o_proj``."""
-        return self.linear_attn if self.kind.linear else self.self_attn
+        return self.linear_attn if self.kind.linear else getattr(self, "self_attn", None)
 
     def forward(self, x: torch.Tensor, context: Context, added: torch.Tensor | None = None) -> ResidualStream:
         """x, added: [b, s, h]; between the blocks, of a TP rank's own tokens."""
@@ -156,8 +159,12 @@ class Layer(nn.Module):
             y = before_attention(x)
         else:
             y, x = before_attention(added, x)
+        if self.mixer is None:
+            return ResidualStream(x, self._added(self._fed_forward(y, context), after_mlp, AFTER_MLP, context))
         inputs = y
         y = self._added(self.mixer(y, context), after_attention, AFTER_ATTENTION, context)
+        if self.mlp is None:
+            return ResidualStream(x, y)
         if self.parallel:
             inputs = inputs if before_mlp is None else before_mlp(x)
             return ResidualStream(x, y + self._added(self._fed_forward(inputs, context), after_mlp, AFTER_MLP, context))
@@ -169,8 +176,8 @@ class Layer(nn.Module):
 
     def _fed_forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """[b, s, h] -> [b, s, h]."""
-        y = self.mlp(x, context.counted) if isinstance(self.mlp, MoEMLP) else self.mlp(x)
-        return cast(torch.Tensor, y)
+        mlp = cast(nn.Module, self.mlp)
+        return cast(torch.Tensor, mlp(x, context.counted) if isinstance(mlp, MoEMLP) else mlp(x))
 
     def _added(self, y: torch.Tensor, norm: Norm | None, site: int, context: Context) -> torch.Tensor:
         """What a block adds to the residual stream, [b, s, h]."""

@@ -168,7 +168,7 @@ def apply_context_parallel(
         states = StageStates(context, comm)
         for mixer in linear:
             setattr(mixer, "core_attention", ContextDelta(states, mixer.core_attention))  # noqa: B010 (another type)
-    for layer in (layer for layer in stage.layers() if not layer.kind.linear):
+    for layer in (layer for layer in stage.layers() if layer.kind.mixer == "attention"):
         core = layer.self_attn.core_attention
         limits, dropout = (core.window, core.chunk), core.dropout > 0
         if limits not in shared:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -35,7 +34,7 @@ def apply_elementwise(layer: Layer, keep: Keep) -> None:
     results = Results(keep)
     for norm in _norms(layer):
         norm.forward = partial(results.norm, norm.forward)  # type: ignore[method-assign]
-    mlp, blocks = layer.mlp, [layer.mixer, cast(nn.Module | None, layer.mlp)]
+    mlp, blocks = layer.mlp, [layer.mixer, layer.mlp]
     if isinstance(mlp, MoEMLP):
         mlp.experts.activate = partial(results.of, mlp.experts.activate)  # type: ignore[method-assign]
         blocks.append(mlp.shared_expert)

@@ -43,8 +43,8 @@ def apply_recompute(stage: GPTStage, recompute: Recompute, keep: Keep = keep_her
     """
     layers = list(stage.layers())
     if recompute.kind == "selective":
-        for layer in layers:
-            _recompute(cast(nn.Module, layer.mixer.core_attention), keep)
+        for mixer in (layer.mixer for layer in layers if layer.mixer is not None):
+            _recompute(cast(nn.Module, mixer.core_attention), keep)
     if recompute.kind == "elementwise":
         from hetero_megatron.parallel.elementwise import apply_elementwise
 

@@ -127,7 +127,9 @@ def apply_tensor_parallel(
             norm.over_ranks = partial(sum_of_ranks, group=group)
         # A mixture of experts routes the tokens that a rank has; only what they share is cut as a dense MLP is.
         mlp = layer.mlp.shared_expert if isinstance(layer.mlp, MoEMLP) else layer.mlp
-        for block, row in ((mixer, "o_proj"), *(((mlp, "down_proj"),) if mlp is not None else ())):
+        for block, row in ((mixer, "o_proj"), (mlp, "down_proj")):
+            if block is None:
+                continue
             gather_input(block, group, shards)
             for name, linear in block.named_children():
                 if isinstance(linear, Linear):

@@ -91,10 +91,11 @@ def _chips_have_it(stage: Stage, path: str, dtype: str, cluster: Cluster, source
 
 
 def _mixers_are_known(path: str, spec: ModelSpec, dtype: str, source: Source) -> None:
-    if spec.delta is not None:
+    if spec.delta is not None or spec.single_blocks:
         raise source.error(
-            "models with linear attention compute nothing in fp8", f"{path}.dtype", "fp8", f"{dtype}, no --fp8-format"
-        )
+            "models with linear attention, or with layers of one block, compute nothing in fp8", f"{path}.dtype", "fp8",
+            f"{dtype}, no --fp8-format",
+        )  # fmt: skip
 
 
 def _latents_are_whole(stage: Stage, path: str, spec: ModelSpec, dtype: str, source: Source) -> None:

@@ -14,9 +14,12 @@ from hetero_megatron.spec.flops import (
     CHUNK_ELEMENTS,
     TILE,
     adapted_layers,
+    attention_layers,
     chunk_tokens,
     common_columns,
     linear_layers,
+    mixer_layers,
+    mlp_layers,
     module_layer,
 )
 from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
@@ -69,13 +72,17 @@ def mlp_widths(spec: ModelSpec) -> int:
     return 3 if spec.activation in EXPERT_ACTIVATIONS else 4
 
 
-def norm_inputs(spec: ModelSpec) -> int:
+def norm_inputs(spec: ModelSpec) -> float:
     """Different inputs of a layer's norms, in hidden sizes."""
+    if spec.single_blocks:
+        return mixer_layers(spec) + mlp_layers(spec)
     return 1 if spec.parallel_block is not None else 4 if spec.norm_placement == "pre_post" else 2
 
 
-def norm_outputs(spec: ModelSpec) -> int:
+def norm_outputs(spec: ModelSpec) -> float:
     """Outputs of a layer's norms that products read, in hidden sizes."""
+    if spec.single_blocks:
+        return norm_inputs(spec)
     if spec.parallel_block == "one_norm":
         return 1
     return 0 if spec.norm_placement == "post" else 2
@@ -87,7 +94,7 @@ def shared_inputs(spec: ModelSpec, routed: float, tp: float) -> float:
     if spec.parallel_block == "one_norm" and tp <= 1:
         return 0.0
     shared = spec.moe is not None and bool(spec.moe.shared_ffn) and tp > 1
-    return 1 - routed + routed * shared
+    return mlp_layers(spec) - routed + routed * shared
 
 
 def ungathered_inputs(spec: ModelSpec, routed: float, shards: float) -> float:
@@ -168,18 +175,19 @@ def layer_activation_bytes(
     routed = load.layers if load is not None else 0.0
     shard = norm_inputs(spec) * h / (shards or tp)
     elementwise = recompute == "elementwise"
-    inputs, latents, widths = (1 + shared_inputs(spec, routed, tp)) * h, latent_widths(spec), mlp_widths(spec)
+    inputs = (mixer_layers(spec) + shared_inputs(spec, routed, tp)) * h
+    latents, widths = latent_widths(spec), mlp_widths(spec)
     if elementwise:
         inputs, latents, widths = ungathered_inputs(spec, routed, shards or tp) * h, latents // 2, widths - 1
     gathered = inputs + adapter_widths(spec) + latents
     cut = 2 * q + 2 * kv + value_widths(spec) + turned_copies(spec) * (q + kv) + 3 * q * spec.attn_gate
     if spec.qk_norm:
         cut += (q + kv) * normed_copies(spec.qk_norm, itemsize)
-    linear = linear_layers(spec)
-    cut = (1 - linear) * cut + widths * common_columns(spec, routed)
+    attention, linear = attention_layers(spec), linear_layers(spec)
+    cut = attention * cut + widths * common_columns(spec, routed)
     for uncut_width, cut_width in (dropped_inputs(spec), scaled_outputs(spec)):
         gathered, cut = gathered + uncut_width, cut + cut_width
-    lse = 0 if recompute == "selective" else 4 * (1 - linear) * spec.num_heads
+    lse = 0 if recompute == "selective" else 4 * attention * spec.num_heads
     if linear:
         from hetero_megatron.spec.delta_bytes import delta_activation_bytes
 
@@ -206,17 +214,17 @@ def layer_operand_bytes(
     routed = load.layers if load is not None else 0.0
     dropped = dropped_inputs(spec)
     linear = linear_layers(spec)
-    cut: float = 2 * q + 2 * kv + q * spec.attn_gate
+    cut: float = attention_layers(spec) * (2 * q + 2 * kv + q * spec.attn_gate)
     low_rank = 0.0
     if linear:
         from hetero_megatron.spec.delta_bytes import delta_operands
 
         assert spec.delta is not None
-        cut, low_rank = (1 - linear) * cut + linear * delta_operands(spec, tp), 2 * linear * spec.delta.low_rank
+        cut, low_rank = cut + linear * delta_operands(spec, tp), 2 * linear * spec.delta.low_rank
     cut += (3 if spec.gated else 2) * common_columns(spec, routed) + dropped[1]
-    of_mlp = shared_inputs(spec, routed, tp)
-    outputs = 1 if spec.parallel_block is not None and tp <= 1 else 1 + of_mlp
-    inputs = (1 + of_mlp + outputs) * h + 2 * adapter_widths(spec) + dropped[0] + low_rank
+    of_mlp, of_mixer = shared_inputs(spec, routed, tp), mixer_layers(spec)
+    outputs = 1 if spec.parallel_block is not None and tp <= 1 else of_mixer + of_mlp
+    inputs = (of_mixer + of_mlp + outputs) * h + 2 * adapter_widths(spec) + dropped[0] + low_rank
     experts = routed * expert_operand_bytes(spec, load, itemsize) if load is not None else 0.0
     return round(tokens * itemsize * (inputs + cut / tp) + experts)
 

@@ -14,7 +14,7 @@ from hetero_megatron.spec.expert_load import (
     expert_operand_bytes,
     plain_load,
 )
-from hetero_megatron.spec.flops import common_columns, linear_layers
+from hetero_megatron.spec.flops import common_columns, layers_by_kind, linear_layers, mixer_layers
 from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
 from hetero_megatron.spec.model_spec import ModelSpec
 
@@ -61,6 +61,10 @@ def layer_backward_bytes(
         cores: of a rank of a context group; None: of a rank with all tokens, of long sequences.
         split: weight gradients wait for their W.
     """
+    if spec.single_blocks and len(kinds := layers_by_kind(spec)) > 1:
+        of_kinds = (layer_backward_bytes(kind, tokens, itemsize, tp, shards, load, linear, cores, split)
+                    for kind, _ in kinds)  # fmt: skip
+        return max(of_kinds)
     if spec.moe is not None:
         load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
@@ -70,7 +74,8 @@ def layer_backward_bytes(
     mlp_kept = mlp_kept_bytes(spec, tokens, itemsize, tp, routed)
     norm = norm_backward_bytes(shard, itemsize) if spec.norm_placement != "pre" else 0  # in a norm after the MLP
     moments = [BackwardMoment(norm), *_mlp(sizes), BackwardMoment(summed, mlp_kept)]
-    moments += _attention(sizes, mlp_kept, shard, None if cores is None else cores.attention)
+    if mixer_layers(spec):
+        moments += _attention(sizes, mlp_kept, shard, None if cores is None else cores.attention)
     if load is not None and routed:
         row_bytes, expert_peak = expert_backward_bytes(spec, load, itemsize)
         operands = routed * expert_operand_bytes(spec, load, itemsize)
@@ -79,7 +84,7 @@ def layer_backward_bytes(
         from hetero_megatron.spec.delta_bytes import delta_backward_bytes
 
         experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
-        freed = mlp_kept + row * spec.hidden_size + experts
+        freed = 0.0 if spec.single_blocks else mlp_kept + row * spec.hidden_size + experts
         core_bytes = tokens * delta_backward_bytes(spec, itemsize, tp) / tp if cores is None else cores.linear
         moments.append(BackwardMoment(core_bytes, freed, 0.0, row * spec.hidden_size))
     if split:
@@ -154,11 +159,12 @@ def _attention(x: _Sizes, gone: float, shard: float, core: float | None) -> Iter
     """In the norm before the MLP, in ``o_proj``, and in the attention core; ``gone``: bytes that the MLP kept."""
     spec, waiting = x.spec, x.row * x.spec.hidden_size
     yield BackwardMoment(norm_backward_bytes(shard, x.item), gone)
+    gone += 0.0 if spec.single_blocks else shard  # the input of the norm before the MLP
     q, kv = (n * spec.head_dim / x.tp for n in (spec.num_heads, spec.num_kv_heads))
     values = q if spec.mla is None else spec.num_heads * spec.mla.v_dim / x.tp
-    yield BackwardMoment(x.whole + x.row * values, gone + shard, x.weight(spec.hidden_size, values), waiting)
+    yield BackwardMoment(x.whole + x.row * values, gone, x.weight(spec.hidden_size, values), waiting)
     copies = 4 * q if x.item == 2 and kv < q else 0.0  # keys, values and their gradients for each query head
-    yield BackwardMoment(x.row * (2 * q + 2 * kv + copies) if core is None else core, gone + shard, 0.0, waiting)
+    yield BackwardMoment(x.row * (2 * q + 2 * kv + copies) if core is None else core, gone, 0.0, waiting)
 
 
 def head_backward_bytes(

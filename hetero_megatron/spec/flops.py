@@ -36,6 +36,11 @@ def layers_alone(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
     return _layers_alone(spec, tuple(map(spec.layer, layers)))
 
 
+def layers_differ(spec: ModelSpec) -> bool:
+    """Whether some layers have another mixer or another kind of MLP than others."""
+    return len({(kind.mixer, kind.mlp) for kind in spec.layer_kinds}) > 1
+
+
 def layers_cost_unlike(spec: ModelSpec, length: int) -> bool:
     """Whether some layers have linear attention, or see fewer of ``length`` tokens, and others do not."""
     return len({(kind.mixer, min(kind.reach or length, length)) for kind in spec.layer_kinds}) > 1
@@ -82,14 +87,14 @@ def visible_pairs(length: int, window: int | None = None, chunk: int | None = No
 def attention_pairs(spec: ModelSpec, length: int, layers: Iterable[int] | None = None) -> int:
     """(query, key) pairs of causal attention in a document of ``length`` tokens, summed over ``layers`` (all)."""
     kinds = spec.layers if layers is None else [spec.layer(i) for i in layers]
-    limits = Counter((kind.window, kind.chunk) for kind in kinds if not kind.linear)
+    limits = Counter((kind.window, kind.chunk) for kind in kinds if kind.mixer == "attention")
     return sum(count * visible_pairs(length, *limit) for limit, count in limits.items())
 
 
 def mean_attention_pairs(spec: ModelSpec, length: int) -> float:
     """The same of an average layer: where layers see unlike many tokens, what a cost that counts layers goes by."""
     limits = {(kind.window, kind.chunk) for kind in spec.layer_kinds}
-    if len(limits) == 1 and spec.delta is None:
+    if len(limits) == 1 and spec.delta is None and attention_layers(spec) == 1:
         return visible_pairs(length, *limits.pop())
     return attention_pairs(spec, length) / spec.num_layers
 
@@ -98,21 +103,41 @@ def mlp_columns(spec: ModelSpec) -> float:
     """Feed-forward columns that a token passes in an average layer: of a mixture of experts, those of the experts that
     it chooses and of what all tokens share."""
     if spec.moe is None:
-        return spec.ffn_hidden_size
+        return mlp_layers(spec) * spec.ffn_hidden_size
     share, moe_columns = spec.moe_share, spec.moe.top_k * spec.moe.ffn_hidden_size + spec.moe.shared_ffn
-    return (1 - share) * spec.ffn_hidden_size + share * moe_columns
+    return (mlp_layers(spec) - share) * spec.ffn_hidden_size + share * moe_columns
 
 
 def common_columns(spec: ModelSpec, routed: float) -> float:
     """Feed-forward columns that every token passes in an average layer, if ``routed`` of the layers are mixtures of
     experts: those of a dense MLP, or of what all tokens share."""
     shared = spec.moe.shared_ffn if spec.moe is not None else 0
-    return (1 - routed) * spec.ffn_hidden_size + routed * shared
+    return (mlp_layers(spec) - routed) * spec.ffn_hidden_size + routed * shared
 
 
 def linear_layers(spec: ModelSpec) -> float:
     """The share of layers with linear attention."""
     return sum(kind.linear for kind in spec.layers) / spec.num_layers if spec.delta is not None else 0.0
+
+
+def attention_layers(spec: ModelSpec) -> float:
+    """The share of layers with attention that is not linear."""
+    return mixer_layers(spec) - linear_layers(spec)
+
+
+def mixer_layers(spec: ModelSpec) -> float:
+    """The share of layers with attention, linear or not."""
+    return 1 - _share(spec, mixer="none") if spec.single_blocks else 1.0
+
+
+def mlp_layers(spec: ModelSpec) -> float:
+    """The share of layers with an MLP, or a mixture of experts."""
+    return 1 - _share(spec, mlp="none") if spec.single_blocks else 1.0
+
+
+def _share(spec: ModelSpec, **fields: str) -> float:
+    ((name, value),) = fields.items()
+    return sum(getattr(kind, name) == value for kind in spec.layers) / spec.num_layers
 
 
 def delta_flops(spec: ModelSpec) -> float:
@@ -123,10 +148,8 @@ def delta_flops(spec: ModelSpec) -> float:
 
 def projection_elements(spec: ModelSpec) -> float:
     """Elements of the matrices before and after attention of an average layer, biases and norms left out."""
-    if spec.delta is None:
-        return _attention_elements(spec)
-    linear, delta = linear_layers(spec), spec.delta
-    return (1 - linear) * _attention_elements(spec) + linear * delta.elements(spec.hidden_size)
+    attention, delta = attention_layers(spec) * _attention_elements(spec), spec.delta
+    return attention if delta is None else attention + linear_layers(spec) * delta.elements(spec.hidden_size)
 
 
 def _attention_elements(spec: ModelSpec) -> int:

@@ -40,11 +40,12 @@ class LayerKind:
     Args:
         window: a token sees itself and the ``window - 1`` tokens before it; None: all.
         rope: None for a layer without rotary positions.
-        mlp: ``dense`` or ``moe``.
+        mlp: ``dense`` or ``moe``; ``none``: the layer is its mixer alone, behind one norm (Nemotron-H).
         chunk: a document is cut into chunks of so many tokens from its start, and a token sees those of its own chunk
             (Llama 4); None: all.
         query_growth: queries grow with the position, if those of the model do (``ModelSpec.query_growth``).
-        mixer: ``attention``, or what ``ModelSpec.delta`` says: ``gated_delta`` (linear attention) or ``mamba2``.
+        mixer: ``attention``, or what ``ModelSpec.delta`` says: ``gated_delta`` (linear attention) or ``mamba2``;
+            ``none``: the layer is its MLP alone, behind one norm.
     """
 
     window: int | None = None
@@ -62,17 +63,24 @@ class LayerKind:
         for name, accepted in (("mlp", MLP_KINDS), ("mixer", MIXERS)):
             if getattr(self, name) not in accepted:
                 raise UserError("unknown value", field=name, value=getattr(self, name), accepted=" | ".join(accepted))
+        if self.mixer == self.mlp == "none":
+            raise UserError("a layer has neither mixer nor MLP", field="mlp", value="none", accepted="one of the two")
 
     @property
     def linear(self) -> bool:
         """Its tokens meet in a state, not pair by pair."""
-        return self.mixer != "attention"
+        return self.mixer in ("gated_delta", "mamba2")
+
+    @property
+    def single(self) -> bool:
+        """It is a mixer or an MLP alone, behind one norm."""
+        return "none" in (self.mixer, self.mlp)
 
     def shape(self, head_dim: int) -> tuple[Any, ...]:
         """What counts for memory and time."""
         width = self.rope and self.rope.turned(head_dim)
-        optional = (*(() if self.chunk is None else (self.chunk,)), *((self.mixer,) if self.linear else ()))
-        return self.window, self.mlp, width, *optional
+        chunk = () if self.chunk is None else (self.chunk,)
+        return self.window, self.mlp, width, *chunk, *(() if self.mixer == "attention" else (self.mixer,))
 
     @property
     def reach(self) -> int | None:
@@ -80,8 +88,8 @@ class LayerKind:
         return min((limit for limit in (self.window, self.chunk) if limit is not None), default=None)
 
 
-MLP_KINDS = ("dense", "moe")
-MIXERS = ("attention", "gated_delta", "mamba2")
+MLP_KINDS = ("dense", "moe", "none")
+MIXERS = ("attention", "gated_delta", "mamba2", "none")
 
 
 # Fields that change numbers, but neither memory nor time.
@@ -254,10 +262,16 @@ class ModelSpec:
         mixer = "attention" if self.delta is None else self.delta.mixer
         if any(kind.linear and kind.mixer != mixer for kind in self.layer_kinds):
             raise UserError("is another mixer than its layers have", field="delta", value=mixer, accepted="one of them")
-        if self.delta is not None and self.lora is not None:
+        single = any(kind.single for kind in self.layer_kinds)
+        if single and (self.norm_placement, self.parallel_block) != ("pre", None):
             raise UserError(
-                "models with linear attention have no adapters", field="--lora-rank", value=self.lora.rank,
-                accepted="no adapters, or another model",
+                "layers of a mixer or an MLP alone have one norm, before it", field="norm_placement, parallel_block",
+                value=[self.norm_placement, self.parallel_block], accepted="pre, none",
+            )  # fmt: skip
+        if (self.delta is not None or single) and self.lora is not None:
+            raise UserError(
+                "models with linear attention, or layers without an MLP, have no adapters", field="--lora-rank",
+                value=self.lora.rank, accepted="no adapters, or another model",
             )  # fmt: skip
         if self.mla is not None and (self.head_dim, self.num_kv_heads) != (self.mla.head_dim, self.num_heads):
             raise UserError(
@@ -327,6 +341,11 @@ class ModelSpec:
     def layers(self) -> tuple[LayerKind, ...]:
         """The kind of every layer."""
         return tuple(map(self.layer, range(self.num_layers)))
+
+    @cached_property
+    def single_blocks(self) -> bool:
+        """Some layers are a mixer or an MLP alone."""
+        return any(kind.single for kind in self.layer_kinds)
 
     @property
     def moe_share(self) -> float:

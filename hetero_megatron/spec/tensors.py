@@ -141,21 +141,21 @@ def untrained_layers(spec: ModelSpec) -> int:
 
 def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
     base = f"model.layers.{i}"
+    kind, delta = spec.layer(i), spec.delta
     if spec.norm_placement != "post":
         yield from _norm(spec, f"{base}.input_layernorm", i)
-    if spec.layer(i).linear:
-        assert spec.delta is not None
+    if kind.linear and delta is not None:
         name, h = f"{base}.linear_attn", spec.hidden_size
-        delta = spec.delta
         yield from _state_space(delta, name, h, i) if isinstance(delta, StateSpace) else _gated_delta(delta, name, h, i)
-    else:
+    elif kind.mixer == "attention":
         yield from _attention(spec, base, i) if spec.mla is None else _latent_attention(spec, spec.mla, base, i)
-    if spec.parallel_block != "one_norm":
+    if spec.parallel_block != "one_norm" and not kind.single:
         yield from _norm(spec, f"{base}.post_attention_layernorm", i)
     if spec.norm_placement == "pre_post":
         yield from _norm(spec, f"{base}.pre_feedforward_layernorm", i)
     columns, ffn = spec.ffn_hidden_size, Axis("ffn")
-    yield from _moe(spec, i) if spec.layer(i).mlp == "moe" else _mlp(spec, f"{base}.mlp", columns, ffn, i)
+    if kind.mlp != "none":
+        yield from _moe(spec, i) if kind.mlp == "moe" else _mlp(spec, f"{base}.mlp", columns, ffn, i)
     if spec.norm_placement != "pre":
         yield from _norm(spec, f"{base}.post_feedforward_layernorm", i)
 

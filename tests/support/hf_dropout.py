@@ -48,9 +48,8 @@ class HFDropout:
         self.dropout, self.seed, self.draws = dropout, seed, Draws(seed, 0, 0)
         inner: Any = model.base_model if model.base_model is not model else model.model  # Llama 4 names no base
         for i, layer in enumerate(_first(inner, "layers", "h")):
-            attention = _attention(layer)
             if dropout.attention:
-                attention.score_factors = self._scores(i)
+                _attention(layer).score_factors = self._scores(i)
             if dropout.hidden:
                 for module, site in zip(_added(layer), (AFTER_ATTENTION, AFTER_MLP), strict=True):
                     self._after(module, i, site)

@@ -7,6 +7,8 @@ replaced by torch's own ``rms_norm`` and by tables computed in fp64. Everything 
 from __future__ import annotations
 
 import math
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,6 +97,8 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
             make_exact_mamba(module, dtype)
         elif kind in ("CohereLayerNorm", "Cohere2LayerNorm"):
             module.forward = _exact_cohere_norm(module)  # type: ignore[method-assign]
+        elif kind == "NemotronHForCausalLM":
+            module.forward = _exact_nemotron_h(module)  # type: ignore[method-assign]
         elif kind == "GPTJAttention":
             _exact_gptj(module)
         elif kind.endswith("RotaryEmbedding"):
@@ -118,6 +122,11 @@ def _exact_cohere_norm(module: Any) -> Any:
     """LayerNorm without bias; of queries and keys with weights for each head."""
     width, eps = module.weight.shape[-1:], module.variance_epsilon
     return lambda x: F.layer_norm(x, width, eps=eps) * module.weight
+
+
+def _exact_nemotron_h(model: Any) -> Any:
+    """Without its cast of the logits to fp32."""
+    return lambda **inputs: SimpleNamespace(logits=model.lm_head(model.model(**inputs).last_hidden_state))
 
 
 def _exact_gptj(module: Any) -> None:
@@ -341,6 +350,8 @@ def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
 def _logical(values: dict[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
     table, found = name_table(spec), dict[str, torch.Tensor]()
     values = kimi_values(values) if spec.hf_model_type == "kimi_linear" else values
+    if spec.hf_model_type == "nemotron_h":  # transformers writes files with the other name
+        values = {re.sub(r"^model\.", "backbone.", name): value for name, value in values.items()}
     values = {name.replace("moe.router.weight", "moe.router.layer.weight"): value for name, value in values.items()}
     for tensor in logical_tensors(spec):
         if ".experts." in tensor.name:

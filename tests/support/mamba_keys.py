@@ -34,3 +34,19 @@ BAMBA: list[dict[str, Any]] = [
     {"attn_layer_indices": [True]}, {"z_loss_coefficient": 0.1}, {"z_loss_coefficient": 0.0},
     {"num_logits_to_keep": None}, {"partial_rotary_factor": 0.5}, {"layer_types": [FULL, LINEAR]},
 ]  # fmt: skip
+MLP = "mlp"
+NEMOTRON: list[dict[str, Any]] = [
+    {"layers_block_type": [LINEAR, FULL, MLP]}, {"layers_block_type": ["mamba", "attention", MLP]},
+    {"layers_block_type": [MLP, MLP, MLP]}, {"layers_block_type": [FULL, MLP, FULL]}, {"layers_block_type": [LINEAR]},
+    {"layers_block_type": [LINEAR, "moe", MLP]}, {"layers_block_type": "mlp"}, {"layers_block_type": None},
+    {"hybrid_override_pattern": "***"}, {"layers_block_type": None, "hybrid_override_pattern": "*M-"},
+    {"layers_block_type": None, "hybrid_override_pattern": "*M"}, {"num_hidden_layers": None}, {"num_hidden_layers": 5},
+    {"layers_block_type": None, "hybrid_override_pattern": "M|-"}, {"mamba_num_heads": 3}, {"mamba_num_heads": 4},
+    {"n_groups": 1}, {"n_groups": 4}, {"n_groups": None}, {"ssm_state_size": 9}, {"mamba_head_dim": 5},
+    {"conv_kernel": 2}, {"conv_kernel": 0}, {"use_bias": True}, {"use_conv_bias": False}, {"mlp_bias": True},
+    {"mamba_proj_bias": True}, {"attention_bias": True}, {"time_step_min": 0.9}, {"time_step_min": 0},
+    {"time_step_limit": [0.5, 0.9]}, {"time_step_max": 0.01}, {"layer_norm_epsilon": 0.1}, {"rms_norm_eps": 0.1},
+    {"mlp_hidden_act": "gelu"}, {"mlp_hidden_act": "silu"}, {"mamba_hidden_act": "gelu"}, {"expand": 7},
+    {"chunk_size": 4}, {"residual_in_fp32": True}, {"n_routed_experts": 3}, {"moe_latent_size": 7},
+    {"num_nextn_predict_layers": 1}, {"attention_head_dim": 9}, {"sliding_window": 3}, {"rope_theta": 5.0},
+]  # fmt: skip

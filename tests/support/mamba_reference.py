@@ -16,8 +16,8 @@ exact(inspect.unwrap(modeling.mamba2_selective_state_update), _SCOPE)
 _mixer = exact(inspect.unwrap(modeling.BambaMixer.forward), _SCOPE)
 _norm = exact(modeling.BambaRMSNormGated.forward, _SCOPE)
 
-MIXERS = ("BambaMixer", "GraniteMoeHybridMambaLayer")
-NORMS = ("BambaRMSNormGated", "GraniteMoeHybridRMSNormGated")
+MIXERS = ("BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer")
+NORMS = ("BambaRMSNormGated", "GraniteMoeHybridRMSNormGated", "NemotronHRMSNormGated", "Zamba2RMSNormGated")
 
 
 def make_exact_mamba(module: Any, dtype: torch.dtype) -> None:

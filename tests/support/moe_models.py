@@ -137,6 +137,12 @@ _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_head": 8, "mamba_d_state": 5, "mamba_expand": 2,
     "mamba_chunk_size": 8, "pad_token_id": None,
 }
+NEMOTRON_H: dict[str, Any] = {
+    "model_type": "nemotron_h", "layers_block_type": ["linear_attention", "mlp", "full_attention"], "hidden_size": 24,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 20, "vocab_size": 37,
+    "max_position_embeddings": 64, "mamba_num_heads": 6, "n_groups": 3, "mamba_head_dim": 8, "ssm_state_size": 5,
+    "pad_token_id": None,
+}
 # Mamba-2 in some layers.
 MAMBAS: dict[str, dict[str, Any]] = {
     "granite_hybrid_experts": _MAMBA | {
@@ -161,5 +167,12 @@ MAMBAS: dict[str, dict[str, Any]] = {
         "model_type": "bamba", "intermediate_size": 20, "attn_layer_indices": [1], "mlp_bias": True,
         "mamba_n_groups": 2, "hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1,
         "mamba_d_head": 12, "attention_bias": True,
+    },
+    # Every layer is a mixer or an MLP alone.
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_odd": {key: value for key, value in NEMOTRON_H.items() if key != "layers_block_type"} | {
+        "hybrid_override_pattern": "*-M", "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3,
+        "head_dim": 12, "vocab_size": 97, "mamba_num_heads": 3, "n_groups": 1, "conv_kernel": 3, "use_bias": True,
+        "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.8,
     },
 }

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from hetero_megatron.planner.context.groupings import unevenness
 from hetero_megatron.planner.context.memory import group_bytes, member_limits, ring_bytes
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup
-from hetero_megatron.spec.flops import layer_parameters, linear_layers
+from hetero_megatron.spec.flops import attention_layers, layer_parameters, linear_layers
 from hetero_megatron.utils.cached_method import cached_method
 
 Floats = npt.NDArray[np.float64]
@@ -151,7 +151,7 @@ class ContextCosts:
         self.memory = np.array([m.memory for m in members])
         self.limits = member_limits(problem)
         self.per_kv = model.queries_per_kv
-        attention = 1 - linear_layers(model)  # the share of layers that exchange queries, keys and values
+        attention = attention_layers(model)  # the share of layers that exchange queries, keys and values
         self.byte = attention * float(model.head_dim * problem.options.item * problem.options.micro_batch)
         fabric = problem.fabric
         self.intra = np.array([beta for _, beta in fabric.intra])

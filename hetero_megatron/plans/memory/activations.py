@@ -31,7 +31,7 @@ from hetero_megatron.spec.backward_bytes import (
     scatter_bytes,
 )
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.spec.flops import LOGITS_BYTES, common_columns, layers_alone, linear_layers, module_layer
+from hetero_megatron.spec.flops import LOGITS_BYTES, common_columns, linear_layers, module_layer
 from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
 
 NUMBERS = 16  # bytes of each token that norms and the like keep of a layer beside its activations
@@ -114,13 +114,10 @@ def boundary_bytes(spec: ModelSpec, held: RankWork) -> int:
 def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps in a stage from forward to backward on the device: in its layers, for all of
     them the rotary tables, and in the head, or the output that the next stage gets."""
-    spec = held.layers_spec or spec
-    partial_recompute = held.recompute if held.recompute in ("selective", "elementwise") else "none"
-    sizes = (held.item, held.tp, held.shards)
-    total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes, held.load)
-    keeping = held.layers - max(held.full, held.untrained)
-    total += keeping * layer_activation_bytes(spec, held.tokens, partial_recompute, *sizes, held.load)
-    total += beside_layers(spec, held) - host_kept_bytes(spec, held)
+    from hetero_megatron.plans.memory.offloaded import in_host, layer_bytes
+
+    spec, layers = held.layers_spec or spec, layer_bytes(spec, held)
+    total = round(sum(layer.kept for layer in layers)) - in_host(layers) + beside_layers(spec, held)
     return total + (sum(ends_bytes(spec, held)) if held.head else 0)
 
 
@@ -202,20 +199,22 @@ def backward_moments(
     spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, cores: Cores | None = None
 ) -> ChunkMoments:
     """The moments of which :func:`working_bytes` is the worst."""
-    from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, layer_moments
+    from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, layer_models, layer_moments, load_of
 
     spec = held.layers_spec or spec
-    tokens, sizes, boundary = held.tokens, (held.item, held.tp, held.shards), boundary_bytes(spec, held)
+    tokens, boundary = held.tokens, boundary_bytes(spec, held)
     if _runs_forward_alone(held):
         forward = forward_bytes(spec, held)
         return ChunkMoments(0, 0, forward, (0, (0,) * held.layers), LOOKAHEAD * boundary, boundary)
     passed, head, in_head, logits = 0 if held.head else boundary, 0, 0, 0
     layers = layer_bytes(spec, held) if layers is None else layers
-    alone = cores is None
     cores = linear_cores(spec, held) if cores is None else cores
-    backward = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held), cores)
-    if alone and held.full and 0 < linear_layers(spec) < 1:
-        backward += _unlike_again(spec, held)
+    sizes, in_fp8, models = (held.item, held.tp, held.shards), linear_bytes(spec, held), layer_models(spec, held)
+    of_models = {
+        id(x): layer_backward_bytes(x, tokens, *sizes, load_of(x, held), in_fp8, cores)
+        for x in {id(x): x for x in models}.values()
+    }
+    backward = [of_models[id(x)] for x in models]
     in_layers = [round(x) for x in layer_moments(layers, held.ahead, backward, passed)]
     coming_back = round(coming(layers, held.ahead))
     if held.layers and held.tp > 1:  # or in forward, where the last layer's sums meet
@@ -255,15 +254,6 @@ def linear_cores(spec: ModelSpec, held: RankWork) -> Cores | None:
 
     recompute = held.recompute if held.full < held.layers else "full"
     return Cores(None, delta_core_bytes(spec, recompute, held.item, held.rows, held.tokens, held.tp) / held.tp)
-
-
-def _unlike_again(spec: ModelSpec, held: RankWork) -> int:
-    """Bytes that a whole layer which is run again has at most beyond an average one of the stage, whose layers have
-    unlike mixers."""
-    sizes = ("none", held.item, held.tp, held.shards, held.load)
-    of_mixer = [layers_alone(spec, (i,)) for i in {kind.mixer: i for i, kind in enumerate(spec.layers)}.values()]
-    most = max(layer_activation_bytes(one, held.tokens, *sizes) for one in of_mixer)
-    return most - layer_activation_bytes(spec, held.tokens, *sizes)
 
 
 def _runs_forward_alone(held: RankWork) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.activation_bytes import layer_activation_bytes, turned_copies
-from hetero_megatron.spec.flops import linear_layers
+from hetero_megatron.spec.flops import attention_layers, linear_layers
 
 KeptWorking = tuple[Any, Any]  # bytes from forward to backward in all layers; more during the backward of one
 
@@ -40,8 +40,8 @@ class ContextLayers:
             return outside + self.attention * (self._home(alone) - queries - keys) / tp
 
         per_layer = whole("elementwise" if self.elementwise else "none")
-        if self.attention < 1:
-            per_layer += (1 - self.attention) * self._linear_kept() / tp
+        if self.linear:
+            per_layer += self.linear * self._linear_kept(tp) / tp
         return self.full * self.spec.hidden_size * self.item / tp + (self.layers - self.full) * per_layer
 
     def per_core_token(self, q: Any, kv: Any) -> tuple[KeptWorking, KeptWorking]:
@@ -54,32 +54,39 @@ class ContextLayers:
     @cached_property
     def attention(self) -> float:
         """The share of layers with attention; 1 of most models."""
-        return 1 - linear_layers(self.spec)
+        return attention_layers(self.spec)
 
-    def _linear_kept(self) -> float:
+    @cached_property
+    def linear(self) -> float:
+        """The share of layers with linear attention."""
+        return linear_layers(self.spec)
+
+    def _linear_kept(self, tp: float) -> float:
         """Per own token of a layer of linear attention, all heads, beside what a rank with whole sequences keeps."""
         from hetero_megatron.spec.delta_bytes import carried_bytes, delta_activation_bytes
 
         if not self.selective:
             return carried_bytes(self.spec, "none", self.item).token
-        selective, none = (delta_activation_bytes(self.spec, kind, self.item) for kind in ("selective", "none"))
+        selective, none = (delta_activation_bytes(self.spec, kind, self.item, tp) for kind in ("selective", "none"))
         return selective - none
 
-    def states(self, tokens: Any, carried: Any, runs: Any, longest: Any) -> KeptWorking:
+    def states(self, tokens: Any, carried: Any, runs: Any, longest: Any, tp: float = 1.0) -> KeptWorking:
         """Of linear attention, all heads: what is kept in all layers of states that come from other members, and what
         backward of one works with.
 
         Args:
             tokens: the rank's own; carried: of these, those in runs with a state before them, of which there are
                 ``runs``; longest: tokens of its longest run, as backward of the rule is of one after the other.
+            tp: the rank has 1/tp of the heads.
         """
-        if self.attention == 1:
+        if not self.linear:
             return 0.0, 0.0
         from hetero_megatron.spec.delta_bytes import carried_bytes, delta_backward_bytes
 
         size = carried_bytes(self.spec, "selective" if self.selective else "none", self.item)
-        kept = (self.layers - self.full) * (1 - self.attention) * (carried * size.carried + runs * size.run)
-        working = longest * delta_backward_bytes(self.spec, self.item) + tokens * size.again + carried * size.working
+        kept = (self.layers - self.full) * self.linear * (carried * size.carried + runs * size.run)
+        in_rule = longest * delta_backward_bytes(self.spec, self.item, tp)
+        working = in_rule + tokens * size.again + carried * size.working
         return kept, working
 
     def blocks(self, kv: Any, block: int) -> Any:

@@ -17,7 +17,7 @@ from hetero_megatron.plans.memory.activations import (
     working_bytes,
 )
 from hetero_megatron.plans.memory.context_layers import ContextLayers
-from hetero_megatron.plans.memory.offloaded import LayerBytes, chunk_layers, input_goes, product_bytes
+from hetero_megatron.plans.memory.offloaded import LayerBytes, chunk_layers, input_goes, layer_models, product_bytes
 from hetero_megatron.schedule import Held
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.backward_bytes import Cores
@@ -85,12 +85,13 @@ def member_layers(
     context: StageContext, group: ContextGroup, member: Member, chunk: RankWork
 ) -> tuple[LayerBytes, ...]:
     """Of one sequence, on one rank."""
-    def kept(kind: str) -> float:
-        return member_bytes(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
+    def kept(kind: str, model: ModelSpec) -> float:
+        one = replace(chunk, layers=1, recompute=kind, first=0, layers_spec=model)
+        return member_bytes(context, group, member, one)[0]
 
     input_bytes = own_tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
-    product = product_bytes(chunk.layers_spec or context.spec, chunk, own_tokens(member))
-    return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else input_bytes, product)
+    models, given = layer_models(context.spec, chunk), 0.0 if input_goes(context.spec, chunk) else input_bytes
+    return chunk_layers(chunk, models, kept, given, lambda model: product_bytes(model, chunk, own_tokens(member)))
 
 
 def own_tokens(member: Member) -> int:
@@ -116,5 +117,5 @@ def member_bytes(context: StageContext, group: ContextGroup, member: Member, chu
         core += layers.blocks(kv, max((x.size for x in context.blocks), default=0))
     later = [b - a for a, b in member.tokens if a]  # runs with a state before them
     longest = max((b - a for a, b in member.tokens), default=0)
-    states_kept, in_rule = layers.states(own_tokens(member), sum(later), len(later), longest)
+    states_kept, in_rule = layers.states(own_tokens(member), sum(later), len(later), longest, chunk.tp)
     return kept + states_kept / chunk.tp, Cores(core * (layers.attention > 0), in_rule / chunk.tp)

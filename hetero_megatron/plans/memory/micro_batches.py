@@ -13,7 +13,7 @@ from hetero_megatron.plans.memory.split_backward import most_beside
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.plans.shares import Islands, has_context
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.flops import LOGITS_BYTES, layers_alone
+from hetero_megatron.spec.flops import LOGITS_BYTES, layers_alone, layers_differ
 from hetero_megatron.spec.tensors import untrained_layers
 
 
@@ -32,7 +32,7 @@ def stage_work(
     dtype = stage_fp8(stage, fp8) if fp8 is not None else None
     recipe = dtype.recipe if dtype is not None else None
     loads = [mean_loads(spec, stage, range(*chunk), routing, islands) if spec.moe else None for chunk in stage.chunks]
-    models = [None if spec.delta is None else layers_alone(spec, range(*chunk)) for chunk in stage.chunks]
+    models = [layers_alone(spec, range(*chunk)) if layers_differ(spec) else None for chunk in stage.chunks]
     runs = _chunks(stage, untrained_layers(spec))
     chunks = [(*run, load, chunk_spec) for run, load, chunk_spec in zip(runs, loads, models, strict=True)]
     work = {}

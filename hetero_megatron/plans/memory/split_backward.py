@@ -31,7 +31,7 @@ from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG, Moment
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.activation_bytes import layer_operand_bytes
 from hetero_megatron.spec.backward_bytes import Cores, layer_backward_bytes
-from hetero_megatron.spec.flops import common_columns, linear_layers
+from hetero_megatron.spec.flops import linear_layers, mlp_layers
 
 
 def splitting_bytes(
@@ -78,7 +78,7 @@ def _weight_working(spec: ModelSpec, held: RankWork) -> float:
     spec = held.layers_spec or spec
     if spec.lora is not None:
         return _moving(held) * boundary_bytes(spec, held)
-    columns = 2 * max(common_columns(spec, 0.0), spec.num_heads * spec.head_dim) / held.tp
+    columns = 2 * max(spec.ffn_hidden_size * (mlp_layers(spec) > 0), spec.num_heads * spec.head_dim) / held.tp
     projected = spec.delta.projected / held.tp if spec.delta is not None and linear_layers(spec) else 0.0
     vocabulary = spec.vocab_size / held.tp if held.head else 0.0
     widest = (held.item if held.item == 2 else 0) * spec.hidden_size * max(columns, projected, vocabulary)

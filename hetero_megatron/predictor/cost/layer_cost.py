@@ -25,7 +25,7 @@ from hetero_megatron.predictor.cost.product_cost import Fp8Products
 from hetero_megatron.predictor.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad, plain_load
-from hetero_megatron.spec.flops import module_layer
+from hetero_megatron.spec.flops import mixer_layers, mlp_layers, module_layer
 from hetero_megatron.utils.cached_method import cached_method
 
 HOST_SHARE = 0.8  # of the bandwidth of a chip's link to its host, that large copies reach
@@ -35,7 +35,7 @@ TP_COLLECTIVES = 4  # gathers and scatters per layer, in forward and in backward
 def tp_collectives(model: ModelSpec, load: ExpertLoad | None) -> float:
     """Of an average layer: a mixture of experts has those of its MLP only if all tokens share one."""
     if model.moe is None or load is None:
-        return TP_COLLECTIVES
+        return TP_COLLECTIVES / 2 * (mixer_layers(model) + mlp_layers(model))
     return TP_COLLECTIVES - 2 * load.layers * (not model.moe.shared_ffn)
 
 
@@ -53,7 +53,8 @@ class UnitSeconds:
     """(forward, backward) seconds of one layer, of the embedding and of the head, including TP collectives; ``action``:
     seconds once per forward or backward; ``weight_action``: the same per W; ``layer_split``, ``head_split``: (W's
     seconds, seconds that B_INPUT and W together take more than a whole backward); ``experts``: what routed experts take
-    of ``layer``, without links."""
+    of ``layer``, without links; ``again``: what forward of a layer that is recomputed whole takes beyond
+    ``layer``."""
 
     layer: tuple[float, float]
     embed: tuple[float, float]
@@ -63,13 +64,14 @@ class UnitSeconds:
     head_split: tuple[float, float] = (0.0, 0.0)
     weight_action: float = 0.0
     experts: tuple[float, float] = (0.0, 0.0)
+    again: float = 0.0
 
     def total(self, layers: int, full: int, embed: bool, head: bool) -> tuple[float, float]:
         """(forward, backward) seconds of a stage; ``full``: number of layers recomputed in backward."""
         forward, backward = (
             layers * self.layer[i] + embed * self.embed[i] + head * self.head[i] + self.action for i in (0, 1)
         )
-        return forward, backward + full * self.layer[0]
+        return forward, backward + full * (self.layer[0] + self.again)
 
     def split(self, layers: int, head: bool) -> tuple[float, float]:
         """The same as ``layer_split`` of a stage."""
@@ -286,14 +288,9 @@ class CostModel:
         return LinkRates(link.alpha, link.beta * out, link.message_seconds, None, False, link.calibrated)
 
     def boundary_seconds(
-        self,
-        a: StageChoice,
-        b: StageChoice,
-        micro_batch_size: int,
-        link: LinkPrice,
-        sharing: int = 1,
+        self, a: StageChoice, b: StageChoice, micro_batch_size: int, link: LinkPrice, sharing: int = 1,
         same_node: bool = False,
-    ) -> float:
+    ) -> float:  # fmt: skip
         """Seconds of one transfer between stages, one direction. Each token crosses once; the receivers' gather is part
         of their layers, as in the runtime.
 

@@ -22,12 +22,15 @@ from hetero_megatron.spec.flops import (
     PLAIN_WORDS,
     Words,
     adapter_products,
+    attention_layers,
     common_columns,
     delta_flops,
     layer_attention_flops,
     layers_by_kind,
     linear_layers,
     mean_attention_pairs,
+    mixer_layers,
+    mlp_layers,
     visible_pairs,
 )
 from hetero_megatron.utils.cached_method import cached_method
@@ -90,7 +93,7 @@ class ModelledOperators:
         measured = self.rates.attention
         if not measured:
             forward = flops / self.rates.attention_flops
-            scored = rows * self.model.num_heads * length**2 * (1 - linear_layers(self.model))
+            scored = rows * self.model.num_heads * length**2 * attention_layers(self.model)
             scores = self.rates.score_seconds * share * scored
             return forward + scores, ATTENTION_BACKWARD * forward + 2 * scores
         row = min(measured, key=lambda r: (abs(math.log(r[0] / length)), abs(math.log(r[2] / self.model.head_dim))))
@@ -181,11 +184,11 @@ class ModelledOperators:
     def _projections(self, share: float, tokens: float) -> Products:
         """Those before and after attention, or linear attention, of an average layer."""
         delta, h = self.model.delta, self.model.hidden_size
+        attention = self._of_attention(share, tokens).times(attention_layers(self.model))
         if delta is None:
-            return self._of_attention(share, tokens)
-        linear = linear_layers(self.model)
+            return attention
         linear_products = in_all([self.linear(tokens, *product) for product in delta.products(h, share)])
-        return in_all([self._of_attention(share, tokens).times(1 - linear), linear_products.times(linear)])
+        return in_all([attention, linear_products.times(linear_layers(self.model))])
 
     def _of_attention(self, share: float, tokens: float) -> Products:
         """Latents are computed by every rank of a TP group."""
@@ -227,8 +230,8 @@ class ModelledOperators:
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         common = common_columns(model, model.moe_share)
         columns = (2 if model.gated else 1) * common
-        local = 2 * (q + kv) * bool(model.ropes) * (1 - linear_layers(model)) + columns + common
-        norms = 10 * h * (share if self.sequence_parallel else 1.0)
+        local = 2 * (q + kv) * bool(model.ropes) * attention_layers(model) + columns + common
+        norms = 5 * (mixer_layers(model) + mlp_layers(model)) * h * (share if self.sequence_parallel else 1.0)
         return tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
 
     @cached_method

@@ -214,7 +214,7 @@ class GradSync:
         decoder = [i for i in layers if isinstance(i, int)]
         # Recomputed layers run again just before their backward, so they are spread evenly over it.
         layer_seconds = part.layer[1] + (
-            stage.recomputed * part.layer[0] / stage.num_layers if stage.num_layers else 0.0
+            stage.recomputed * (part.layer[0] + part.again) / stage.num_layers if stage.num_layers else 0.0
         )
         a, b = stage.chunks[chunk]
         if "embed" in layers and stage.embed and chunk == 0:

@@ -12,6 +12,7 @@ from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES, CostModel
 from hetero_megatron.predictor.cost.modelled_operators import LINEAR_BACKWARD
 from hetero_megatron.predictor.cost.operator_cost import Operators, heads_and_columns
 from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.spec.flops import linear_layers
 
 Pair = tuple[float, float]  # forward, backward
 
@@ -49,9 +50,10 @@ class MemberCost:
 def linear_layer_seconds(
     prices: MemberCost, stage: Stage, context: StageContext, units: Sequence[Unit], spec: ModelSpec
 ) -> Pair:
-    """Of one inner replica; ``spec``: of such layers alone. Backward includes recompute of a part of it."""
+    """Of one inner replica; ``spec``: of such layers alone, or of MLPs alone, which pass nothing. Backward includes
+    recompute of a part of it."""
     rows = units[0].sequences[1] - units[0].sequences[0]
-    passed_forward, passed_backward = _passing(prices, context, rows)
+    passed_forward, passed_backward = _passing(prices, context, rows) if linear_layers(spec) else (0.0, 0.0)
     again = stage.recompute.kind == "selective"
     forward, backward, floor = 0.0, 0.0, (0.0, 0.0)
     for unit in units:

@@ -146,7 +146,7 @@ class OffloadCost:
             return out
         for c, (copies, (a, b)) in enumerate(zip(self._copies(stage), stage.chunks, strict=True)):
             head = part.head[1] if stage.head and c + 1 == len(stage.chunks) else 0.0
-            backward = [part.layer[1] + (part.layer[0] if i < recomputed else 0.0) for i in range(b - a)]
+            backward = [part.layer[1] + (part.layer[0] + part.again if i < recomputed else 0.0) for i in range(b - a)]
             recomputed = max(recomputed - (b - a), 0)
             ahead, rows = offload.ahead, copies.values()
             leaving = max((waits_leaving(row, part.layer[0], ahead) for row in rows), default=0.0)

@@ -82,18 +82,20 @@ class ContextSeconds:
         spec, kinds = self.model.model, dict[tuple[object, ...], list[int]]()
         for i in stage.layer_indices():
             kind = spec.layer(i)
-            kinds.setdefault((True,) if kind.linear else (False, kind.window, kind.chunk), []).append(i)
+            limits = (kind.window, kind.chunk) if kind.mixer == "attention" else ()
+            kinds.setdefault((kind.mixer, *limits), []).append(i)
         seconds = [(len(layers), self._layer_of(stage, layers)) for layers in kinds.values()]
         total = max(1, stage.num_layers)
         forward, backward = (sum(count * pair[way] for count, pair in seconds) / total for way in (0, 1))
         return forward, backward
 
     def _layer_of(self, stage: Stage, layers: Sequence[int]) -> Pair:
-        """The same of some layers that are alike: with linear attention, or with attention to as many tokens."""
+        """The same of some layers that are alike: with linear attention, with attention to as many tokens, or of an MLP
+        alone."""
         kind, spec, layer_seconds = self.model.model.layer(layers[0]), layers_alone(self.model.model, layers), []
         for traffic, rows in zip(self.traffic(stage, kind.window, kind.chunk), stage.replicas, strict=True):
             units = [u for u in stage.units if u.sequences == rows]
-            if kind.linear:
+            if kind.mixer != "attention":
                 from hetero_megatron.predictor.simulate.member_cost import linear_layer_seconds
 
                 layer_seconds.append(linear_layer_seconds(self.members, stage, traffic.context, units, spec))

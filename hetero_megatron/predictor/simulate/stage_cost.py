@@ -20,6 +20,7 @@ from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Flow
 from hetero_megatron.predictor.cost.operator_cost import heads_and_columns
+from hetero_megatron.predictor.simulate.first_layers import with_first_layers
 from hetero_megatron.predictor.simulate.grad_sync import SyncStructure
 from hetero_megatron.predictor.simulate.memory_saving_cost import DividedCost
 from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
@@ -131,7 +132,7 @@ class StageCosts:
         return self._known[key]
 
     def _costs(self, pipeline: Pipeline) -> PipelineCosts:
-        stage_seconds = [self._slowest(stage) for stage in pipeline.stages]
+        stage_seconds = [self._unit_seconds(stage) for stage in pipeline.stages]
         by_stage = list(zip(pipeline.stages, stage_seconds, strict=True))
         chunks = [_chunk_seconds(unit_seconds, stage) for stage, unit_seconds in by_stage]
         if self.plan.sharding_stages:
@@ -170,6 +171,9 @@ class StageCosts:
             costs = replace(costs, chunks=chunks)
         return PipelineCosts(costs, tuple(stage_seconds))
 
+    def _unit_seconds(self, stage: Stage) -> UnitSeconds:
+        return with_first_layers(self._slowest, stage, self.model.model, self.plan.seq_length)
+
     def _slowest(self, stage: Stage) -> UnitSeconds:
         """Per part, the time of the slowest rank of the stage: collectives and boundaries make the others wait."""
         if self.model.model.moe is None or not stage.num_layers:
@@ -184,32 +188,28 @@ class StageCosts:
     def _slowest_of(self, stage: Stage, moe: bool = False, popular: Popularity | None = None) -> UnitSeconds:
         """The same where all layers are of one kind. Ranks that exchange routed tokens wait for each other before and
         after their experts."""
-        loads = None if self.model.model.moe is None else layer_loads(
-            self.model.model, stage, moe, popular, self.plan.islands
-        )
+        spec = self.model.model
+        loads = None if spec.moe is None else layer_loads(spec, stage, moe, popular, self.plan.islands)
         routed = (0.0, 0.0) if loads is None else self._routed_seconds(stage, loads)
         by_rank = {
             unit.ranks[t]: self._rank_seconds(stage, unit, t, loads=loads, routed=routed, moe=moe)
-            for unit in stage.units
-            for t in range(unit.tp)
-        }
-        rank_seconds = list(by_rank.values())
-        if moe:
-            groups = expert_groups(stage, self.model.model.moe.num_experts) if self.model.model.moe is not None else ()
-            rank_seconds = [_group_layer([by_rank[r] for r in g.ranks]) for g in groups]
-        return slowest(rank_seconds)
+            for unit in stage.units for t in range(unit.tp)
+        }  # fmt: skip
+        if not moe or spec.moe is None:
+            return slowest(list(by_rank.values()))
+        groups = expert_groups(stage, spec.moe.num_experts)
+        return slowest([_group_layer([by_rank[r] for r in g.ranks]) for g in groups])
 
     def computing(self, stage: Stage, unit: Unit, t: int, again: int = 0) -> float:
-        """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group; those of context
-        groups, which overlap with compute, are included. ``again``: how many times
-        forward runs besides."""
+        """Seconds per micro-batch that TP rank ``t`` computes, without exchanges of its TP group, but with those of
+        context groups, which overlap with compute. ``again``: how many times forward runs besides."""
         seconds = self._rank_seconds(stage, unit, t, exchanges=False)
         forward, backward = seconds.total(stage.num_layers, stage.recomputed, stage.embed, stage.head)
         return (1 + again) * forward + backward
 
     def stage_seconds(self, stage: Stage) -> float:
         """Forward and backward of a micro-batch on the stage, with the exchanges of its ranks."""
-        return sum(self._slowest(stage).total(stage.num_layers, stage.recomputed, stage.embed, stage.head))
+        return sum(self._unit_seconds(stage).total(stage.num_layers, stage.recomputed, stage.embed, stage.head))
 
     def jitter(self, rank: int) -> float:
         """Standard deviation of one second of compute on the rank."""

@@ -23,6 +23,7 @@ from hetero_megatron.spec.families import (
     mamba_hybrids,
     mistral,
     mixtral,
+    nemotron_h,
     olmo,
     phi3,
     qwen,
@@ -43,7 +44,7 @@ FAMILIES: dict[str, Family] = {
         llama.ARCEE, llama.SEED_OSS, llama.HELIUM, llama.ERNIE, exaone.FAMILY,
         layer_norm.STARCODER2, layer_norm.NEMOTRON, gpt_neox.GPT_NEOX, gpt_neox.GPTJ, gpt_neox.PHI, falcon.FAMILY,
         cohere.COHERE, cohere.COHERE2, layer_norm.STABLELM, mamba_hybrids.GRANITE_HYBRID,
-        mamba_hybrids.BAMBA,
+        mamba_hybrids.BAMBA, nemotron_h.FAMILY,
     )  # fmt: skip
 }
 

@@ -78,8 +78,8 @@ class Family:
 
     @property
     def mixture(self) -> bool:
-        """A mixture of experts."""
-        return "num_experts_per_tok" in self.keys
+        """A mixture of experts; Nemotron-H's are refused."""
+        return "num_experts_per_tok" in self.keys and "hybrid_override_pattern" not in self.keys
 
     @property
     def latent(self) -> bool:
@@ -89,7 +89,7 @@ class Family:
     @property
     def linear(self) -> bool:
         """With linear attention in some layers."""
-        return bool(self.keys & {"linear_num_key_heads", "linear_num_heads", "mamba_n_heads"})
+        return bool(self.keys & {"linear_num_key_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"})
 
     @property
     def architectures(self) -> tuple[str, ...]:

@@ -44,7 +44,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "mllama": (_IMAGES, "llama"),
     "mpt": (_ALIBI, "gpt2"),
     "nanochat": (_TURNED, "arcee"),
-    "nemotron_h": ("blocks that are a mixer or an MLP alone", "granitemoehybrid"),
     "olmo": ("LayerNorm without weights", "olmo2"),
     "olmo_hybrid": ("norms before linear attention, and after attention", "olmo3"),
     "opt": ("learned positions with an offset, and ReLU", "gpt2"),

@@ -82,6 +82,10 @@ HYBRIDS = {
         "model_type": "bamba", **SMALL, "attn_layer_indices": [1], "mamba_n_heads": 6, "mamba_n_groups": 2,
         "mamba_d_state": 6,
     },
+    "nemotron_h": {
+        "model_type": "nemotron_h", **SMALL, "hybrid_override_pattern": "M-*", "mamba_num_heads": 6, "n_groups": 2,
+        "mamba_head_dim": 8, "ssm_state_size": 6, "time_step_min": 1e-9,
+    },
 }
 FAMILIES |= PARALLEL_BLOCKS | HYBRIDS
 UNEVEN = """

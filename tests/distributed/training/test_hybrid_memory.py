@@ -70,3 +70,15 @@ def test_members_of_context_groups_hold_what_their_own_tokens_keep(tmp_path: Pat
     )])  # fmt: skip
     estimate, dry = estimate_memory(run.plan, run.spec, run.dtype)[1], run_rank(run, 1)
     assert 0.995 * dry.peak <= estimate.total <= 1.11 * dry.peak, estimate.total / dry.peak
+
+
+# A dense MLP is many times as wide as what a token passes of the experts in the layers beside it.
+DENSE_AND_SPARSE = KIMI | {
+    "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "dense", "sparse"], "intermediate_size": 768,
+    "moe_intermediate_size": 32, "num_experts_per_tok": 1, "layer_types": [LINEAR, FULL] * 2 + [LINEAR] * 2,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_dense_layer_that_is_made_again_between_experts(tmp_path: Path) -> None:
+    check_stages(tmp_path, DENSE_AND_SPARSE, "full", 0.99)

@@ -26,6 +26,19 @@ def test_each_stage_holds_what_its_own_layers_keep(recompute: str, tmp_path: Pat
     check_stages(tmp_path, MODEL, recompute, 0.98)
 
 
+SINGLE = MAMBAS["nemotron_h"] | {
+    "hidden_size": 64, "intermediate_size": 384, "vocab_size": 160, "max_position_embeddings": 256, "n_groups": 1,
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32,
+    "layers_block_type": [LINEAR, "mlp", LINEAR, "mlp", FULL, "mlp"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", quick(["none", "selective", "elementwise", "full"], [], ["elementwise"]))
+def test_layers_of_one_block_each(recompute: str, tmp_path: Path) -> None:
+    """Stages of Mamba-2 and MLP, of MLP and attention, and of one MLP."""
+    check_stages(tmp_path, SINGLE, recompute, 0.98)
+
+
 @pytest.mark.slow
 def test_members_of_context_groups_hold_what_their_own_tokens_keep(tmp_path: Path) -> None:
     """In zigzag order, where backward is of one of a member's two runs after the other."""

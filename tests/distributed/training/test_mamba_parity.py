@@ -19,6 +19,8 @@ CASES = [
     ("granite_hybrid", "uneven_tp"), ("granite_hybrid_odd", "uneven_tp"), ("bamba", "astride"),
     ("granite_hybrid", "pipeline"), ("granite_hybrid_odd", "pipeline"), ("bamba", "pipeline"),
     ("granite_hybrid_experts", "deferred_weights_and_divided_experts"),
+    ("nemotron_h", "uneven_tp"), ("nemotron_h", "pipeline"), ("nemotron_h_odd", "uneven_tp"),
+    ("nemotron_h_odd", "pipeline"),
 ]  # fmt: skip
 
 
@@ -30,6 +32,7 @@ def test_hybrids_under_plans(case: tuple[str, str]) -> None:
 
 
 CONTEXT_CASES = [("granite_hybrid", "runs_in_zigzag", True), ("bamba", "any_intervals", False)]
+CONTEXT_CASES += [("nemotron_h", "any_intervals", True)]
 
 
 @pytest.mark.parametrize("case", quick(CONTEXT_CASES, CONTEXT_CASES[:1]), ids=lambda case: "-".join(case[:2]))

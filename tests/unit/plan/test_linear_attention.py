@@ -24,7 +24,7 @@ SPEC = from_hf_config(HYBRIDS["qwen3_next"])  # three layers of linear attention
 @pytest.mark.parametrize("spec", [SPEC, from_hf_config(MAMBAS["granite_hybrid"])], ids=["qwen3_next", "granite_hybrid"])
 def test_fp8_adapters_and_checkpoints_of_megatron_are_refused(spec: ModelSpec) -> None:
     made = plan_from_dict(plan([pipe(1, 1, stage([0], [0, spec.num_layers]))], 10), spec)
-    with pytest.raises(UserError, match="linear attention compute nothing in fp8"):
+    with pytest.raises(UserError, match="linear attention.* compute nothing in fp8"):
         fp8_fits(made, spec, Fp8("e4m3", "tensorwise"), "bf16", None)
     with pytest.raises(UserError, match="no adapters"):
         replace(spec, lora=Lora(2, 2.0, ("q_proj",)))

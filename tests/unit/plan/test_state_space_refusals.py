@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import shares
+from hetero_megatron.spec import LayerKind, Lora, shares
 from hetero_megatron.spec.flops import delta_flops
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config
 from hetero_megatron.spec.state_space import StateSpace
-from tests.support.moe_models import HYBRIDS, MAMBAS
+from tests.support.moe_models import HYBRIDS, MAMBAS, NEMOTRON_H
 
 SPEC = from_hf_config(MAMBAS["granite_hybrid"])  # three groups of two heads
 
@@ -35,9 +35,33 @@ def test_bad_configurations_are_refused_by_key(change: dict[str, Any]) -> None:
     assert caught.value.field in change
 
 
-def test_blocks_without_an_mlp_are_refused() -> None:
-    with pytest.raises(UserError, match="a mixer or an MLP alone"):
-        from_hf_config({"model_type": "nemotron_h"})
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"layers_block_type": ["linear_attention", "moe", "mlp"]}, "layers_block_type"),
+     ({"layers_block_type": ["recurrent"]}, "layers_block_type"), ({"layers_block_type": []}, "layers_block_type"),
+     ({"layers_block_type": None}, "hybrid_override_pattern"),
+     ({"layers_block_type": None, "hybrid_override_pattern": "M-X"}, "hybrid_override_pattern"),
+     ({"layers_block_type": None, "hybrid_override_pattern": "ME*"}, "hybrid_override_pattern"),
+     ({"num_hidden_layers": 4}, "num_hidden_layers"), ({"n_groups": 4}, "n_groups"),
+     ({"mlp_hidden_act": "silu"}, "mlp_hidden_act"), ({"tie_word_embeddings": True}, "tie_word_embeddings")],
+)  # fmt: skip
+def test_bad_configurations_of_nemotron_h_are_refused_by_key(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError) as caught:
+        from_hf_config(NEMOTRON_H | change)
+    assert caught.value.field == key
+
+
+def test_letters_and_names_say_the_same_layers() -> None:
+    named = from_hf_config(NEMOTRON_H)
+    config = NEMOTRON_H | {"layers_block_type": None, "hybrid_override_pattern": "M-*", "num_hidden_layers": 3}
+    assert from_hf_config(config) == named == from_hf_config(NEMOTRON_H | {"hybrid_override_pattern": "***"})
+    assert export_config(named, None)["hybrid_override_pattern"] == "M-*"
+    with pytest.raises(UserError, match="neither mixer nor MLP"):
+        LayerKind(mixer="none", mlp="none")
+    with pytest.raises(UserError, match="have one norm, before it"):
+        replace(named, parallel_block="one_norm")
+    with pytest.raises(UserError, match="have no adapters"):
+        replace(named, lora=Lora(4, 4.0))
 
 
 def test_limits_of_step_sizes_come_back() -> None:

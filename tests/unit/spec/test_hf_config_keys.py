@@ -53,6 +53,7 @@ def base(family: str) -> dict[str, Any]:
         of_every_head |= {"num_hidden_layers": 4} if FAMILIES[family].linear and not mamba else {}  # one with attention
         of_every_head |= {"layer_types": [LINEAR, FULL] * 2} if family == "kimi_linear" else {}
         of_every_head |= mamba_keys.SIZES if mamba else {}
+        of_every_head |= {"num_hidden_layers": 3} if family == "nemotron_h" else {}
         config = MIXTURES[family] | BASE | of_every_head
         return config if family != "bamba" else {k: v for k, v in config.items() if k != "layer_types"}
     if family in ("gptj", "falcon"):
@@ -243,6 +244,8 @@ def mutations(family: str) -> list[dict[str, Any]]:
     if family in ("granitemoehybrid", "bamba"):
         own = mamba_keys.GRANITE if family == "granitemoehybrid" else mamba_keys.BAMBA
         return [*mamba_keys.MAMBA, *own, *ROPE, *SHAPES, *EVERYWHERE]
+    if family == "nemotron_h":
+        return [*mamba_keys.NEMOTRON, *SHAPES, *EVERYWHERE]
     if FAMILIES[family].linear:
         return [*HYBRID, *ROPE, *SHAPES, *MOE, *EVERYWHERE]
     if family in MIXTURES:
