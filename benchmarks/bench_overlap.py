@@ -1,12 +1,15 @@
-"""Share of transfer time hidden behind compute on a slow link: pipeline transfers, and gradient synchronisation.
+"""Share of transfer time hidden behind compute on a slow link: pipeline transfers, sums of gradients, and parameters.
 
-    python benchmarks/bench_overlap.py [--rounds 5] [--rate "100 MB/s"]
+    python benchmarks/bench_overlap.py [--rounds 5] [--rate "100 MB/s"] [--only parameters]
 
 Two nodes of the testbed, one rank each at its core's own speed, with a shaped link between them.
 Pipeline: two stages, 1F1B. ``without`` runs the same schedule and the same compute with messages of one element,
 so both step times contain the same bubble; ``alone`` is the same messages back to back, nothing else running. Of ``m``
 activations and ``m`` gradients the first activation and the last gradient have nothing to hide behind: ``possible``.
 Gradients: two data-parallel ranks; ``with`` sends buckets during the last backward, ``after`` when it is over.
+
+Parameters: the same two ranks, steps one after the other; ``with`` lets parameters come beside the next forward,
+``after`` waits for them at the end of the step. Of ``STEPS`` steps all but the last one can hide them: ``possible``.
 
     hidden = 1 - (with - without) / alone        hidden = (after - with) / alone
 
@@ -35,9 +38,12 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 MICRO_BATCH, MICRO_BATCHES, SEQ = 4, 8, 256  # 4 MiB per message
+STEPS = 4  # of parameters
 
 
-def make_runtime(pipelines: list[dict[str, Any]], samples: int) -> tuple[Any, Callable[[], Any]]:
+def make_runtime(
+    pipelines: list[dict[str, Any]], samples: int, optimizer: Any = None
+) -> tuple[Any, Callable[[], Any]]:
     """(runtime on 2 ranks, a function that makes the step's work)."""
     import torch
 
@@ -56,11 +62,11 @@ def make_runtime(pipelines: list[dict[str, Any]], samples: int) -> tuple[Any, Ca
     torch.manual_seed(0)
     tokens = torch.randint(0, spec.vocab_size, (MICRO_BATCH, SEQ + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(SEQ).expand(MICRO_BATCH, SEQ))
-    # The optimizer takes no part in what is measured.
     compiled = CompiledPlan(plan, spec)
     comm.create_groups(compiled.groups)
-    runtime = Runtime(compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0), None)
-    return runtime, lambda: runtime.work(lambda _: batch, 0, samples)
+    runtime: Any = Runtime(compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0), optimizer)
+    runtime.fetch = lambda _: batch
+    return runtime, lambda: runtime.work(runtime.fetch, 0, samples)
 
 
 def together(runtime: Any, call: Callable[[], object]) -> float:
@@ -133,12 +139,14 @@ def run_pipeline(rounds: int) -> None:
     measure(runtime, {"with": step(real), "without": step(without), "alone": alone}, rounds)
 
 
+REPLICAS: list[dict[str, Any]] = [
+    {"micro_batch_size": MICRO_BATCH, "num_micro_batches": 1, "stages": [{"ranks": [r], "layers": [0, 2]}]}
+    for r in (0, 1)
+]
+
+
 def run_gradients(rounds: int) -> None:
-    pipelines = [
-        {"micro_batch_size": MICRO_BATCH, "num_micro_batches": 1, "stages": [{"ranks": [r], "layers": [0, 2]}]}
-        for r in (0, 1)
-    ]
-    runtime, work = make_runtime(pipelines, 2 * MICRO_BATCH)
+    runtime, work = make_runtime(REPLICAS, 2 * MICRO_BATCH)
     step_work, sync = work(), runtime.sync
 
     def step(reducer: Any) -> Callable[[], None]:
@@ -153,6 +161,23 @@ def run_gradients(rounds: int) -> None:
 
     modes = {"with": step(sync), "after": step(None), "alone": alone}
     measure(runtime, modes, rounds, lambda: [sync.sums.sum(n) for n in sync.params])
+
+
+def run_parameters(rounds: int) -> None:
+    from hetero_megatron.training.config import OptimizerConfig
+    from hetero_megatron.training.train import optimizer_factory
+
+    runtime, _ = make_runtime(REPLICAS, 2 * MICRO_BATCH, optimizer_factory(OptimizerConfig()))
+
+    def steps(ahead: bool) -> None:
+        for i in range(STEPS):
+            runtime.train_step(runtime.fetch, 0, 2 * MICRO_BATCH, 1e-5, ahead=ahead and i + 1 < STEPS)
+
+    def alone() -> None:
+        for _ in range(STEPS):
+            runtime.optimizer.all_gather(True)
+
+    measure(runtime, {"with": lambda: steps(True), "after": lambda: steps(False), "alone": alone}, rounds)
 
 
 def measure(
@@ -189,26 +214,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rate", default="100 MB/s", help="of the link, each way")
-    parser.add_argument("--side", choices=["pipeline", "gradients"])
+    parser.add_argument("--side", choices=list(SIDES), help="of a rank of the testbed")
+    parser.add_argument("--only", choices=list(SIDES), help="measure this alone")
     args = parser.parse_args()
     if args.side:
-        {"pipeline": run_pipeline, "gradients": run_gradients}[args.side](args.rounds)
+        SIDES[args.side](args.rounds)
         return
     print(f"{machine()}; 2 ranks, gloo at {args.rate}, 1 thread each, fp32, {args.rounds} rounds, modes alternate")
     with tempfile.TemporaryDirectory() as folder:
         sides = {
             side: on_testbed(Path(folder), args.rate, "--side", side, "--rounds", str(args.rounds))
-            for side in ("pipeline", "gradients")
+            for side in ([args.only] if args.only else SIDES)
         }
         results = alternate(sides, 1, timeout=400)
     ms = {side: {k: median(v) * 1e3 for k, v in runs[0].items()} for side, runs in results.items()}
     print(f"{'what':<12}{'with ms':>10}{'compared':>20}{'alone ms':>10}{'hidden':>9}{'possible':>10}")
-    for side, other in (("pipeline", "without"), ("gradients", "after")):
+    shares = {"pipeline": f"{1 - 1 / MICRO_BATCHES:.0%}", "gradients": "-", "parameters": f"{1 - 1 / STEPS:.0%}"}
+    for side in ms:
+        possible = shares[side]
+        other = "without" if side == "pipeline" else "after"
         mine, against, alone = ms[side]["with"], ms[side][other], ms[side]["alone"]
         hidden = 1 - (mine - against) / alone if side == "pipeline" else (against - mine) / alone
-        possible = f"{1 - 1 / MICRO_BATCHES:.0%}" if side == "pipeline" else "-"
         print(f"{side:<12}{mine:>10.1f}{other:>10}{against:>10.1f}{alone:>10.1f}{hidden:>9.0%}{possible:>10}")
 
+
+SIDES = {"pipeline": run_pipeline, "gradients": run_gradients, "parameters": run_parameters}
 
 if __name__ == "__main__":
     main()

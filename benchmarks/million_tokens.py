@@ -144,11 +144,11 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
         head = runtime.stage_model.module.lm_head.matrix.detach()
         seen["prefix"] = (own, (hidden if runtime.loss.head is None else hidden @ head.t()).cpu())
 
-    def recording_step(grads: Any, coefficient: float) -> None:
+    def recording_step(grads: Any, coefficient: float, ahead: bool = False) -> None:
         for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):
             for piece, tensor in zip(exchange.pieces, tensors, strict=True):
                 seen["grads"].append((piece.name, piece.box.slices(), (tensor * coefficient).cpu()))
-        step(grads, coefficient)
+        step(grads, coefficient, ahead)
 
     runtime.executor.chunks = [replace(chunk, loss=WatchedLoss(loss, keep_prefix))]
     runtime.optimizer.step = recording_step  # type: ignore[method-assign]

@@ -276,7 +276,7 @@ class Prediction:
 
 def predict(
     plan: Plan, cluster: Cluster, *, memory_margin: float = CostOptions.margin, routing_stats: str | None = None,
-    reference: int = 0, grad_reduce_in_bf16: bool = False, role_forwards: int = 1,
+    reference: int = 0, grad_reduce_in_bf16: bool = False, role_forwards: int = 1, overlap_param_gather: bool = False,
 ) -> Prediction:  # fmt: skip
     """Simulate one step.
 
@@ -286,7 +286,8 @@ def predict(
         reference: how many forwards come before each step: once the base without adapters, as the reference of
             preference pairs (``Preference.forwards``).
         role_forwards: how many forwards a second model on its own ranks runs over each batch (the reference of KTO: 2).
-        grad_reduce_in_bf16: gradients travel between ranks in bf16, as the run's flag of this name says.
+        grad_reduce_in_bf16, overlap_param_gather: as the run's flags of these names say: gradients travel in bf16;
+            parameters come beside the next forward.
 
     Raises:
         UserError: the plan does not match the cluster, or rates or links are missing. A plan that does not fit into
@@ -296,7 +297,7 @@ def predict(
     options = CostOptions(
         margin=memory_margin, moments=moments_of(plan.optimizer), muon=plan.optimizer == "muon",
         routing=EVEN if routing_stats is None else routing_of(routing_stats, spec), fp8=plan.fp8, reference=reference,
-        gradient_bytes=2.0 if grad_reduce_in_bf16 else None,
+        gradient_bytes=2.0 if grad_reduce_in_bf16 else None, gather_ahead=overlap_param_gather,
     )  # fmt: skip
     costs = CostModel(spec, described, plan.seq_length, plan.dtype, options)
     compiled = compiled_plan(plan)

@@ -30,6 +30,14 @@ from hetero_megatron.utils.text import dtype_name, notice_line
 from hetero_megatron.utils.yaml_document import read_document
 
 
+def _add_run_flags(parser: ArgumentParser) -> None:
+    for flag, what in (
+        ("--grad-reduce-in-bf16", "gradients travel in bf16"),
+        ("--overlap-param-gather", "parameters come beside the next forward"),
+    ):
+        parser.add_argument(flag, action="store_true", help=f"{what}, as the run's flag says")
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the prediction; returns 1 if the plan does not fit into memory, which is also printed on stderr."""
     parser = ArgumentParser("predict", "Step time, memory and timeline of one plan, without running it.")
@@ -58,15 +66,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     parser.add_argument("--trace", metavar="FILE", help="write the timeline as a Perfetto trace (ui.perfetto.dev)")
-    parser.add_argument("--schedule", action="store_true",
-                        help="also print what every stage does in a step, and which ranks meet in what")  # fmt: skip
-    parser.add_argument("--width", type=count(10, 10_000), default=100, metavar="N",
-        help="columns of the printed timeline (100)")  # fmt: skip
+    schedule = "also print what every stage does in a step, and which ranks meet in what"
+    parser.add_argument("--schedule", action="store_true", help=schedule)
+    width = "columns of the printed timeline (100)"
+    parser.add_argument("--width", type=count(10, 10_000), default=100, metavar="N", help=width)
     parser.add_argument("--routing-stats", metavar="FILE",
                         help="how often experts were chosen, as a run wrote it (default: all alike)")  # fmt: skip
     add_beside(parser)
-    parser.add_argument("--grad-reduce-in-bf16", action="store_true",
-                        help="gradients travel in bf16, as the run's flag says")  # fmt: skip
+    _add_run_flags(parser)
     args = parser.parse_args(list(argv))
     check_writable(args.html, "--html")
     check_writable(args.trace, "--trace")
@@ -95,6 +102,7 @@ def main(argv: Sequence[str]) -> int:
     prediction = predict(
         plan, cluster, memory_margin=args.memory_margin, routing_stats=args.routing_stats,
         reference=0 if preference is None else preference.forwards, grad_reduce_in_bf16=args.grad_reduce_in_bf16,
+        overlap_param_gather=args.overlap_param_gather,
         role_forwards=2 if preference is not None and preference.estimates_kl else 1,
     )  # fmt: skip
     if args.html:

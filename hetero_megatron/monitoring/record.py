@@ -99,6 +99,7 @@ def _options(config: RunConfig) -> CostOptions:
         logits_bytes=config.logits_bytes, gradient_bytes=2.0 if config.reduce_in_bf16 else None,
         reference=0 if preference is None else preference.forwards,
         loss_words=loss_words if role is None else role.loss_words[0],
+        gather_ahead=config.distributed.overlap_param_gather and config.grpo is None,
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,12 +15,11 @@ import torch
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
+from hetero_megatron.parallel.grad_sync.gathering import ParameterGather
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.grad_sync.routes import OwnedPiece, by_key
 from hetero_megatron.plans import Plan
-from hetero_megatron.plans.buckets import IN_FLIGHT
 from hetero_megatron.plans.memory.of_plan import cannot_offload, moments_of
-from hetero_megatron.schedule import Action
 
 
 class Optimizer(Protocol):
@@ -143,6 +141,7 @@ class ShardedOptimizer:
         kept: what this rank keeps of weights that its stage divides, by bucket and piece: masters, or where other
             pipelines hold them, too, copies in the parameters' dtype.
         updates: how often the masters were changed; those of all ranks are equal between steps.
+        gather: the way of new values to the holders.
         after_update: called when they were, before their values are sent; whether it has changed them, too.
     """
 
@@ -156,6 +155,7 @@ class ShardedOptimizer:
         # By bucket in which sums go on, arrays of what this rank keeps, which new values come into.
         self._arrays: dict[int, Mapping[str, torch.Tensor]] = {}
         self.kept: dict[int, list[torch.Tensor]] = {}
+        self.gather = ParameterGather(sync, self._values)
         for index, exchange in sync.divided.items():
             if exchange.bucket.onward is not None:
                 assert divided is not None
@@ -236,12 +236,14 @@ class ShardedOptimizer:
             group["weight_decay"] = weight_decay if group["decay"] else 0.0
 
     @torch.no_grad()
-    def step(self, grads: list[list[torch.Tensor]], coefficient: float) -> None:
+    def step(self, grads: list[list[torch.Tensor]], coefficient: float, ahead: bool = False) -> None:
         """Scale the owned gradients by ``coefficient``, update, and send the new values to all holders.
 
         Args:
             grads: per exchange and piece, as :meth:`GradientSync.finish` returns them; used up, to free their memory
                 before the new values travel.
+            ahead: some values may come after this has returned: whoever reads parameters before the next forward
+                calls ``gather.finish()``.
         """
         flat = [g for per in grads for g in per]
         scaling = isinstance(self.inner, ScalingOptimizer) and not self.offload
@@ -261,27 +263,14 @@ class ShardedOptimizer:
                 master.grad = None
         flat.clear()
         changed = self.after_update()
-        self.all_gather(isinstance(self.inner, ScalingOptimizer) and not changed)
+        self.all_gather(isinstance(self.inner, ScalingOptimizer) and not changed, ahead)
 
     @torch.no_grad()
-    def all_gather(self, copied: bool = False) -> None:
+    def all_gather(self, copied: bool = False, ahead: bool = False) -> None:
         """Make every holder's parameters equal to the owners' masters, but for divided weights, which are gathered when
-        they are used; ``copied``: the update wrote what it can."""
+        they are used; ``copied``: the update wrote what it can; ``ahead``: of :meth:`step`."""
         masters = {e.bucket.index: m for e, m in zip(self.sync.exchanges, self.masters, strict=True)}
-        actions_open: deque[Action] = deque()
-        for action in self.sync.all_gathers:
-            _, bucket, hop = action
-            exchange = self.sync.by_bucket[bucket]
-            # A bucket goes on when its hop before has come; others wait for their turn, to bound the memory.
-            while any(a.micro_batch == bucket for a in actions_open) or len(actions_open) >= IN_FLIGHT:
-                self._arrive(actions_open.popleft())
-            if hop + 1 == len(exchange.hops):
-                self._keep_own(exchange, masters[bucket], copied)
-            dtype = self.sync.params[exchange.bucket.names[0]].dtype
-            exchange.start_spread(hop, masters[bucket], self._values(exchange), dtype, self.sync.flat.get(bucket))
-            actions_open.append(action)
-        for action in actions_open:
-            self._arrive(action)
+        self.gather.run(masters, lambda e: self._keep_own(e, masters[e.bucket.index], copied), ahead)
 
     def _keep_own(self, exchange: BucketExchange, masters: list[torch.Tensor], copied: bool) -> None:
         places = self._places[exchange.bucket.index]
@@ -290,10 +279,6 @@ class ShardedOptimizer:
                 weights.copy_(master[piece.inside])
             elif (self.offload or not in_place(weights)) and not (copied and written):
                 weights.copy_(master)
-
-    def _arrive(self, action: Action) -> None:
-        exchange = self.sync.by_bucket[action.micro_batch]
-        exchange.finish_spread(action.chunk, self._values(exchange))
 
 
 def _widened(values: torch.Tensor) -> torch.Tensor:

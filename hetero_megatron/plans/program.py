@@ -272,11 +272,11 @@ def validate_step(
 
 def sync_actions(buckets: Sequence[Bucket], rank: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
     """(REDUCE, ALL_GATHER) of one rank in the order in which it starts them: by bucket, and within one hop after hop;
-    the parameters come back the other way round. All ranks keep to this one order, so none waits in a circle. Buckets
-    of divided weights travel inside forward and backward."""
+    the parameters come back the other way round, those first that the next forward uses first. All ranks keep to this
+    one order, so none waits in a circle. Buckets of divided weights travel inside forward and backward."""
     buckets_of_rank = [b for b in buckets if rank in b.hops[0] and b.weights is None]
     reduces = tuple(action for b in buckets_of_rank for action in bucket_actions(b, gather=False))
-    all_gathers = tuple(action for b in buckets_of_rank for action in bucket_actions(b, gather=True))
+    all_gathers = tuple(action for b in reversed(buckets_of_rank) for action in bucket_actions(b, gather=True))
     return reduces, all_gathers
 
 

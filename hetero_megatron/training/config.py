@@ -209,11 +209,12 @@ class ElasticConfig:
 @dataclass(frozen=True)
 class DistributedConfig:
     """``backend``: of torch.distributed (None: the device's own); ``timeout_minutes``: how long a rank waits;
-    ``transport``: between chips of unlike vendors, see :mod:`~hetero_megatron.comm.islands`."""
+    ``transport``: between chips of unlike vendors (``comm/islands.py``); ``overlap_param_gather``: with the forward."""
 
     backend: str | None = None
     timeout_minutes: float = 10.0
     transport: str = "auto"
+    overlap_param_gather: bool = False
 
 
 @dataclass(frozen=True)
@@ -281,8 +282,7 @@ class RunConfig:
         reduce_in_bf16: gradients are rounded to bf16 where they travel between ranks.
         deterministic: refuse operators that do not give the same bits every time.
         platform: name of the platform to run on; None: the one that is here.
-        compile: backend of torch.compile; None: layers run as they are.
-        graphs_after: steps after which layers run as device graphs; None: they never do.
+        compile, graphs_after: backend of torch.compile, and steps after which layers are device graphs; None: neither.
         elastic: None: the job ends when a rank does.
         logits_bytes: where the logits of a micro-batch on a rank would be more, head and loss go through it in chunks.
         balancing: of the experts, where the model has some.

@@ -76,6 +76,7 @@ class StepGuard:
         clip_grad: float = 0.0,
         loss_scale: float = 1.0,
         stop: bool = False,
+        ahead: bool = False,
     ) -> StepStats:
         """One optimizer step, number ``number``; see ``Runtime.train_step`` for the rest.
 
@@ -83,7 +84,7 @@ class StepGuard:
             UserError: it was not finite (on all ranks; the weights are as before).
         """
         rates = (lr, weight_decay, clip_grad, loss_scale, stop)
-        stats = runtime.train_step(fetch, first, size, *rates, veto=self._suspicious, step=number)
+        stats = runtime.train_step(fetch, first, size, *rates, veto=self._suspicious, step=number, ahead=ahead)
         if self._verdict(stats.loss, stats.grad_norm):
             rows_again, place = watched_run(runtime, fetch, first, size, loss_scale, number)
             assert self.rows is not None
@@ -242,13 +243,16 @@ class ReplicaCheck:
         self.runtime, self.interval = runtime, interval
         self._parts: list[Part] | None = None
 
+    def due(self, step: int) -> bool:
+        return self.interval is not None and step % self.interval == 0
+
     def after_step(self, step: int) -> None:
         """Called on all ranks.
 
         Raises:
             UserError: copies differ (on all ranks); it names the ranks that differ from most others, and tensors.
         """
-        if self.interval is None or step % self.interval:
+        if self.interval is None or not self.due(step):
             return
         self.runtime.comm.activity = "comparing copies of weights"
         if self._parts is None:

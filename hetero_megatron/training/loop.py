@@ -167,7 +167,7 @@ class Training:
             with self.profiler.step(step) if self.profiler is not None else nullcontext():
                 stats = self.guard.step(
                     self.runtime, loader, step, self.consumed, size, lr, decay, config.optimizer.clip_grad,
-                    self.progress.loss_scale.scale, stop=self._wants_to_stop(step),
+                    self.progress.loss_scale.scale, self._wants_to_stop(step), self._only_trains_after(step),
                 )  # fmt: skip
             last = stats.stop or step == config.steps
             if not last:
@@ -193,6 +193,16 @@ class Training:
             return False
         elastic_asks = self.elastic is not None and self.elastic.asks
         return self.exit.check(step) or self.checkpoints.failed or elastic_asks
+
+    def _only_trains_after(self, step: int) -> bool:
+        """Whether nothing reads weights between this step and the next one, so that they may still be on their way."""
+        config, evaluation = self.config, self.config.evaluation
+        reads = (
+            step == config.steps, self.checkpoints.due(step), self.replicas.due(step), self.alignment is not None,
+            evaluation.iterations and step % evaluation.interval == 0, self.on_step is not None,
+            config.grpo is not None,
+        )  # fmt: skip
+        return config.distributed.overlap_param_gather and not any(reads)
 
     def _report(self, stats: StepStats, size: int, lr: float, scale: float, begin: float, last: bool) -> None:
         """Log a step of ``size`` sequences.

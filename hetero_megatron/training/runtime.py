@@ -20,6 +20,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.dropout import Draws
 from hetero_megatron.parallel.divided_weights import DividedWeights, apply_divided_weights
+from hetero_megatron.parallel.grad_sync.gathering import apply_parameter_gather
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, owned_norm, scales_and_norms
 from hetero_megatron.pipeline.stage_model import Initialize, RankStage, StageLoss, StageModel
@@ -120,12 +121,13 @@ class Runtime:
         self.optimizer: ShardedOptimizer | None = None
         if optimizer is not None:
             self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, by_load, built.owned_values)
+            gather = apply_parameter_gather(built.module, self.optimizer.gather, logical_tensors(spec))
+            self.hooks.before_reading = gather.finish
         self.outer = self._outer_steps(compiled)
         self.divided = self._divided_weights(compiled)
 
     @property
-    def world(self) -> Group:
-        """The ranks of the plan."""
+    def world(self) -> Group:  # the ranks of the plan
         return self.numbers.world
 
     @property
@@ -145,24 +147,23 @@ class Runtime:
             return distillation_loss(here, comm, options.distillation, model, kernels, dtype, options.logits_bytes)
         group, chunk = comm.group(here.unit.ranks), here.loss_chunk(dtype, options.logits_bytes)
         tokens = StageLoss(here, model, kernels, group, chunk)
-        if not here.stage.head or (options.preference is None and options.grpo is None):
-            return tokens
-        if options.grpo is not None:
+        if here.stage.head and options.grpo is not None:
             from hetero_megatron.pipeline.rollout_loss import RolloutLoss
 
             return RolloutLoss(options.grpo, tokens)
-        assert options.preference is not None
-        from hetero_megatron.pipeline.preference import pair_loss
+        if here.stage.head and options.preference is not None:
+            from hetero_megatron.pipeline.preference import pair_loss
 
-        return pair_loss(here, comm, options.preference, tokens)
+            return pair_loss(here, comm, options.preference, tokens)
+        return tokens
 
     def _gradient_sync(self, compiled: CompiledPlan) -> GradientSync:
         """Of the trained parameters; weights whose gradient is one product get it in place."""
         built, head = self.stage_model, self.loss.head
         params = {name: p for name, p in built.module.named_parameters() if p.requires_grad}
         sent_as = torch.bfloat16 if self.options.reduce_in_bf16 else None
-        late = self.here.stage.weights is not None
-        sync = GradientSync(self.comm, params, built.boxes, compiled.buckets, built.chunk_names(), sent_as, late)
+        how = sent_as, self.here.stage.weights is not None, self.options.fixed_order
+        sync = GradientSync(self.comm, params, built.boxes, compiled.buckets, built.chunk_names(), *how)
         gradients = built.kernels.weight_gradients
         if self.options.compile_backend is None:
             sync.fuse_wgrad_accumulation(built.products(head=head is None), gradients)
@@ -173,16 +174,15 @@ class Runtime:
         return sync
 
     def _divided_weights(self, compiled: CompiledPlan) -> DividedWeights | None:
-        """Of a stage that divides its weights; they have no memory before they are used, but where nothing is
-        trained."""
-        built, sync = self.stage_model, self.sync
+        """Of a stage that divides its weights: they have memory while they are used, or where nothing is trained."""
+        built = self.stage_model
         if self.here.stage.weights is None:
             return None
         buckets = [bucket for bucket in compiled.divided if self.comm.rank in bucket.ranks]
-        params, kernels = dict(built.module.named_parameters()), built.kernels
+        params = dict(built.module.named_parameters())
         divided = DividedWeights(
-            self.here.stage, self.here.spec.tied, buckets, params, sync.divided_sums, self.comm, built.stored_boxes,
-            kernels.weight_gradients,
+            self.here.stage, self.here.spec.tied, buckets, params, self.sync.divided_sums, self.comm,
+            built.stored_boxes, built.kernels.weight_gradients,
         )  # fmt: skip
         apply_divided_weights(built.module, divided)
         self.executor.weights = divided
@@ -233,6 +233,7 @@ class Runtime:
             UserError: the plan has no schedule for a batch of this size.
         """
         if self.stage_model.row_norms is not None:
+            self.hooks.before_reading()
             self.stage_model.row_norms.refresh()
         lora = self.here.spec.lora
         adapters = lora is not None and lora.dropout > 0
@@ -247,15 +248,14 @@ class Runtime:
         """Before the first step, and the first evaluation, and those whose micro-batches have other sizes in any
         pipeline: use all that it will use on devices once, with no message pending (see
         :meth:`PipelineExecutor.rehearse`). Called on all ranks; where no rank of the job has a device, it does nothing.
-        Weights, random numbers and memory are as if it had not been.
-
-        Args: of :meth:`work`.
+        Weights, random numbers and memory are as if it had not been. Arguments are those of :meth:`work`.
         """
         if self.comm.islands is None or not self.comm.islands.has_devices:
             return
         is_first, has_new_sizes = self.step_work.first_use(batch_size, forward_only)
         if not has_new_sizes:
             return
+        self.hooks.before_reading()
         if self.graphs is not None:
             self.graphs.warmed_up = False  # until the step begins
         rehearsal = self.compared.rehearsal() if self.compared is not None else nullcontext()
@@ -316,6 +316,7 @@ class Runtime:
     def train_step(
         self, fetch: Fetch, first_sample: int, batch_size: int, lr: float, weight_decay: float = 0.0,
         clip_grad: float = 0.0, loss_scale: float = 1.0, stop: bool = False, veto: Veto | None = None, step: int = 0,
+        ahead: bool = False,
     ) -> StepStats:  # fmt: skip
         """Take one optimizer step; called on all ranks, with equal arguments but for ``stop``.
 
@@ -327,6 +328,7 @@ class Runtime:
             stop: told to all ranks.
             veto: asked before the weights change, with the same values on all ranks.
             step: its number, from 1, which dropout depends on.
+            ahead: weights may be on their way until the next step's forward; not where ``stop`` is set on some rank.
 
         Raises:
             UserError: no token of the batch counts in the loss, or the plan has no schedule for its size.
@@ -338,6 +340,7 @@ class Runtime:
             if self.graphs is not None:
                 self.graphs.begin_step()
             step_result, grads = self.forward_backward(fetch, first_sample, batch_size, loss_scale, step)
+            self.hooks.before_reading()  # what no forward of this step used
             self.hooks.before_commit()
             gathered = self.numbers.gather(step_result, owned_norm(grads, self.stage_model.kernels.l2norm), stop)
             loss_sum, tokens, _, stops = gathered[:, :4].sum(0).tolist()
@@ -354,7 +357,7 @@ class Runtime:
                 clip = min(1.0, clip_grad / (own_norm + 1e-6)) if clip_grad > 0 else 1.0
                 if self.outer is not None:
                     self.outer.count([rows[:, 1].sum().item() for rows in islands])
-                self._update(grads, scale * clip, lr, weight_decay, routing)
+                self._update(grads, scale * clip, (lr, weight_decay), routing, ahead and not stops)
         busy, bubble, communication = gathered[:, 4:7].T.tolist()
         return StepStats(
             loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, step_result.actions, routing,
@@ -362,15 +365,15 @@ class Runtime:
         )
 
     def _update(
-        self, grads: OwnedGradients, scale: float, lr: float, weight_decay: float, routing: StepRouting | None
+        self, grads: OwnedGradients, scale: float, rates: tuple[float, float], routing: StepRouting | None, ahead: bool
     ) -> None:
         assert self.optimizer is not None
         self.hooks.before_update()
         self.comm.activity = "the optimizer step"
         if self.balance is not None and routing is not None:
             self.balance.move_bias(self.optimizer.owned(), routing)
-        self.optimizer.set_rates(lr, weight_decay)
-        self.optimizer.step(grads, scale)
+        self.optimizer.set_rates(*rates)
+        self.optimizer.step(grads, scale, ahead and self.divided is None)
 
     @torch.no_grad()
     def evaluate(self, fetch: Fetch, first_sample: int, batch_size: int) -> tuple[float, int]:

@@ -41,6 +41,7 @@ class RuntimeOptions:
             they can); None: they never do.
         preference, distillation, grpo: the loss, where it is not that of tokens alone.
         reduce_in_bf16: gradients are rounded to bf16 where they travel between ranks.
+        fixed_order: gradients are added in the order of ranks on devices, too, not in their library's.
     """
 
     compile_backend: str | None = None
@@ -54,6 +55,7 @@ class RuntimeOptions:
     distillation: Distillation | None = None
     reduce_in_bf16: bool = False
     grpo: Grpo | None = None
+    fixed_order: bool = False
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -70,6 +72,7 @@ class RuntimeOptions:
         return RuntimeOptions(
             config.compile, config.logits_bytes, config.balancing, config.fp8, config.dropout, config.seed,
             config.graphs_after, config.preference, config.distillation, config.reduce_in_bf16, config.grpo,
+            config.deterministic,
         )  # fmt: skip
 
 
@@ -104,6 +107,7 @@ class StepHooks:
 
     Attributes:
         before_update: called before weights change: waits for whoever still reads weights or moments.
+        before_reading: called before anything but a layer's forward reads weights: waits for those that are under way.
         before_forward: called with what a step or an evaluation is to work on: lets another model speak first.
         facts: called in each step before it ends: what else there is to say of its batch, by name.
         before_commit: called before all ranks hear of each other that their gradients are complete.
@@ -111,6 +115,7 @@ class StepHooks:
     """
 
     before_update: Callable[[], None] = lambda: None
+    before_reading: Callable[[], None] = lambda: None
     before_forward: BeforeForward = lambda fetch, first_sample, batch_size: None
     facts: Callable[[], Mapping[str, float]] = dict
     before_commit: Callable[[], None] = lambda: None

@@ -93,10 +93,10 @@ def _instrument(mine: Sequence[Happening], run: Path) -> Callable[[int, Any], No
         ShardedOptimizer.all_gather, held_state._move, peer_replicas.PeerReplicas.start, elastic.ElasticRank._join,
     )  # fmt: skip
 
-    def all_gather(self: Any, copied: bool = False) -> None:
+    def all_gather(self: Any, *arguments: bool) -> None:
         if self.updates:  # not when state is restored
             due("update", progress["step"] + 1)
-        gather(self, copied)
+        gather(self, *arguments)
 
     def moving(*arguments: Any) -> int:
         due("move", progress["epoch"])

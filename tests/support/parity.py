@@ -233,17 +233,18 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
     grads: list[tuple[str, Box, np.ndarray]] = []
     step = runtime.optimizer.step
 
-    def recording_step(per: Any, coefficient: float) -> None:
+    def recording_step(per: Any, coefficient: float, ahead: bool) -> None:
         grads.clear()
         for exchange, tensors in zip(runtime.sync.exchanges, per, strict=True):
             for piece, tensor in zip(exchange.pieces, tensors, strict=True):
                 grads.append((piece.name, piece.box, (tensor * coefficient).cpu().numpy()))
-        step(per, coefficient)
+        step(per, coefficient, ahead)
 
     runtime.optimizer.step = recording_step  # type: ignore[method-assign]
     batch = plan.global_batch_size
+    rates = case.lr, case.weight_decay, case.clip_grad
     stats = [
-        runtime.train_step(data.fetch, i * batch, batch, case.lr, case.weight_decay, case.clip_grad, step=i + 1)
+        runtime.train_step(data.fetch, i * batch, batch, *rates, step=i + 1, ahead=i + 1 < STEPS)
         for i in range(STEPS)
     ]
     with runtime.whole_weights():

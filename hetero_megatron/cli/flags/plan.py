@@ -197,7 +197,7 @@ def _searched(
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
     costs = CostOptions(
         moments=moments_of(args["optimizer"]), muon=args["optimizer"] == "muon", fp8=fp8,
-        gradient_bytes=2.0 if args["grad_reduce_in_bf16"] else None,
+        gradient_bytes=2.0 if args["grad_reduce_in_bf16"] else None, gather_ahead=args["overlap_param_gather"],
     )  # fmt: skip
     fixed = args["compile"] or args["cuda_graph_impl"] == "local"  # neither goes with activations in host memory
     space = SearchSpace(micro_batch_sizes=sizes, offload_activations="never" if fixed else "auto")

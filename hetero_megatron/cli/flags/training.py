@@ -254,8 +254,9 @@ def build_alignment(args: Arguments) -> AlignmentConfig:
 
 def build_distributed(args: Arguments) -> DistributedConfig:
     return DistributedConfig(
-        args["distributed_backend"], args["distributed_timeout_minutes"], args["transport"]
-    )
+        args["distributed_backend"], args["distributed_timeout_minutes"], args["transport"],
+        args["overlap_param_gather"],
+    )  # fmt: skip
 
 
 _OVERRIDE, _USE = "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"

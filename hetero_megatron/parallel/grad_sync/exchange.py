@@ -20,9 +20,11 @@ class HopExchange:
     Args:
         sent_as: dtype in which partial sums travel; they are rounded to it for each hop, never this rank's own, and
             added up in their own dtype. None: as they are.
+        fixed_order: sums are added in the order of ranks also where a device's library could add them.
 
     Attributes:
         runs: of its routes; None packs and unpacks also where that is not needed.
+        equal_runs: they are of one size, and the group's library gathers and adds up such parts in one collective.
         fills: False for a dry run: messages and sums take their memory, and nothing is copied or added there.
     """
 
@@ -30,10 +32,13 @@ class HopExchange:
 
     def __init__(
         self, routes: HopRoutes, group: Group, sources: Sequence[OwnedPiece], targets: Sequence[OwnedPiece],
-        sent_as: torch.dtype | None = None,
+        sent_as: torch.dtype | None = None, fixed_order: bool = False,
     ) -> None:  # fmt: skip
         self.routes, self.group, self.me, self.sent_as = routes, group, group.comm.rank, sent_as
         self.sources, self.targets, self.runs = sources, targets, routes.runs
+        sizes = {run.stop - run.start for run in routes.runs or ()}
+        self.equal_runs = len(sizes) == 1 and group.size > 1 and group.has_collectives
+        self._library_sums = self.equal_runs and sent_as is None and not fixed_order
         self._handle: Work | None = None
         self._dtype = torch.float32  # of what is summed
         self._used: list[torch.Tensor] = []  # by the exchange, on other streams of a device than their own
@@ -86,6 +91,9 @@ class HopExchange:
             self._handle = self.group.all_to_all(send, self.routes.give_counts, self.routes.take_counts)
             return
         assert memory is not None
+        if self._library_sums:
+            self._handle = self.group.reduce_scatter(memory, memory.new_empty(self.size))
+            return
         counts, own_index = [x.stop - x.start for x in self.runs], self.group.index
         own_size = self.size if self._own_travels else 0
         if self.sent_as is not None:
@@ -107,8 +115,8 @@ class HopExchange:
         self, arrays: Sequence[torch.Tensor | None], memory: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
         """The sums, one array per target, partial sums added in rank order, or to this rank's own where the first
-        other one does not send all; ``arrays`` that the routes do not keep may be None. ``memory``: [elements of
-        the bucket].
+        other one does not send all, or by the library in its own order; ``arrays`` that the routes do not keep may be
+        None. ``memory``: [elements of the bucket].
 
         With ``runs`` the sums lie in ``memory``, where my own part was.
         """
@@ -119,7 +127,9 @@ class HopExchange:
         if self.runs is not None:
             assert memory is not None
             own_sums = memory[self.runs[self.group.index]]
-            if self.group.size == 2:  # which of two is added to the other does not matter
+            if self._library_sums:
+                own_sums.copy_(received)
+            elif self.group.size == 2:  # which of two is added to the other does not matter
                 own_sums += received
             elif self.size and self._own_travels:
                 torch.sum(received.view(self.group.size, self.size), 0, out=own_sums)
@@ -207,7 +217,10 @@ class HopExchange:
             return
         assert memory is not None
         own, parts = memory[self.runs[self.group.index]], [memory[run] for run in self.runs]
-        self._handle = self.group.exchange([own] * self.group.size, parts)
+        if self.equal_runs:
+            self._handle = self.group.all_gather(own, memory)
+        else:
+            self._handle = self.group.exchange([own] * self.group.size, parts)
 
     def finish_back(self, arrays: Sequence[torch.Tensor]) -> None:
         """Write what came into my sources; the parts that are my own targets are there already. ``arrays``: one per
@@ -253,7 +266,7 @@ class BucketExchange:
 
     Args:
         boxes: of this rank's parameters in their logical tensors.
-        sent_as: dtype in which gradients travel; None: as they are.
+        sent_as: dtype in which gradients travel; None: as they are. fixed_order: of sums, as of :class:`HopExchange`.
         routes: routes by layouts (which live as long as the buckets do), of other buckets of this rank; added to.
         kept: pieces that this rank keeps of the bucket's tensors, where its stage divides them: sums are of these, and
             parameters come into arrays of them, which :func:`by_key` names; None: they are whole.
@@ -261,7 +274,7 @@ class BucketExchange:
 
     def __init__(
         self, bucket: Bucket, comm: Comm, boxes: Mapping[str, Box], routes: dict[tuple[object, ...], HopRoutes],
-        sent_as: torch.dtype | None = None, kept: Sequence[OwnedPiece] | None = None,
+        sent_as: torch.dtype | None = None, kept: Sequence[OwnedPiece] | None = None, fixed_order: bool = False,
     ) -> None:  # fmt: skip
         self.bucket = bucket
         kept_boxes = {p.name: [q.box for q in kept if q.name == p.name] for p in kept} if kept is not None else None
@@ -274,7 +287,8 @@ class BucketExchange:
             key = (ranks, bucket.dense, *map(id, hop.sources.values()), *map(id, hop.targets.values()))
             if key not in routes:
                 routes[key] = HopRoutes(hop, ranks, comm.rank, sources, targets, bucket.dense)
-            self.hops.append(HopExchange(routes[key], comm.group(ranks, lane=-1), sources, targets, sent_as))
+            group = comm.group(ranks, lane=-1)
+            self.hops.append(HopExchange(routes[key], group, sources, targets, sent_as, fixed_order))
         self._arrays: list[torch.Tensor | None] = []
         self._memory = torch.empty(0)
 

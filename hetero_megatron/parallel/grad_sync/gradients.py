@@ -45,6 +45,7 @@ class GradientSync:
         chunks: names of the parameters of each of the stage's chunks; a name may be in several. None: all in one.
         late: buckets start when backward is over, as the same ranks gather weights in it: which of several transfers of
             one group a rank starts first must not depend on when earlier ones end.
+        fixed_order: no library of devices adds up gradients, in an order of its own.
 
     Attributes:
         exchanges: of the buckets that this rank is in, in their order, but those of which sums go on in another one;
@@ -65,13 +66,14 @@ class GradientSync:
         chunks: Sequence[Collection[str]] | None = None,
         sent_as: torch.dtype | None = None,
         late: bool = False,
+        fixed_order: bool = False,
     ) -> None:
         self.params, self._late = params, late
         routes: dict[tuple[object, ...], HopRoutes] = {}
         self.all_exchanges = list[BucketExchange]()
         kept: dict[int, Sequence[OwnedPiece]] = {}  # by bucket in which sums go on
         for bucket in (b for b in buckets if comm.rank in b.ranks):
-            exchange = BucketExchange(bucket, comm, boxes, routes, sent_as, kept.get(bucket.index))
+            exchange = BucketExchange(bucket, comm, boxes, routes, sent_as, kept.get(bucket.index), fixed_order)
             self.all_exchanges.append(exchange)
             if bucket.onward is not None:
                 kept[bucket.onward] = exchange.pieces

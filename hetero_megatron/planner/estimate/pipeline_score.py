@@ -169,7 +169,7 @@ class TemplateBounds:
         self, stage: StageTemplate, pipelines: int, embed: bool, head: bool
     ) -> tuple[float, float, float]:
         """(least seconds that the stage's gradients travel, latency in seconds, least seconds from the end of reduction
-        to updated parameters)."""
+        until the next step can begin)."""
         choice = self.scorer.tables.choice(stage, embed, head)
         # Other pipelines may own nearly all states.
         optimizer = self.scorer.costs.optimizer_seconds(choice, math.inf if pipelines > 1 else 1)
@@ -186,7 +186,9 @@ class TemplateBounds:
         sharing = min(stage.tp, per_node)
         rate = sum(1 / beta if beta else math.inf for beta in (inside, outside * sharing) if beta < math.inf)
         wire = moved / rate if rate else 0.0
-        return wire * item, min(a, b), optimizer + wire * self.scorer.costs.item + min(a, b)
+        if not self.scorer.costs.options.gather_ahead:
+            optimizer += wire * self.scorer.costs.item + min(a, b)
+        return wire * item, min(a, b), optimizer
 
 
 def exposed(reduce: float, backward: float, layers: int) -> float:

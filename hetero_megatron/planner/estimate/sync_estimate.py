@@ -34,6 +34,8 @@ def sync_ends(
     """
     run = _SyncRun(costs, chips, idle, item, times)
     events = [(segment, bucket) for segment in loads.segments for bucket in segment.runs]
+    if times is None:
+        events.reverse()
     queues: dict[StageId, list[int]] = defaultdict(list)  # events of each stage that did not start, last one first
     for number in range(len(events) - 1, -1, -1):
         for stage_id in events[number][0].held:

@@ -32,6 +32,7 @@ from hetero_megatron.planner.template.plan_template import (
 )
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import LinkKind
+from hetero_megatron.predictor.simulate.next_forward import FirstForward, first_forward
 from hetero_megatron.utils.cached_method import cached_by, cached_method, share_results
 
 DEPTH, LARGE_DEPTH, LARGE = 48, 32, 512  # most micro-batches in flight (and stages); the same above LARGE chips
@@ -57,7 +58,7 @@ class StepEnds:
 
     Attributes:
         tails: by stage, seconds from the end of its last backward until its gradients are reduced.
-        after: seconds from the last reduced gradient to the last updated parameter.
+        after: seconds from the last reduced gradient until the next step can begin.
         replicas: by stage, pipelines that hold its layers, on average.
         reducing: by stage, ranks of each group in which its gradients are reduced.
         sharing: by part and stage boundary, 0: inside one node, else how many pipelines share the node's cards.
@@ -163,15 +164,15 @@ class TemplateScorer(PipelineScorer):
         )  # fmt: skip
 
     def _step_end(self, template: PlanTemplate, classes: NodeClasses, by_part: Sequence[float]) -> tuple[float, int]:
-        """(seconds until all parameters are updated everywhere, bytes over)."""
+        """(seconds until the next step can begin, bytes over)."""
         *_, end, over = self._reduction(template, classes, by_part)
         return end, over
 
     def _reduction(
         self, template: PlanTemplate, classes: NodeClasses, by_part: Sequence[float]
     ) -> tuple[SyncLoads, dict[StageId, float], dict[StageId, float], float, int]:
-        """(loads; by stage, seconds until its last backward ends, until its gradients are reduced; seconds until all
-        parameters are updated everywhere; bytes over)."""
+        """(loads; by stage, seconds until its last backward ends, until its gradients are reduced; seconds until the
+        next step can begin; bytes over)."""
         gradient_bytes = self.costs.options.gradient_bytes or self.costs.wide
         loads = sync_loads(template, classes, self.link_table, self.costs)
         times = self._backward_ends(template, by_part)
@@ -182,7 +183,26 @@ class TemplateScorer(PipelineScorer):
         update, over = self._update_and_memory(template, loads, classes)
         updated = {stage_id: barrier + seconds_ for stage_id, seconds_ in update.items()}
         written = sync_ends(loads, self.costs, chips, updated, self.costs.item)
-        return loads, backward_ends, summed, max(written.values()), over
+        beside = self._beside(template, classes, loads) if self.costs.options.gather_ahead else {}
+        ends = (beside[i].end(updated[i], at) if i in beside else at for i, at in written.items())
+        return loads, backward_ends, summed, max(*updated.values(), *ends), over
+
+    def _beside(
+        self, template: PlanTemplate, classes: NodeClasses, loads: SyncLoads
+    ) -> dict[StageId, FirstForward]:
+        """By stage, beside what its parameters come, where they need not be unpacked."""
+        packed = {stage_id for x in loads.segments if x.ranks != x.copies for stage_id in x.held}
+        beside: dict[StageId, FirstForward] = {}
+        for p, (part, rows) in enumerate(zip(template.parts, classes.sharing, strict=True)):
+            sharing = tuple(map(max, zip(*rows)))
+            forward, links = self.stage_seconds(part.shape, sharing)[0], self.links(part.shape, sharing)
+            begin, last = 0.0, len(links)
+            for s, (stage, seconds_) in enumerate(zip(part.shape.stages, forward, strict=True)):
+                if (p, s) not in packed:
+                    ends = s == 0, s == last
+                    beside[p, s] = first_forward(self.costs, stage.tp, stage.layers, *ends, begin, seconds_)
+                begin += seconds_ + (links[s][0] if s < last else 0.0)
+        return beside
 
     @staticmethod
     def _stages(template: PlanTemplate) -> dict[StageId, StageTemplate]:

@@ -74,6 +74,7 @@ class CostOptions:
         host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s), and for
             activations where the chip's own is not known.
         host_memory_bandwidth: bytes/s of a node's own memory, shared by the updates of all its chips.
+        gather_ahead: parameters come beside the next forward where they need not be unpacked (--overlap-param-gather).
         overlap: gradients are sent during the last backward, as by our runtime; False: after it.
         sharded: a rank updates what it owns, as in our runtime; False: all that it holds (an all-reduce moves the bytes
             of reduction and spread together).
@@ -96,6 +97,7 @@ class CostOptions:
     role_seconds: float = 0.0
     host_bandwidth: float = 25e9
     host_memory_bandwidth: float = 200e9
+    gather_ahead: bool = False
     overlap: bool = True
     sharded: bool = True
     gradient_bytes: float | None = None

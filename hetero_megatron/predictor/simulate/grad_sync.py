@@ -93,12 +93,11 @@ class SyncStructure:
         rows = self._contents[bucket.index]
         return [[SyncAction(bucket, a.chunk, c) for c in rows[a.chunk]] for a in bucket_actions(bucket, gather)]
 
-    def order(self, gather: bool) -> ActionOrder:
-        return self._order(gather and self.hops > 1)  # with single hops it is the same in both directions
-
     @cached_method
-    def _order(self, gather: bool) -> ActionOrder:
-        at_the_end = (b for b in self.buckets if b.weights is None)  # others travel inside forward and backward
+    def order(self, gather: bool) -> ActionOrder:
+        """As in :func:`~hetero_megatron.plans.program.sync_actions`."""
+        buckets = reversed(self.buckets) if gather else self.buckets
+        at_the_end = (b for b in buckets if b.weights is None)  # others travel inside forward and backward
         actions = [m for b in at_the_end for row in self.actions(b, gather) for m in row]
         latest = np.full(len(self.places.ranks), -1)  # number of a rank's last action
         missing: list[int] = []

@@ -33,6 +33,7 @@ from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.predictor.cost.cost_options import CostOptions, source_of
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.simulate.grad_sync import BucketSpan, GradSync
+from hetero_megatron.predictor.simulate.next_forward import end_of_parameters
 from hetero_megatron.predictor.simulate.stage_cost import PipelineCosts, PreparedPlan, StageCosts
 from hetero_megatron.predictor.simulate.uncertainty import late_seconds, seconds_range
 from hetero_megatron.schedule import Timeline, simulate
@@ -49,7 +50,7 @@ class Prediction:
     """One optimizer step of a plan.
 
     Attributes:
-        step_seconds: from the first forward to the last updated parameter.
+        step_seconds: from the first forward until the next step's can begin.
         seconds_range: in which the step is expected (:mod:`~hetero_megatron.predictor.simulate.uncertainty`); None
             where some chip's rates are not measured.
         tokens_per_second: of the whole plan.
@@ -245,17 +246,16 @@ class StepSimulator:
         barrier = max(summed.values()) + self._barrier_seconds()
         updated = {r: barrier + self._update_seconds(r) for r in self.plan.ranks}
         written, all_gathers = sync.run(self._all_at(updated), updated, costs.item, True)
-        end = max(written.values())
+        ahead = costs.options.gather_ahead
+        end = end_of_parameters(self.plan, sync, self.timelines, updated, written) if ahead else max(written.values())
         last = max(computed.values())
         parts_of_step = {
-            "pipelines": last - late,
-            "jitter": late,
-            "gradients": barrier - last,
+            "pipelines": last - late, "jitter": late, "gradients": barrier - last,
             "optimizer": max(updated.values()) - barrier,
             "parameters": end - max(updated.values()),
             "reference": self.reference_seconds,
             "outer": self._outer_seconds(end),
-        }
+        }  # fmt: skip
         end += self.reference_seconds + parts_of_step["outer"]
         return StepTimes(end, tuple(reduces), tuple(all_gathers), parts_of_step, self._tails(computed, summed))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero_megatron.comm import Comm
+from hetero_megatron.comm import Comm, Group
 from hetero_megatron.comm.hooks import Hooks, TorchWork
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import initial_values
@@ -125,3 +125,53 @@ def test_every_bucket_starts_during_backward(name: str, tied: bool, chunked: boo
 @pytest.mark.parametrize("name", PLANS)
 def test_sums_are_those_of_one_process(name: str, pool: Pool) -> None:
     check_case(fixed_case(MODEL, plan_of(name), dtype="fp64"), pool)
+
+
+def collectives_of(
+    comm: Comm, fixed_order: bool, ahead: bool
+) -> tuple[dict[str, int], list[float], list[torch.Tensor]]:
+    """(calls of each of the library's collectives, losses, weights) of rank 0, 1 or 2 of three equal replicas."""
+    spec = from_hf_config(MODEL | {"hidden_size": 192, "intermediate_size": 192, "vocab_size": 120})
+    pipelines = [
+        {"micro_batch_size": 1, "num_micro_batches": 1, "stages": [{"ranks": [r], "layers": [0, 2]}]} for r in range(3)
+    ]
+    described = {"version": 1, "seq_length": 8, "global_batch_size": 3, "pipelines": pipelines}
+    plan = with_attention(plan_for(plan_from_dict(described, spec), comm.islands), comm.device)
+    compiled = CompiledPlan(plan, spec, bucket_bytes=64 << 10)
+    comm.create_groups(compiled.groups)
+    tokens = torch.arange(24).view(3, 8)
+
+    def fetch(indices: Any) -> Batch:
+        return Batch(tokens[list(indices)], tokens[list(indices)], torch.arange(8).expand(len(indices), 8))
+
+    calls, kept = {"reduce_scatter": 0, "all_gather": 0}, {}
+    for name in calls:
+        kept[name] = getattr(Group, name)
+
+        def counted(self: Group, *tensors: torch.Tensor, name: str = name) -> Any:
+            calls[name] += 1
+            return kept[name](self, *tensors)
+
+        setattr(Group, name, counted)
+    try:
+        runtime = Runtime(
+            compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0), lambda g: SGD(g, 0.0),
+            options=RuntimeOptions(fixed_order=fixed_order),
+        )  # fmt: skip
+        losses = [runtime.train_step(fetch, 0, 3, 1e-2, step=i + 1, ahead=ahead and i < 2).loss for i in range(3)]
+    finally:
+        for name, method in kept.items():
+            setattr(Group, name, method)
+    return calls, losses, [p.detach().cpu() for p in runtime.sync.params.values()]
+
+
+def test_the_library_sums_and_gathers_equal_parts(pool: Pool) -> None:
+    """But in the order of ranks where that is asked for; beside the next forward parameters have the same bits."""
+    by_library = pool.run(collectives_of, False, True)
+    assert by_library[0][0]["reduce_scatter"] > 0 and by_library[0][0]["all_gather"] > 0
+    fixed, waiting = pool.run(collectives_of, True, True), pool.run(collectives_of, True, False)
+    assert not fixed[0][0]["reduce_scatter"] and fixed[0][0]["all_gather"] == by_library[0][0]["all_gather"]
+    for rank in range(EMULATED_RANKS):
+        assert fixed[rank][1] == waiting[rank][1] == pytest.approx(by_library[rank][1], rel=1e-5)
+        assert all(torch.equal(a, b) for a, b in zip(fixed[rank][2], waiting[rank][2], strict=True))
+        torch.testing.assert_close(by_library[rank][2], fixed[rank][2], rtol=1e-5, atol=1e-6)

@@ -59,7 +59,8 @@ def run_rank(
         before = {n: p.clone() for n, p in frozen.items()}
     assert {n for n, p in frozen.items() if p.dtype in (torch.int8, torch.uint8)} == runtime.stage_model.scales.keys()
     for step in range(STEPS):
-        found = runtime.train_step(data.fetch, step * size, size, 1e-2, WEIGHT_DECAY, 1.0, step=step + 1)
+        ahead = step + 1 < STEPS
+        found = runtime.train_step(data.fetch, step * size, size, 1e-2, WEIGHT_DECAY, 1.0, step=step + 1, ahead=ahead)
         stats.append([found.loss, found.grad_norm])
     assert all(p.grad is None for p in frozen.values())
     if runtime.divided is not None:

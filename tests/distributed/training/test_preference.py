@@ -102,7 +102,9 @@ def run_rank(
     stats = []
     for step in range(STEPS):
         loss, count, rewards = runtime.evaluate_pairs(data.fetch, step * size, size)
-        found = runtime.train_step(data.fetch, step * size, size, LR, clip_grad=1.0, loss_scale=4.0, step=step + 1)
+        found = runtime.train_step(
+            data.fetch, step * size, size, LR, clip_grad=1.0, loss_scale=4.0, step=step + 1, ahead=step + 1 < STEPS
+        )
         assert found.tokens == count and abs(loss / count - found.loss) <= 1e-12 * abs(found.loss)
         np.testing.assert_allclose(list(rewards.values()), list(found.facts.values()), rtol=1e-9, atol=1e-12)
         stats.append([found.loss, found.grad_norm, found.tokens, *(found.facts[name] for name in REWARDS)])

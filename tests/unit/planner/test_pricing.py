@@ -294,6 +294,15 @@ def test_a_change_of_any_rate_moves_estimate_and_prediction_alike() -> None:
             assert new[0] / old[0] == pytest.approx(new[1] / old[1], rel=3e-3), name
 
 
+def test_parameters_that_come_beside_the_next_forward() -> None:
+    """Estimated as they are simulated, and never later than where the step waits for them."""
+    there, options = _slower("", 1.0, False)
+    waiting, beside = (_both(there, replace(options, gather_ahead=ahead)) for ahead in (False, True))
+    assert all(estimate == pytest.approx(exact, rel=2e-3) for estimate, exact in beside)
+    saved = [before[1] - after[1] for before, after in zip(waiting, beside, strict=True)]
+    assert min(saved) >= 0 and saved[0] > 1.0 and saved[2] == 0.0  # of TP groups, parameters are unpacked
+
+
 def _bytes_over(
     model: ModelSpec = MODEL, seq: int = SEQ, dtype: str = "fp32", recompute: str = "", overhead: int = 0,
     communicators: tuple[str, str] = ("1 B", "1 B"), **options: int,
