@@ -107,7 +107,7 @@ def seconds_per_step(folder: Path, layers: int, hidden: int, copies: bool) -> fl
         *(sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(plan), "--fallback-plan", str(plan)),
         *("--elastic", "--", "--num-layers", str(layers), "--hidden-size", str(hidden), "--num-attention-heads", "8"),
         *("--vocab-size", "2048", "--mock-data", "--lr", "1e-3", "--train-iters", str(STEPS), "--save", str(run)),
-        *("--log-interval", "1", *(["--peer-replicas-every", "1"] if copies else [])),
+        *("--log-interval", "1", "--peer-replicas-every", "1" if copies else "0"),
     ]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

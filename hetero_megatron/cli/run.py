@@ -43,7 +43,7 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
                          other as few as will do; the first --fallback-plan that fits what is left goes on (without
                          any, the planner searches one: needs --cluster); ranks that only crashed are restarted
   --elastic              replan without ending a process: ranks that are left go on from what is in their memories
-                         (with --peer-replicas-every K among the flags a loss costs at most K steps), and one that
+                         (a loss costs at most --peer-replicas-every K, 1, steps), and one that
                          gets SIGTERM hands over at the step's end and leaves; hosts may join; without --testbed
   --join DIR             on another host, or here: join the elastic job whose --save directory is DIR, after a step
   --node NAME            this host in the cluster file (default: its own name); --cluster C: one with all nodes, where

@@ -227,8 +227,8 @@ class InPlaceSupervisor:
             return False
         if self._since is None:
             self._since = time.monotonic()
-        if self.wait and not self._deserted:
-            self.log(f"no rank is left; waiting {self.wait:g} s for hosts to join")
+        if not self._deserted and (self.wait or any(self._codes.get(m) for m in self.members)):
+            self.log("no rank is left" + (f"; waiting {self.wait:g} s for hosts to join" if self.wait else ""))
         self._deserted = True
         searches = self._sought is not None and self._sought[2] is not None and bool(self._admission.ready())
         return self.wait > 0 and (searches or time.monotonic() - self._since < self.wait)

@@ -265,7 +265,7 @@ class ElasticRank:
         comm.create_groups([ranks] * (max(config.compiled.groups.count(ranks), 1) + 1))
         if comm.rank not in ranks:
             return None
-        return PeerReplicas(comm.group(ranks, -1), config.elastic.replicas_every, self.node)
+        return PeerReplicas(comm.group(ranks, -1), config.elastic.replicas_every, self.node, config.elastic.room)
 
     def _phases(self, training: Training, source: HeldMoment | None, furthest: int, moved: int) -> Phases | None:
         epoch, step = self.epoch, training.step

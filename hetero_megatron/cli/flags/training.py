@@ -311,10 +311,11 @@ def build_elastic(args: Arguments, data: DataConfig | None, supervised: bool) ->
     if not supervised and not args["dry_run"]:
         problem = "nobody is here to say who is left (torchrun ends all ranks of a host with one)"
         raise flag_error("elastic", True, problem, "hetero-megatron run --elastic ... -- these flags")
-    replica_interval, goes_on = args["peer_replicas_every"], args["save"] is not None and args["save"] == args["load"]
+    replica_interval = args["peer_replicas_every"] or None
+    goes_on = args["save"] is not None and args["save"] == args["load"]
     if replica_interval is None and not goes_on:
-        raise flag_error("elastic", True, "what a lost rank owns would be lost with it",
-                         "--peer-replicas-every K, or --save DIR and --load DIR, the same")  # fmt: skip
+        raise flag_error("peer_replicas_every", 0, "with --elastic what a lost rank owns would be lost with it",
+                         "1 or more, or --save DIR and --load DIR, the same")  # fmt: skip
     if args["save"] is not None and (not goes_on or args["finetune"]):
         raise flag_error("elastic", True, "each epoch writes to --save, and must go on from what is there",
                          "--load DIR, the same as --save, without --finetune")  # fmt: skip
