@@ -77,14 +77,25 @@ def test_what_the_launcher_refuses_beside_it(tmp_path: Path) -> None:
     rest = ["--plan", str(plan), "--fallback-plan", str(plan)]
     flags = ["--", "--model", "tiny", "--mock-data", "--train-iters", "2", "--lr", "1e-3"]
     for words, field in (
-        (["--testbed"], "--testbed"), (["--via", "ssh"], "--via"), (["--max-replans", "3"], "--max-replans"),
-        (["--on-failure", "restart"], "--on-failure"),
+        (["--via", "ssh"], "--via"), (["--on-failure", "restart"], "--on-failure"),
     ):  # fmt: skip
         with pytest.raises(UserError) as error:
             main(["--elastic", *rest, *words, *flags])
         assert error.value.field == field and "contradicts --elastic" in str(error.value)
     with pytest.raises(UserError, match="lost with it"):
         main(["--elastic", *rest, *flags, "--peer-replicas-every", "0"])
+    testbed = ["--elastic", *rest, "--testbed"]
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(CLUSTER.replace("10 MB", "1 GB"))
+    for words, field in (
+        (["--chips", "none"], "--testbed"),
+        (["--cluster", str(cluster), "--links", "paced"], "--links"),
+        (["--cluster", str(cluster), "--links", "fast"], "--links"),
+        (["--cluster", str(cluster), "--address", "127.0.0.1"], "--address"),
+    ):
+        with pytest.raises(UserError) as error:
+            main([*testbed, *words, *flags])
+        assert error.value.field == field
     with pytest.raises(UserError, match="belongs before --"):
         main([*rest, *flags, "--elastic"])
 
