@@ -20,7 +20,7 @@ from hetero_megatron.plans.made_for import MadeFor, read_made_for
 from hetero_megatron.plans.memory.forward_only import with_role
 from hetero_megatron.plans.memory.of_plan import MemoryBytes as Memory
 from hetero_megatron.plans.memory.of_plan import estimate_memory, moments_of, with_communicators
-from hetero_megatron.plans.memory.replicas import Copies, copies_of, host_room
+from hetero_megatron.plans.memory.replicas import PeerCopies, copies_of, host_room
 from hetero_megatron.plans.program import format_step
 from hetero_megatron.plans.roles import role_plan
 from hetero_megatron.plans.routing import EVEN, routing_of
@@ -264,7 +264,7 @@ class Prediction:
         return format_step(self.plan.canonical, self.compiled.buckets, self.plan.model.spec)
 
     @property
-    def peer_copies(self) -> tuple[Copies, CopyPrediction]:
+    def peer_copies(self) -> tuple[PeerCopies, CopyPrediction]:
         """What copies of all ranks' states in peers' memory take (a run with --elastic): memory, and seconds."""
         plan, cluster = self.plan, self.cluster.described
         room = host_room(cluster, {rank: needs.host for rank, needs in self.memory.items()})

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
-from hetero_megatron.plans.memory.replicas import Copies, copies_of, host_room
+from hetero_megatron.plans.memory.replicas import PeerCopies, copies_of, host_room
 from hetero_megatron.training.config import RunConfig
 
 
-def copies_in(config: RunConfig, room: Mapping[str, float] | None = None) -> Copies:
+def copies_in(config: RunConfig, room: Mapping[str, float] | None = None) -> PeerCopies:
     """Those of the run's plan; without a cluster file every rank is a node."""
     from hetero_megatron.plans.memory.of_plan import moments_of
 

@@ -21,7 +21,7 @@ from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.files import open_append
 
 if TYPE_CHECKING:
-    from hetero_megatron.plans.memory.replicas import Copies
+    from hetero_megatron.plans.memory.replicas import PeerCopies
     from hetero_megatron.predictor.cost.cost_options import CostOptions
     from hetero_megatron.predictor.simulate.peer_copies import CopyPrediction
     from hetero_megatron.predictor.simulate.step import Prediction
@@ -104,7 +104,7 @@ def _options(config: RunConfig) -> CostOptions:
     )  # fmt: skip
 
 
-def expected_copies(config: RunConfig, copies: Copies, room: Mapping[str, float]) -> CopyPrediction | None:
+def expected_copies(config: RunConfig, copies: PeerCopies, room: Mapping[str, float]) -> CopyPrediction | None:
     """What copies in peers' memory cost in time, where there is an :func:`expectation`."""
     from hetero_megatron.predictor.cost.layer_cost import CostModel
     from hetero_megatron.predictor.simulate.peer_copies import predict_copies

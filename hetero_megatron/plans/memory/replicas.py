@@ -43,7 +43,7 @@ def choose_holders(
 
 
 @dataclass(frozen=True)
-class Copies:
+class PeerCopies:
     """
     Attributes:
         sizes: by rank of the plan, bytes that it owns, and sends whenever copies are made.
@@ -85,7 +85,7 @@ class Copies:
 def copies_of(
     plan: Plan, buckets: Sequence[Bucket], dtype: str, moments: int, nodes: Mapping[int, str],
     room: Mapping[str, float] | None = None,
-) -> Copies:  # fmt: skip
+) -> PeerCopies:  # fmt: skip
     """
     Args:
         moments: states per element of the optimizer, beside the master.
@@ -100,9 +100,9 @@ def copies_of(
     nodes = {rank: nodes[rank] for rank in sizes}
     ranks = list(sizes)
     if len(ranks) == 1:
-        return Copies(sizes, {}, nodes)
+        return PeerCopies(sizes, {}, nodes)
     holders = choose_holders([nodes[rank] for rank in ranks], [sizes[rank] for rank in ranks], room=room)
-    return Copies(sizes, {rank: ranks[i] for rank, i in zip(ranks, holders, strict=True)}, nodes)
+    return PeerCopies(sizes, {rank: ranks[i] for rank, i in zip(ranks, holders, strict=True)}, nodes)
 
 
 def host_room(cluster: Cluster, host_bytes: Mapping[int, int]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_megatron.cluster import format_bytes
-from hetero_megatron.plans.memory.replicas import Copies
+from hetero_megatron.plans.memory.replicas import PeerCopies
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.utils.text import format_seconds
@@ -48,7 +48,7 @@ class CopyPrediction:
         """Steps between copies so that they lengthen the run by at most ``WORTH``."""
         return max(1, math.ceil(self.share / WORTH - 1e-9))
 
-    def as_json(self, copies: Copies) -> dict[str, Any]:
+    def as_json(self, copies: PeerCopies) -> dict[str, Any]:
         """Seconds, and bytes by rank."""
         return {
             "packing_seconds": self.packing, "link_seconds": self.link, "step_seconds": self.step_seconds,
@@ -69,7 +69,7 @@ class CopyPrediction:
 
 
 def predict_copies(
-    copies: Copies, costs: CostModel, prediction: Prediction, room: Mapping[str, float]
+    copies: PeerCopies, costs: CostModel, prediction: Prediction, room: Mapping[str, float]
 ) -> CopyPrediction:
     """
     Args:
