@@ -16,8 +16,8 @@ import json
 import random
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -173,17 +173,22 @@ class SimulatedMembers:
     """The processes of an elastic job: those that it began with, and those of machines that join.
 
     Args:
+        rates: by level, of which ``level`` gives that of some machines.
         notice: machines are told before they are taken, so that their ranks hand over.
+        first: machines that the job begins with.
     """
 
     secret = b""
 
-    def __init__(self, trace: Trace, rates: Sequence[float], args: argparse.Namespace, notice: bool) -> None:
+    def __init__(
+        self, trace: Trace, rates: Sequence[float], args: argparse.Namespace, notice: bool, first: Sequence[str],
+        level: Callable[[Collection[str]], int] = len,
+    ) -> None:  # fmt: skip
         self.trace, self.rates, self.args, self.notice = trace, rates, args, notice
         self.tokens, self.saved_at, self.epochs = 0.0, 0.0, 0
-        self.lost = Counter[str]()  # tokens that would have been possible, by what they were lost to
-        self.number, self.members = 0, [0]
-        self.nodes = {0: next(iter(trace.up))}
+        self.lost = defaultdict[str, float](float)  # tokens that would have been possible, by what they were lost to
+        self.number, self.members, self.local, self.level = 0, list(range(len(first))), len(first), level
+        self.nodes = dict(enumerate(first))
         self.codes: dict[int, int] = {}
         self.asked: dict[str, tuple[int, float]] = {}  # node -> (number of its request, when it is ready)
         self.store: EpochStore | None = None
@@ -223,7 +228,7 @@ class SimulatedMembers:
                 store.stopped(self.number, member, by_failure=False)
         elif not store.has_stopped(self.number, self.alive) or not self.alive:
             self._train()
-        return {m: code for m, code in self.codes.items() if m == 0}
+        return {m: code for m, code in self.codes.items() if m < self.local}
 
     def _enter(self, epoch: object) -> None:
         self.number, self.members = epoch.number, epoch.members  # type: ignore[attr-defined]
@@ -239,7 +244,7 @@ class SimulatedMembers:
             return  # the launcher looks before time goes on
         ready = [at for _, at in self.asked.values()]
         until = min([*(at for at, _ in trace.back[:1]), *ready, trace.horizon])
-        before, rate = trace.now, self.rates[len(nodes)]
+        before, rate = trace.now, self.rates[self.level(nodes)]
         why = "start of machines beside others" if nodes else "start of machines when all were gone"
         taken = self._passes(why, max(until, before + 1e-3), rate, nodes)
         self.saved_at = self.saved_at or before
@@ -277,7 +282,7 @@ class SimulatedMembers:
         for member in lost:
             code = 0 if self.notice else -9
             self.codes[member] = code
-            if member:
+            if member >= self.local:
                 store.ended(member, code)
         for member in self.alive:
             store.stopped(self.number, member, by_failure=not self.notice)
@@ -333,24 +338,32 @@ class InstantSearch:
 
 
 def elastic(
-    trace: Trace, rates: Sequence[float], args: argparse.Namespace, notice: bool, lost: Counter[str]
+    trace: Trace, rates: Sequence[float], args: argparse.Namespace, notice: bool, lost: dict[str, float]
 ) -> tuple[float, int]:
     """(tokens, epochs) under the launcher of an elastic job, which waits for machines when all were taken; ``lost``:
     adds the tokens that it lost, by what to."""
     trace.advance(trace.events[0][0])
-    members = SimulatedMembers(trace, rates, args, notice)
+    members = SimulatedMembers(trace, rates, args, notice, [next(iter(trace.up))])
+    run_in_place(members, trace, lambda seats: f"{len(seats)}.yaml", args.verbose)
+    for why, tokens in members.lost.items():
+        lost[why] += tokens
+    return members.tokens, members.epochs
+
+
+def run_in_place(
+    members: SimulatedMembers, trace: Trace, plan: Callable[[Sequence[Seat]], str], verbose: bool
+) -> None:
+    """The launcher over simulated processes, to the end of the trace."""
     in_place.time = SimpleNamespace(monotonic=lambda: trace.now, sleep=lambda seconds: None)  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
-        setup = Setup(Path("1.yaml"), (Seat(members.nodes[0], 0),))
+        seats = tuple(Seat(node, 0) for node in members.nodes.values())
         one = InPlaceSupervisor(
-            setup, members.start, lambda seats, cluster: Path(f"{len(seats)}.yaml"), 1 << 30, FOREVER, Path(folder),
-            lambda text: None, wait=FOREVER, search=InstantSearch,
+            Setup(Path(plan(seats)), seats), members.start, lambda seats, cluster: Path(plan(seats)), 1 << 30, FOREVER,
+            Path(folder), lambda text: None, wait=FOREVER, search=InstantSearch,
         )  # fmt: skip
-        one.log = print if args.verbose else lambda text: None  # type: ignore[method-assign, assignment]
+        one.log = print if verbose else lambda text: None  # type: ignore[method-assign, assignment]
         one.run()
     assert trace.now >= trace.horizon, "the launcher gave up"
-    lost.update(members.lost)
-    return members.tokens, members.epochs
 
 
 def main() -> None:
@@ -374,7 +387,7 @@ def main() -> None:
     print(f"{machine()}\n{args.trace.name}: {most} {CHIP}, {days:.1f} days, {len(found['changes'])} changes; {MODEL}")
     print("tokens/s with 1, 2, … machines: " + ", ".join(f"{rate:,.0f}" for rate in rates[1:]))
     print(f"{'policy':<52}{'of what was possible':>22}{'starts or epochs':>18}")
-    lost: dict[str, Counter[str]] = {"elastic": Counter(), "told": Counter()}
+    lost: dict[str, dict[str, float]] = {"elastic": defaultdict(float), "told": defaultdict(float)}
     policies = {
         "launcher: replan with a restart, take back": lambda seed: restarted(make(seed), rates),
         "elastic": lambda seed: elastic(make(seed), rates, args, False, lost["elastic"]),
