@@ -3,6 +3,7 @@ was stopped at the same steps and begun anew under the same plans."""
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import re
 import shutil
@@ -247,6 +248,24 @@ def test_a_host_joins(name: str, tmp_path: Path) -> None:
     found = run(tmp_path, ranks, happenings, hosts=[host])
     check(tmp_path, ranks, found)
     assert any(said in text for text, _ in found.epochs), found.output
+
+
+@pytest.mark.exhaustive
+def test_the_launcher_is_lost(tmp_path: Path) -> None:
+    """Ranks that do not die with it end with a line each; the same command goes on from the last checkpoint."""
+    flags, metrics, output = ["--save-interval", "3"], tmp_path / "run" / "metrics.jsonl", tmp_path / "output"
+    context = multiprocessing.get_context("forkserver")
+    launcher = context.Process(target=run, args=(tmp_path, 4, [], *flags))
+    launcher.start()
+    end = time.monotonic() + 200
+    while not metrics.exists() or metrics.read_text().count('"loss"') < 4:
+        assert time.monotonic() < end and launcher.is_alive()
+        time.sleep(0.02)
+    launcher.kill()
+    while output.read_text().count("the launcher does not answer") < 4:
+        assert time.monotonic() < end, output.read_text()
+        time.sleep(0.1)
+    check(tmp_path, 4, run(tmp_path, 4, [], *flags), *flags)
 
 
 SERVER = """
