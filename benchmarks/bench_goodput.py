@@ -238,7 +238,7 @@ def elastic(
         while world.back and world.back[0][0] <= nearest:
             events.append((world.back[0][0], world.back[0][1], True))
             world.repair(world.back[0][0])
-    trace.events, trace.up = sorted(events), set(up)
+    trace.events, trace.up = sorted(event for event in events if event[0] < world.horizon), set(up)
     here, changes = set(up), [(0.0, HOSTS)]
     for at, host, _ in trace.events:
         here ^= {host}
