@@ -2,6 +2,7 @@
 
     python benchmarks/bench_elastic.py [--rounds 3] [--layers 6]
     python benchmarks/bench_elastic.py --copies [--rounds 3] [--layers 8] [--hidden-size 512]
+    python benchmarks/bench_elastic.py --testbed [--copies] [--rounds 3] [--layers 6] [--hidden-size 512]
 
 Six ranks on this host train the tiny model in fp32 (``--layers``: deeper) under a plan of three pipelines of two
 stages; one is killed once 8 steps are done, and the fallback plan has five. The restart reads a checkpoint of every
@@ -10,6 +11,9 @@ CPU seconds of all processes of each run.
 
 ``--copies``: seconds per step of two ranks, each a replica of the whole model, with a copy of every rank's state sent
 to the other one after each step (``--peer-replicas-every 1``) and without, in turn.
+
+``--testbed``: the same on an emulated cluster: six nodes (two for ``--copies``) with chips under the exact clock and
+links of 100 MB/s; with ``--copies`` the ratio is also predicted, before anything is measured.
 """
 
 from __future__ import annotations
@@ -28,9 +32,35 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine, median
+from hetero_megatron.cli.configure import configure
+from hetero_megatron.cli.peer_copies import copies_in
+from hetero_megatron.monitoring.record import expected_copies
+from hetero_megatron.testbed.state import all_testbeds
 
 HEAD = "version: 1\nseq_length: 32\nglobal_batch_size: 6\npipelines:\n"
 STEPS, KILL_AFTER, RANKS = 16, 8, 6
+CLUSTER = """version: 1
+nodes: [{{name: node, count: {count}, chip: core}}]
+chips: {{core: {{memory: 4 GiB, emulate: {{speed: {speed}}}}}}}
+links: {{inter_node: {{bandwidth: 100 MB/s}}}}
+"""
+ALL_RANKS = 1.2  # cores' worth of speed that all emulated chips have together
+
+
+def testbed_words(folder: Path, count: int) -> list[str]:
+    """Flags of a run on a testbed of so many nodes."""
+    cluster = folder / "cluster.yaml"
+    cluster.write_text(CLUSTER.format(count=count, speed=round(ALL_RANKS / count, 3)))
+    return ["--testbed", "--chips", "clock", "--links", "namespaces", "--cluster", str(cluster)]
+
+
+def process_of_rank(job: int, rank: int, testbed: bool) -> int:
+    """The process of a rank of the job that process ``job`` launched."""
+    if not testbed:
+        return children(job)[rank]
+    mine = [job, *children(job)]
+    (bed,) = [bed for bed in all_testbeds() if bed.launcher in mine]
+    return int(bed.record()["ranks"][rank]["pid"])
 
 
 def plans(layers: int) -> tuple[str, str]:
@@ -58,7 +88,7 @@ def children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
-def one_run(folder: Path, layers: int, elastic: bool) -> tuple[float, float, str]:
+def one_run(folder: Path, layers: int, elastic: bool, testbed: bool) -> tuple[float, float, str]:
     """(seconds from the kill to the next step, CPU seconds, what the elastic run says)."""
     run = folder / "run"
     for path, text in zip((folder / "six.yaml", folder / "five.yaml"), plans(layers), strict=True):
@@ -67,6 +97,7 @@ def one_run(folder: Path, layers: int, elastic: bool) -> tuple[float, float, str
     flags = ["--peer-replicas-every", "1"] if elastic else ["--save-interval", "1", "--keep-checkpoints", "2"]
     command = [
         *(sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(folder / "six.yaml")),
+        *(testbed_words(folder, RANKS) if testbed else ()),
         *("--fallback-plan", str(folder / "five.yaml"), *words, "--", "--model", "tiny", "--num-layers", str(layers)),
         *("--mock-data", "--lr", "1e-3", "--train-iters", str(STEPS), "--save", str(run), "--load", str(run), *flags),
     ]
@@ -78,9 +109,9 @@ def one_run(folder: Path, layers: int, elastic: bool) -> tuple[float, float, str
             while lines(run / "metrics.jsonl")[1] < KILL_AFTER and job.poll() is None:
                 time.sleep(0.01)
             assert job.poll() is None, (folder / "log").read_text()
-            os.kill(children(job.pid)[RANKS - 1], signal.SIGKILL)
+            os.kill(process_of_rank(job.pid, RANKS - 1, testbed), signal.SIGKILL)
             begin = time.perf_counter()
-            while "ended with SIGKILL" not in (folder / "log").read_text():
+            while "SIGKILL" not in (folder / "log").read_text():
                 time.sleep(0.005)
             known = lines(run / "metrics.jsonl")
             while (now := lines(run / "metrics.jsonl"))[1] <= known[1] or now[0] != known[0]:
@@ -97,35 +128,66 @@ def one_run(folder: Path, layers: int, elastic: bool) -> tuple[float, float, str
     return seconds, cpu, told[0] if told else ""
 
 
-def seconds_per_step(folder: Path, layers: int, hidden: int, copies: bool) -> float:
-    """Median of all steps but the first few, which make states and the first copy."""
-    run, plan = folder / "run", folder / "two.yaml"
+def plan_for_copies(folder: Path, layers: int) -> Path:
+    plan = folder / "two.yaml"
     pipeline = "  - {{micro_batch_size: 1, num_micro_batches: 4, stages: [{{ranks: {}, layers: [0, {}]}}]}}\n"
     head = "version: 1\nseq_length: 256\nglobal_batch_size: 8\npipelines:\n"
     plan.write_text(head + "".join(pipeline.format(rank, layers) for rank in (0, 1)))
+    return plan
+
+
+def flags_of_model(layers: int, hidden: int) -> list[str]:
+    return [
+        *("--num-layers", str(layers), "--hidden-size", str(hidden), "--num-attention-heads", "8"),
+        *("--seq-length", "256", "--max-position-embeddings", "256"),
+        *("--vocab-size", "2048", "--mock-data", "--lr", "1e-3", "--train-iters", str(STEPS)),
+    ]
+
+
+def predicted_ratio(folder: Path, layers: int, hidden: int) -> float:
+    """Seconds of a step with copies over those without, as a dry run says it."""
+    cluster, plan = testbed_words(folder, 2)[-2:], plan_for_copies(folder, layers)
+    words = ["--plan", str(plan), *cluster, *flags_of_model(layers, hidden), "--elastic"]
+    config = configure(words, {"WORLD_SIZE": "2", "RANK": "0", "HETERO_LAUNCHER": "1"})
+    prediction = expected_copies(config, copies_in(config), {})
+    assert prediction is not None
+    return prediction.step_seconds / prediction.without
+
+
+def seconds_per_step(folder: Path, layers: int, hidden: int, copies: bool, testbed: bool) -> float:
+    """Median of all steps but the first few, which make states and the first copy."""
+    run, plan = folder / "run", plan_for_copies(folder, layers)
     command = [
         *(sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(plan), "--fallback-plan", str(plan)),
-        *("--elastic", "--", "--num-layers", str(layers), "--hidden-size", str(hidden), "--num-attention-heads", "8"),
-        *("--vocab-size", "2048", "--mock-data", "--lr", "1e-3", "--train-iters", str(STEPS), "--save", str(run)),
-        *("--log-interval", "1", *(["--peer-replicas-every", "1"] if copies else [])),
+        *("--elastic", *(testbed_words(folder, 2) if testbed else ()), "--", *flags_of_model(layers, hidden)),
+        *("--save", str(run), "--load", str(run), "--log-interval", "1"),
+        *("--peer-replicas-every", "1" if copies else "0"),
     ]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    for line in done.stderr.splitlines():
+        if line.startswith("testbed: ") and ("load" in line or "INVALID" in line):
+            print(line)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return median([line["seconds"] for line in metrics if "loss" in line][4:])
+    return median([line["step_seconds"] for line in metrics if "loss" in line][4:])
 
 
-def measure_copies(rounds: int, layers: int, hidden: int) -> None:
+def measure_copies(rounds: int, layers: int, hidden: int, testbed: bool) -> None:
+    predicted = {}
+    if testbed:
+        with tempfile.TemporaryDirectory() as scratch:
+            predicted["predicted"] = predicted_ratio(Path(scratch), layers, hidden)
+        print(json.dumps(predicted), flush=True)
     found: dict[bool, list[float]] = {False: [], True: []}
     for number in range(rounds):
         for copies in (False, True) if number % 2 == 0 else (True, False):
             folder = Path(tempfile.mkdtemp(prefix="bench-elastic-"))
             try:
-                found[copies].append(seconds_per_step(folder, layers, hidden, copies))
+                found[copies].append(seconds_per_step(folder, layers, hidden, copies, testbed))
             finally:
                 shutil.rmtree(folder)
             print(f"{'with' if copies else 'without'} copies {found[copies][-1]:.3f} s per step", flush=True)
-    print(json.dumps({"with / without": median(found[True]) / median(found[False])}))
+    print(json.dumps({"with / without": median(found[True]) / median(found[False]), **predicted}))
 
 
 def main() -> None:
@@ -134,17 +196,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--copies", action="store_true", help="what copies for peers cost per step")
     parser.add_argument("--hidden-size", type=int, default=512, help="for --copies")
+    parser.add_argument("--testbed", action="store_true", help="on an emulated cluster (root, Linux)")
     options = parser.parse_args()
     print(machine())
     if options.copies:
-        measure_copies(options.rounds, options.layers, options.hidden_size)
+        measure_copies(options.rounds, options.layers, options.hidden_size, options.testbed)
         return
     found: dict[str, list[tuple[float, float]]] = {"elastic": [], "replan": []}
     for _ in range(options.rounds):
         for kind, of_kind in found.items():
             folder = Path(tempfile.mkdtemp(prefix="bench-elastic-"))
             try:
-                seconds, cpu, told = one_run(folder, options.layers, kind == "elastic")
+                seconds, cpu, told = one_run(folder, options.layers, kind == "elastic", options.testbed)
             finally:
                 shutil.rmtree(folder)
             of_kind.append((seconds, cpu))

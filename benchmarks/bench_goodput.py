@@ -18,7 +18,8 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -208,6 +209,50 @@ def replanned(world: World, found: dict[tuple[int, int], float]) -> tuple[float,
     return progress.tokens, rounds[0]
 
 
+def elastic(
+    world: World, found: dict[tuple[int, int], float], options: argparse.Namespace, notice: bool, lost: dict[str, float]
+) -> tuple[float, int]:
+    """(tokens, epochs) under the launcher of ``run --elastic``; ``lost``: adds the tokens lost, by what to.
+
+    Args:
+        notice: a host says so before it fails, so that its ranks hand over.
+    """
+    from benchmarks import bench_spot
+
+    def level(nodes: Collection[str]) -> int:
+        """Hosts of each type, of the type of which there are fewest."""
+        return min(sum(node.startswith(name) for node in nodes) for name, _ in TYPES)
+
+    best = [max((c for c in found if c[0] <= n), key=lambda c: found[c], default=None) for n in range(HOSTS + 1)]
+    rates = [0.0 if counts is None else found[counts] for counts in best]
+    up, events = set(world.up), list[tuple[float, str, bool]]()
+    trace = bench_spot.Trace([], world.horizon, 0, 0)
+    while (event := world.next_failure(world.up, world.horizon)) is not None:
+        at, host, hardware = event
+        if hardware:
+            world.lose(host, at)
+            events.append((at, host, False))
+        else:  # its ranks end, and it joins again
+            events += [(at, host, False), (at + 1.0, host, True)]
+        nearest = world.events[0][0] if world.events else world.horizon
+        while world.back and world.back[0][0] <= nearest:
+            events.append((world.back[0][0], world.back[0][1], True))
+            world.repair(world.back[0][0])
+    trace.events, trace.up = sorted(event for event in events if event[0] < world.horizon), set(up)
+    here, changes = set(up), [(0.0, HOSTS)]
+    for at, host, _ in trace.events:
+        here ^= {host}
+        changes.append((at, level(here)))
+    trace.changes = changes
+    members = bench_spot.SimulatedMembers(trace, rates, options, notice, sorted(up), level)  # type: ignore[arg-type]
+    plan = lambda seats: f"{best[level([seat.node for seat in seats])]}.yaml"  # noqa: E731
+    bench_spot.run_in_place(members, trace, plan, verbose=False)
+    for why, tokens in members.lost.items():
+        lost[why] += tokens
+    lost["hosts that are gone"] += max(rates) * world.horizon - bench_spot.possible(trace, rates)
+    return members.tokens, members.epochs
+
+
 def waited(world: World, rate: float, used: int, spares: int) -> tuple[float, int]:
     """(tokens, rounds) of one plan on ``used`` hosts of each type, which waits until so many are up."""
     progress, rounds = Progress(), 0
@@ -239,7 +284,10 @@ def main() -> None:
     parser.add_argument("--days", type=float, default=54.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--plans", type=Path, help="keep the planner's throughputs in this file")
+    parser.add_argument("--elastic", action="store_true", help="also under run --elastic (minutes for each seed)")
+    parser.add_argument("--switch", type=float, default=15.0, help="seconds between two epochs' steps")
     args = parser.parse_args()
+    options = argparse.Namespace(start=RESTART, save=SAVE, detect=DETECT, switch=args.switch)
     supervise.time.sleep = lambda seconds: None  # type: ignore[assignment]  # between two polls: simulated hosts are quick
     found = throughputs(args.plans)
     most = max(found.values())
@@ -249,9 +297,13 @@ def main() -> None:
     print(f"{'repair':>8}  {'policy':<44}{'goodput':>9}{'starts':>8}")
     for hours in (1.0, 4.0, 24.0):
         rows: dict[str, list[tuple[float, int]]] = {}
+        lost: dict[str, dict[str, float]] = {}
         for seed in range(args.seeds):
             make = lambda: World(seed, hours, horizon)  # noqa: B023, E731
             rows.setdefault("launcher: replan, take back", []).append(replanned(make(), found))
+            for name, notice in (("elastic", False), ("elastic, told before hosts fail", True)) if args.elastic else ():
+                causes = lost.setdefault(name, defaultdict(float))
+                rows.setdefault(name, []).append(elastic(make(), found, options, notice, causes))
             rows.setdefault("same plan after repair", []).append(waited(make(), most, HOSTS, 0))
             for spares in (4, 16):
                 less = (HOSTS - spares, HOSTS - spares)
@@ -261,6 +313,8 @@ def main() -> None:
         for name, runs in rows.items():
             goodput = sum(tokens for tokens, _ in runs) / len(runs) / (most * horizon)
             print(f"{hours:>6g} h  {name:<44}{goodput:>9.1%}{sum(n for _, n in runs) / len(runs):>8.0f}", flush=True)
+            for why, tokens in sorted(lost.get(name, {}).items(), key=lambda item: -item[1]):
+                print(f"{'':>10}  lost to {why:<36}{tokens / len(runs) / (most * horizon):>9.2%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -115,11 +116,11 @@ class Trace:
         self.advance(until)
 
 
-def possible(trace: Trace, rates: Sequence[float]) -> float:
-    """Tokens of the machines that are there, at every moment under the best plan for them."""
+def possible(trace: Trace, rates: Sequence[float], since: float = 0.0, until: float = FOREVER) -> float:
+    """Tokens of the machines that are there, at every moment (of a span) under the best plan for them."""
     total, at, count = 0.0, 0.0, 0
     for then, now in [*trace.changes, (trace.horizon, 0)]:
-        total += rates[count] * (then - at)
+        total += rates[count] * max(0.0, min(then, until) - max(at, since))
         at, count = then, now
     return total
 
@@ -172,16 +173,22 @@ class SimulatedMembers:
     """The processes of an elastic job: those that it began with, and those of machines that join.
 
     Args:
+        rates: by level, of which ``level`` gives that of some machines.
         notice: machines are told before they are taken, so that their ranks hand over.
+        first: machines that the job begins with.
     """
 
     secret = b""
 
-    def __init__(self, trace: Trace, rates: Sequence[float], args: argparse.Namespace, notice: bool) -> None:
+    def __init__(
+        self, trace: Trace, rates: Sequence[float], args: argparse.Namespace, notice: bool, first: Sequence[str],
+        level: Callable[[Collection[str]], int] = len,
+    ) -> None:  # fmt: skip
         self.trace, self.rates, self.args, self.notice = trace, rates, args, notice
         self.tokens, self.saved_at, self.epochs = 0.0, 0.0, 0
-        self.number, self.members = 0, [0]
-        self.nodes = {0: next(iter(trace.up))}
+        self.lost = defaultdict[str, float](float)  # tokens that would have been possible, by what they were lost to
+        self.number, self.members, self.local, self.level = 0, list(range(len(first))), len(first), level
+        self.nodes = dict(enumerate(first))
         self.codes: dict[int, int] = {}
         self.asked: dict[str, tuple[int, float]] = {}  # node -> (number of its request, when it is ready)
         self.store: EpochStore | None = None
@@ -189,8 +196,18 @@ class SimulatedMembers:
 
     def start(self, host: str, port: int) -> SimulatedMembers:
         self.store = EpochStore(connect_store(host, port, timedelta(seconds=30), "elastic"), b"")
-        self.trace.advance(self.trace.now + self.args.start)
+        self._passes("start of the job", self.trace.now + self.args.start, 0.0)
         return self
+
+    def _passes(self, why: str, until: float, gained: float | None = None, hosts: set[str] | None = None) -> list[str]:
+        """Time up to ``until``, or the first moment at which some of ``hosts`` are taken: these. What was possible
+        beyond the tokens per second ``gained`` is lost to ``why``."""
+        before = self.trace.now
+        taken = self.trace.advance(until, hosts or set())
+        gains = (gained or 0.0) * (self.trace.now - before)
+        self.tokens += gains
+        self.lost[why] += possible(self.trace, self.rates, before, self.trace.now) - gains
+        return taken
 
     @property
     def alive(self) -> list[int]:
@@ -211,12 +228,12 @@ class SimulatedMembers:
                 store.stopped(self.number, member, by_failure=False)
         elif not store.has_stopped(self.number, self.alive) or not self.alive:
             self._train()
-        return {m: code for m, code in self.codes.items() if m == 0}
+        return {m: code for m, code in self.codes.items() if m < self.local}
 
     def _enter(self, epoch: object) -> None:
         self.number, self.members = epoch.number, epoch.members  # type: ignore[attr-defined]
         self.epochs += 1
-        self.trace.advance(self.trace.now + self.args.switch)
+        self._passes("change of epochs", self.trace.now + self.args.switch)
         self._gone([self.nodes[m] for m in self.alive if self.nodes[m] not in self.trace.up], 0.0)
 
     def _train(self) -> None:
@@ -227,10 +244,9 @@ class SimulatedMembers:
             return  # the launcher looks before time goes on
         ready = [at for _, at in self.asked.values()]
         until = min([*(at for at, _ in trace.back[:1]), *ready, trace.horizon])
-        before, rate = trace.now, self.rates[len(nodes)]
-        taken = trace.advance(max(until, before + 1e-3), nodes)
-        seconds = trace.now - before
-        self.tokens += rate * seconds
+        before, rate = trace.now, self.rates[self.level(nodes)]
+        why = "start of machines beside others" if nodes else "start of machines when all were gone"
+        taken = self._passes(why, max(until, before + 1e-3), rate, nodes)
         self.saved_at = self.saved_at or before
         if taken:
             self._gone(taken, rate)
@@ -259,12 +275,14 @@ class SimulatedMembers:
             kept = len(alive) > 1 and not any(holders[m] in lost for m in lost)
             step = BATCH * SEQUENCE / rate
             since = (self.trace.now - self.saved_at) % self.args.save
-            self.tokens -= rate * (1.5 * step if kept else since)
-            self.trace.advance(self.trace.now + self.args.detect)
+            again = rate * (1.5 * step if kept else since)
+            self.tokens -= again
+            self.lost["steps again, from copies" if kept else "steps again, from a checkpoint"] += again
+            self._passes("until a loss is noticed", self.trace.now + self.args.detect)
         for member in lost:
             code = 0 if self.notice else -9
             self.codes[member] = code
-            if member:
+            if member >= self.local:
                 store.ended(member, code)
         for member in self.alive:
             store.stopped(self.number, member, by_failure=not self.notice)
@@ -319,21 +337,33 @@ class InstantSearch:
     def abandon(self) -> None: ...
 
 
-def elastic(trace: Trace, rates: Sequence[float], args: argparse.Namespace, notice: bool) -> tuple[float, int]:
-    """(tokens, epochs) under the launcher of an elastic job, which waits for machines when all were taken."""
+def elastic(
+    trace: Trace, rates: Sequence[float], args: argparse.Namespace, notice: bool, lost: dict[str, float]
+) -> tuple[float, int]:
+    """(tokens, epochs) under the launcher of an elastic job, which waits for machines when all were taken; ``lost``:
+    adds the tokens that it lost, by what to."""
     trace.advance(trace.events[0][0])
-    members = SimulatedMembers(trace, rates, args, notice)
+    members = SimulatedMembers(trace, rates, args, notice, [next(iter(trace.up))])
+    run_in_place(members, trace, lambda seats: f"{len(seats)}.yaml", args.verbose)
+    for why, tokens in members.lost.items():
+        lost[why] += tokens
+    return members.tokens, members.epochs
+
+
+def run_in_place(
+    members: SimulatedMembers, trace: Trace, plan: Callable[[Sequence[Seat]], str], verbose: bool
+) -> None:
+    """The launcher over simulated processes, to the end of the trace."""
     in_place.time = SimpleNamespace(monotonic=lambda: trace.now, sleep=lambda seconds: None)  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
-        setup = Setup(Path("1.yaml"), (Seat(members.nodes[0], 0),))
+        seats = tuple(Seat(node, 0) for node in members.nodes.values())
         one = InPlaceSupervisor(
-            setup, members.start, lambda seats, cluster: Path(f"{len(seats)}.yaml"), 1 << 30, FOREVER, Path(folder),
-            lambda text: None, wait=FOREVER, search=InstantSearch,
+            Setup(Path(plan(seats)), seats), members.start, lambda seats, cluster: Path(plan(seats)), 1 << 30, FOREVER,
+            Path(folder), lambda text: None, wait=FOREVER, search=InstantSearch,
         )  # fmt: skip
-        one.log = print if args.verbose else lambda text: None  # type: ignore[method-assign, assignment]
+        one.log = print if verbose else lambda text: None  # type: ignore[method-assign, assignment]
         one.run()
     assert trace.now >= trace.horizon, "the launcher gave up"
-    return members.tokens, members.epochs
 
 
 def main() -> None:
@@ -357,10 +387,11 @@ def main() -> None:
     print(f"{machine()}\n{args.trace.name}: {most} {CHIP}, {days:.1f} days, {len(found['changes'])} changes; {MODEL}")
     print("tokens/s with 1, 2, … machines: " + ", ".join(f"{rate:,.0f}" for rate in rates[1:]))
     print(f"{'policy':<52}{'of what was possible':>22}{'starts or epochs':>18}")
+    lost: dict[str, dict[str, float]] = {"elastic": defaultdict(float), "told": defaultdict(float)}
     policies = {
         "launcher: replan with a restart, take back": lambda seed: restarted(make(seed), rates),
-        "elastic": lambda seed: elastic(make(seed), rates, args, notice=False),
-        "elastic, told before machines are taken": lambda seed: elastic(make(seed), rates, args, notice=True),
+        "elastic": lambda seed: elastic(make(seed), rates, args, False, lost["elastic"]),
+        "elastic, told before machines are taken": lambda seed: elastic(make(seed), rates, args, True, lost["told"]),
         "one plan, while all machines are there": lambda seed: waited(make(seed), rates, args.start, args.save),
     }
     for name, policy in policies.items():
@@ -368,6 +399,10 @@ def main() -> None:
         shares = [tokens / best for tokens, _ in runs]
         count = sum(number for _, number in runs) / len(runs)
         print(f"{name:<52}{min(shares):>12.1%} to {max(shares):.1%}{count:>16.0f}", flush=True)
+    print(f"{'share of what was possible that is lost to':<52}{'elastic':>10}{'told':>10}")
+    for why in sorted({*lost["elastic"], *lost["told"]}, key=lambda why: -lost["elastic"][why]):
+        parts = (of_policy[why] / args.seeds / best for of_policy in lost.values())
+        print(f"{why:<52}" + "".join(f"{part:>10.2%}" for part in parts))
 
 
 if __name__ == "__main__":

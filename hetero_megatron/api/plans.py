@@ -20,6 +20,7 @@ from hetero_megatron.plans.made_for import MadeFor, read_made_for
 from hetero_megatron.plans.memory.forward_only import with_role
 from hetero_megatron.plans.memory.of_plan import MemoryBytes as Memory
 from hetero_megatron.plans.memory.of_plan import estimate_memory, moments_of, with_communicators
+from hetero_megatron.plans.memory.replicas import PeerCopies, copies_of, host_room
 from hetero_megatron.plans.program import format_step
 from hetero_megatron.plans.roles import role_plan
 from hetero_megatron.plans.routing import EVEN, routing_of
@@ -30,6 +31,7 @@ from hetero_megatron.predictor.report.prediction_page import html_page
 from hetero_megatron.predictor.report.timeline import format_timeline, perfetto_trace
 from hetero_megatron.predictor.simulate import step
 from hetero_megatron.predictor.simulate.beside import predict_beside
+from hetero_megatron.predictor.simulate.peer_copies import CopyPrediction, predict_copies
 from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
 from hetero_megatron.spec import adapted, load_model
 from hetero_megatron.spec.flops import LOGITS_BYTES
@@ -260,6 +262,17 @@ class Prediction:
     def schedule(self) -> str:
         """What every stage does in a step, and which ranks meet in what."""
         return format_step(self.plan.canonical, self.compiled.buckets, self.plan.model.spec)
+
+    @property
+    def peer_copies(self) -> tuple[PeerCopies, CopyPrediction]:
+        """What copies of all ranks' states in peers' memory take (a run with --elastic): memory, and seconds."""
+        plan, cluster = self.plan, self.cluster.described
+        room = host_room(cluster, {rank: needs.host for rank, needs in self.memory.items()})
+        nodes = {rank: cluster.ranks[rank].node for rank in plan.ranks}
+        buckets, moments = self.compiled.buckets, moments_of(plan.optimizer)
+        copies = copies_of(plan.canonical, buckets, plan.dtype, moments, nodes, room)
+        costs = CostModel(plan.model.spec, cluster, plan.seq_length, plan.dtype)
+        return copies, predict_copies(copies, costs, self.simulated, room)
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the timeline, as JSON data; seconds and bytes."""

@@ -27,6 +27,7 @@ from hetero_megatron.cli.flags.parse import (
 )
 from hetero_megatron.cli.flags.plan import build_plan, take_defaults
 from hetero_megatron.cli.flags.training import build_checkpoint, build_elastic, build_failure, build_graphs
+from hetero_megatron.cli.peer_copies import with_room_for_copies
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig, build_datasets, reads_text, refuse_bytes
 from hetero_megatron.data.config import choose_type
@@ -100,7 +101,8 @@ def configure(
     """
     args, errors = parse_all(argv)
     args.generates = generates
-    return configure_arguments(args, errors, environment, model, early)
+    config = configure_arguments(args, errors, environment, model, early)
+    return with_room_for_copies(config, args.has("peer_replicas_every"))
 
 
 def configure_arguments(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hetero_megatron.api.inputs import Cluster, Model
-from hetero_megatron.api.plans import Plan, model_name, predict
+from hetero_megatron.api.plans import Plan, Prediction, model_name, predict
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, count
 from hetero_megatron.cli.flags.planned_model import (
     add_beside,
@@ -72,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--width", type=count(10, 10_000), default=100, metavar="N", help=width)
     parser.add_argument("--routing-stats", metavar="FILE",
                         help="how often experts were chosen, as a run wrote it (default: all alike)")  # fmt: skip
+    parser.add_argument("--peer-replicas-every", type=count(), metavar="K",
+                        help="also print what copies for --elastic cost, made every K steps")  # fmt: skip
     add_beside(parser)
     _add_run_flags(parser)
     args = parser.parse_args(list(argv))
@@ -105,17 +108,25 @@ def main(argv: Sequence[str]) -> int:
         overlap_param_gather=args.overlap_param_gather,
         role_forwards=2 if preference is not None and preference.estimates_kl else 1,
     )  # fmt: skip
-    if args.html:
-        write_text(args.html, "--html", prediction.page())
-    if args.trace:
-        write_text(args.trace, "--trace", json.dumps(prediction.trace()))
-    if args.json:
-        print_json(prediction.as_json())
-    else:
-        print(prediction.explain(args.width))
-        if args.schedule:
-            print(prediction.schedule())
+    _show(args, prediction)
     if not prediction.fits:
         print(f"error: the plan does not fit: {prediction.over[0]}", file=sys.stderr)
         return 1
     return 0
+
+
+def _show(args: Namespace, prediction: Prediction) -> None:
+    """Print it, and write the files that were asked for."""
+    if args.html:
+        write_text(args.html, "--html", prediction.page())
+    if args.trace:
+        write_text(args.trace, "--trace", json.dumps(prediction.trace()))
+    copies = prediction.peer_copies if args.peer_replicas_every is not None else None
+    if args.json:
+        print_json(prediction.as_json() | ({} if copies is None else {"peer_copies": copies[1].as_json(copies[0])}))
+    else:
+        print(prediction.explain(args.width))
+        if copies is not None:
+            print(f"{copies[0].describe(args.peer_replicas_every)}; {copies[1]}")
+        if args.schedule:
+            print(prediction.schedule())

@@ -20,7 +20,7 @@ from hetero_megatron.utils.text import notice_line
 
 if TYPE_CHECKING:
     from hetero_megatron.plans.memory.of_plan import MemoryBytes
-    from hetero_megatron.training.config import RunConfig
+    from hetero_megatron.training.config import ElasticConfig, RunConfig
 
 
 def finetune(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
@@ -170,7 +170,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
         for line in format_communicators(all_ranks(config.plan), cluster) if cluster is not None else ():
             print(line, flush=True)
     if config.elastic is not None and config.elastic.replicas_every is not None:
-        print(_copies(config, config.elastic.replicas_every), flush=True)
+        print(_copies(config, config.elastic), flush=True)
     refuse_over_memory(config, memory, notify=True)
     if config.as_rank is not None:
         import_torch()
@@ -181,16 +181,15 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     return 0
 
 
-def _copies(config: RunConfig, every: int) -> str:
-    """What copies of optimizer states in peers' memory take; without a cluster every rank is a node."""
-    from hetero_megatron.plans.memory.of_plan import moments_of
-    from hetero_megatron.plans.memory.replicas import format_replicas, replica_bytes
+def _copies(config: RunConfig, elastic: ElasticConfig) -> str:
+    """What copies of optimizer states in peers' memory take, and their seconds where there are rates."""
+    from hetero_megatron.cli.peer_copies import copies_in
+    from hetero_megatron.monitoring.record import expected_copies
 
-    cluster, moments = config.cluster, moments_of(config.optimizer.name)
-    if config.optimizer.name == "sgd" and not config.optimizer.momentum:
-        moments = 0
-    nodes = {r: cluster.ranks[r].node if cluster is not None else f"rank{r}" for r in config.plan.ranks}
-    return format_replicas(replica_bytes(config.plan, config.compiled.buckets, config.dtype, moments, nodes), every)
+    assert elastic.replicas_every is not None
+    copies = copies_in(config, elastic.room)
+    text, prediction = copies.describe(elastic.replicas_every), expected_copies(config, copies, elastic.room or {})
+    return f"{text}; {prediction}" if prediction else text
 
 
 def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:

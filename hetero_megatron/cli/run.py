@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import TYPE_CHECKING
 
 from hetero_megatron.cli.arguments import beyond, read_number, refuse_empty
 from hetero_megatron.cli.run_elastic import ElasticLimits, join, run_elastic
-from hetero_megatron.cluster import load_cluster
-from hetero_megatron.cluster.hosts import read_cluster_document
-from hetero_megatron.environment.launcher import SUPERVISED, refuse_copies
+from hetero_megatron.cli.run_plans import (
+    configured,
+    drift_in_place,
+    first_that_fits,
+    largest_that_fits,
+    replanned,
+    searched,
+)
+from hetero_megatron.environment.launcher import refuse_copies
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat, Setup, SupervisedJob, TestbedJob
-from hetero_megatron.launch.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor, Watch
-from hetero_megatron.monitoring.record import expectation
+from hetero_megatron.launch.supervise import DRIFT_FLAG, Supervisor, Watch
 from hetero_megatron.monitoring.stragglers import diagnoses_at
-from hetero_megatron.planner.whatif.drift import with_slow_nodes, worst_by_node
-from hetero_megatron.plans import Plan, all_ranks
-from hetero_megatron.plans.dump import dump_yaml
-from hetero_megatron.plans.made_for import lora_words
+from hetero_megatron.plans import all_ranks
+from hetero_megatron.testbed.settings import CHIPS, LINKS
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.utils.yaml_document import QuotingDumper
 
 if TYPE_CHECKING:
     from hetero_megatron.launch.job import Access
@@ -43,8 +42,8 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
                          other as few as will do; the first --fallback-plan that fits what is left goes on (without
                          any, the planner searches one: needs --cluster); ranks that only crashed are restarted
   --elastic              replan without ending a process: ranks that are left go on from what is in their memories
-                         (with --peer-replicas-every K among the flags a loss costs at most K steps), and one that
-                         gets SIGTERM hands over at the step's end and leaves; hosts may join; without --testbed
+                         (a loss costs at most --peer-replicas-every K, 1, steps), and one that
+                         gets SIGTERM hands over at the step's end and leaves; hosts may join, but no --testbed
   --join DIR             on another host, or here: join the elastic job whose --save directory is DIR, after a step
   --node NAME            this host in the cluster file (default: its own name); --cluster C: one with all nodes, where
                          the job's has not got this one; --nproc-per-node N: ranks here, in a job without cluster file
@@ -55,8 +54,8 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
   --grace SECONDS        how long the other ranks may take to end after one failed (default 30)
   --max-replans N        with --replan-on-drift FACTOR among the flags: how often to plan again because ranks drift
                          from their rates (default 2); then drift is not looked for any more
-  --testbed              run on a testbed of --cluster, anew in every round: nodes can really be lost, chips be slowed;
-                         --chips and --links are those of hetero-megatron testbed run
+  --testbed              run on a testbed of --cluster, anew in every round (with --elastic there is one): nodes can
+                         really be lost, chips be slowed; --chips and --links are those of hetero-megatron testbed run
   --via ssh              run on the hosts of --cluster, through ssh, one elastic agent each; the rendezvous store is
                          here, so any of them may be lost; --save must be a directory that all hosts share
   --ssh-command WORDS    in place of ssh and its options; it is given a host and a shell line
@@ -74,9 +73,7 @@ _SINGLE = (
     *("--chips", "--links"),
     *("--via", *_VIA_SSH),
 )
-WORTH = 0.03  # a new plan must save this share of the step, else the old one stays
 _MOST = 1e9  # of numbers of seconds and restarts
-_ENOUGH = 1 << 16  # ranks: how many there are is not asked yet
 _POLICIES = ("stop", "restart", "replan")
 PRETRAIN = (sys.executable, "-m", "hetero_megatron", "pretrain")
 TESTBED_RUN = (sys.executable, "-m", "hetero_megatron.cli.main", "testbed", "run")
@@ -105,13 +102,13 @@ def main(argv: Sequence[str]) -> int:
     cluster = Path(options["--cluster"]) if "--cluster" in options else None
     testbed = _testbed(options, cluster)
     access = _access(options, cluster)
-    config = _configure(words, Path(options["--plan"]), cluster, None)
+    config = configured(words, Path(options["--plan"]), cluster, None)
     seats = _seats(config)
     if config.plan.roles and policy == "replan" and not fallbacks:
         raise UserError("the planner finds no ranks for the roles of a plan", field="--on-failure", value=policy,
                         accepted="--fallback-plan FILE beside it, or restart")  # fmt: skip
     for plan in fallbacks:
-        _same_work(_configure(words, plan, None, None), config, plan)
+        _same_work(configured(words, plan, None, None), config, plan)
     needs_checkpoints = ("--on-failure", policy) if policy != "stop" else (DRIFT_FLAG, config.failure.replan_on_drift)
     if needs_checkpoints[1] is not None and not elastic and not config.checkpoint.goes_on:
         raise UserError(
@@ -125,16 +122,17 @@ def main(argv: Sequence[str]) -> int:
     log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     restarts, grace = _number(options, "--max-restarts", 3), _number(options, "--grace", 30)
     planner = first_that_fits(words, fallbacks) if fallbacks else searched(words, config, scratch)
+    replans = int(_number(options, "--max-replans", 2))
+    if config.failure.replan_on_drift and not replans:
+        raise UserError("contradicts --replan-on-drift", field="--max-replans", value=0, accepted="1 or more")
     if elastic:
         planner = largest_that_fits(words, [setup.plan, *fallbacks]) if fallbacks else planner
         least_speed, wait = _number(options, "--least-speed", 0.5), _number(options, "--wait-for-hosts", 0)
         limits = ElasticLimits(int(restarts), grace, least_speed, wait)
-        return run_elastic(setup, words, planner, limits, scratch, log, options.get("--address"), config)
+        kinds = testbed[len(TESTBED_RUN) :] if testbed is not None else None
+        return run_elastic(setup, words, planner, limits, scratch, log, options.get("--address"), config, kinds,
+                           drift_in_place(words, scratch, replans) if config.failure.replan_on_drift else None)
     replanner = replanned(words, scratch) if config.failure.replan_on_drift else None
-    replans = int(_number(options, "--max-replans", 2))
-    if replanner is not None and not replans:
-        raise UserError("contradicts --replan-on-drift", field="--max-replans", value=0, accepted="1 or more")
-
     def on_testbed(setup: Setup, words: Sequence[str], number: int) -> SupervisedJob:
         assert testbed is not None
         logs = scratch / f"testbed-round-{number}"
@@ -161,9 +159,7 @@ def _elastic(options: dict[str, str]) -> bool:
                 raise UserError("it needs --elastic", field=name, value=options[name])
         return False
     for name, problem in (
-        ("--testbed", "a testbed's nodes are made for one round"),
         ("--via", "the agents on other hosts end all their ranks with one"),
-        ("--max-replans", "ranks that drift are not replanned in place yet"),
     ):
         if name in options:
             raise UserError(f"contradicts --elastic: {problem}", field=name, value=options[name] or None,
@@ -216,111 +212,13 @@ def _testbed(options: dict[str, str], cluster: Path | None) -> list[str] | None:
         return None
     if cluster is None:
         raise UserError("needs a cluster to emulate", field="--testbed", accepted="--cluster FILE beside it")
+    if "--address" in options:
+        raise UserError("contradicts --testbed, which no host can join", field="--address", value=options["--address"],
+                        accepted="one of them")  # fmt: skip
+    for flag, kinds in (("--chips", CHIPS), ("--links", LINKS)):
+        if options.get(flag, kinds[0]) not in kinds:
+            raise UserError("unknown choice", field=flag, value=options[flag], accepted=", ".join(kinds))
     return [*TESTBED_RUN, *flags]
-
-
-def first_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
-    """The first plan whose ranks and chips are available."""
-
-    return lambda seats, cluster: next((plan for plan, _ in _fitting(words, plans, seats, cluster)), None)
-
-
-def largest_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
-    """The plan for the most ranks of those whose ranks and chips are available, the first of several."""
-
-    def choose(seats: Sequence[Seat], cluster: Path | None) -> Path | None:
-        fitting = list(_fitting(words, plans, seats, cluster))
-        return max(fitting, key=lambda plan_and_seconds: plan_and_seconds[1])[0] if fitting else None
-
-    return choose
-
-
-def _fitting(
-    words: Sequence[str], plans: Sequence[Path], seats: Sequence[Seat], cluster: Path | None
-) -> Iterator[tuple[Path, int]]:
-    """Plans whose ranks and chips are available, and how many ranks they have."""
-    for plan in plans:
-        try:
-            count = all_ranks(_configure(words, plan, cluster, len(seats)).plan)[-1] + 1
-        except UserError as error:
-            print(f"launcher: {plan} does not fit: {error}", file=sys.stderr, flush=True)
-            continue
-        if count <= len(seats):
-            yield plan, count
-
-
-def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
-    """The planner's best plan for the remaining chips, with the same batch and sequence length."""
-
-    def choose(seats: Sequence[Seat], cluster: Path | None) -> Path | None:
-        from hetero_megatron.cli.configure import configure
-
-        fixed = ["--seq-length", str(config.plan.seq_length), "--global-batch-size", str(config.plan.global_batch_size)]
-        settings = config.plan.made_for
-        if settings is not None:  # the words may leave to the plan what the search needs to know
-            fixed += ["--dtype", config.dtype, "--optimizer", config.optimizer.name]
-            if config.fp8 is not None and "--fp8-format" not in words:
-                fixed += ["--fp8-format", config.fp8.format, "--fp8-recipe", config.fp8.recipe]
-            if settings.mtp_layers and "--mtp-num-layers" not in words:
-                fixed += ["--mtp-num-layers", str(settings.mtp_layers)]
-            if settings.lora is not None and "--load-adapter" not in words:
-                fixed += lora_words(settings.lora)
-            fixed += ["--model", settings.model] if not {"--model", "--load-hf", "--num-layers"} & set(words) else []
-        flags = ["--auto-plan", "--cluster", str(cluster), *fixed, *words]
-        try:
-            plan = configure(flags, {"WORLD_SIZE": str(len(seats)), SUPERVISED: "1"}).plan
-        except UserError as error:
-            print(f"launcher: no plan found: {error}", file=sys.stderr, flush=True)
-            return None
-        path = scratch / f"plan-for-{len(seats)}-ranks.yaml"
-        path.write_text(dump_yaml(replace(plan, made_for=settings)))
-        return path
-
-    return choose
-
-
-def replanned(words: Sequence[str], scratch: Path) -> Replanner:
-    """Replan with the measured rates of the ranks that drifted; keeps the plan if a new one gains little."""
-
-    def choose(setup: Setup, drift: Mapping[str, Any], number: int) -> tuple[Setup, str]:
-        assert setup.cluster is not None, "--replan-on-drift needs --cluster"
-        old_cluster = load_cluster(str(setup.cluster))
-        factors = worst_by_node(old_cluster, drift["ratios"])
-        document = with_slow_nodes(read_cluster_document(setup.cluster).plain(), old_cluster, factors, drift["dtype"])
-        cluster = scratch / f"cluster-round-{number}.yaml"
-        cluster.write_text(yaml.dump(document, sort_keys=False, Dumper=QuotingDumper))
-        path = scratch / f"plan-round-{number}.yaml"
-        config = _configure(words, setup.plan, setup.cluster, len(setup.seats))
-        path.write_text(dump_yaml(_any_chip(config.plan)))
-        old = _predicted(_configure(words, path, cluster, len(setup.seats)))
-        new_plan = searched(words, config, scratch)(setup.seats, cluster)
-        new = _predicted(_configure(words, new_plan, cluster, len(setup.seats))) if new_plan is not None else None
-        slow = ", ".join(f"{node} takes {factor:.2f} times as long" for node, factor in sorted(factors.items()))
-        if new_plan is None or new is None or (old is not None and new > (1 - WORTH) * old):
-            return replace(setup, plan=path, cluster=cluster), f"{slow}; the plan stays: no other is predicted to gain"
-        gain = f", predicted {new:.3g} s per step instead of {old:.3g} s" if old is not None else ""
-        path.write_text(new_plan.read_text())
-        return replace(setup, plan=path, cluster=cluster), f"{slow}; plan {path}{gain}"
-
-    return choose
-
-
-def _any_chip(plan: Plan) -> Plan:
-    """The plan without chip names, which change with their rates."""
-    return plan.with_stages(lambda stage: replace(stage, chip=None))
-
-
-def _predicted(config: RunConfig) -> float | None:
-    prediction = expectation(config)[0] if config.cluster is not None else None
-    return None if prediction is None else prediction.step_seconds
-
-
-def _configure(words: Sequence[str], plan: Path, cluster: Path | None, world: int | None) -> RunConfig:
-    from hetero_megatron.cli.configure import configure
-
-    cluster_flags = ["--cluster", str(cluster)] if cluster is not None else []
-    environment = {"WORLD_SIZE": str(_ENOUGH if world is None else world), SUPERVISED: "1"}
-    return configure(["--plan", str(plan), *cluster_flags, *words], environment)
 
 
 def _seats(config: RunConfig) -> tuple[Seat, ...]:

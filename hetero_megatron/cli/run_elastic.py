@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero_megatron.cli.arguments import refuse_empty
+from hetero_megatron.cluster import load_cluster
 from hetero_megatron.environment.launcher import gloo_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Setup
@@ -19,6 +20,8 @@ from hetero_megatron.training.config import RunConfig
 
 if TYPE_CHECKING:
     from hetero_megatron.checkpoint.lock import DirectoryLock
+    from hetero_megatron.launch.drift import DriftPlanner
+    from hetero_megatron.testbed.launch import Launcher
 
 # torch writes a stack of C++ for each connection that closes; what that means is said in a line of ours.
 _QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -39,7 +42,8 @@ class ElasticLimits:
 
 def run_elastic(
     setup: Setup, words: Sequence[str], planner: Planner, limits: ElasticLimits, scratch: Path,
-    log: Callable[[str], None], address: str | None, config: RunConfig,
+    log: Callable[[str], None], address: str | None, config: RunConfig, testbed: Sequence[str] | None = None,
+    drift: DriftPlanner | None = None,
 ) -> int:  # fmt: skip
     """The job of ``setup``, to its end; its exit code. The directory of its checkpoints is locked by this process: a
     rank that hangs, perhaps on another host, would keep it from those that go on.
@@ -48,9 +52,12 @@ def run_elastic(
         config: what a rank makes of the words.
         scratch: where hosts find the job that join it.
         address: of this host, as others reach it; None: only this host's processes take part.
+        testbed: kinds of chips and links of the testbed that the ranks run on (empty: by default); None: on none.
+        drift: how to plan again where ranks drift from their rates; None: they stay as they are.
     """
     os.environ.setdefault(*_QUIET)
-    from hetero_megatron.launch.in_place import InPlaceSupervisor
+    from hetero_megatron.launch.elastic_testbed import testbed_ranks
+    from hetero_megatron.launch.in_place import ElasticJob, InPlaceSupervisor
     from hetero_megatron.launch.joining import JOB_FILE, JobFile
 
     def start(host: str, port: int) -> LocalJob:
@@ -60,16 +67,39 @@ def run_elastic(
         plan, cluster = (str(file.absolute()) if file is not None else "" for file in (setup.plan, setup.cluster))
         JobFile(host, port, secret.decode(), plan, cluster, list(words), str(Path.cwd())).write(scratch)
 
+    machine = _testbed(setup, words, testbed, scratch) if testbed is not None else None
     lock = _locked(config)
     try:
-        return InPlaceSupervisor(
-            setup, start, planner, limits.losses, limits.grace, scratch, log, opened, address, limits.least_speed,
-            limits.wait,
-        ).run()  # fmt: skip
+        with testbed_ranks(machine, diagnoses_at(scratch, 0)) as ranks:
+            begin: Callable[[str, int], ElasticJob] = start if ranks is None else ranks.start
+            code = InPlaceSupervisor(
+                setup, begin, planner, limits.losses, limits.grace, scratch, log,
+                opened if ranks is None else None, address, limits.least_speed, limits.wait,
+                serve=None if ranks is None else ranks.serve, drift=drift,
+            ).run()  # fmt: skip
+        if machine is not None:
+            machine.report(code)
+        return code
     finally:
         (scratch / JOB_FILE).unlink(missing_ok=True)
         if lock is not None:
             lock.release()
+
+
+def _testbed(setup: Setup, words: Sequence[str], kinds: Sequence[str], scratch: Path) -> Launcher:
+    """Not opened yet. UserError: this machine cannot emulate it, or not with ranks that stay."""
+    from hetero_megatron.launch.elastic_testbed import refuse_paced
+    from hetero_megatron.launch.jobs import rank_command
+    from hetero_megatron.testbed import machine
+    from hetero_megatron.testbed.launch import Launcher, LaunchOptions
+    from hetero_megatron.testbed.settings import decide
+
+    assert setup.cluster is not None, "the command line refuses a testbed without a cluster"
+    asked = dict(zip(kinds[::2], kinds[1::2], strict=True))
+    chips, links = asked.get("--chips"), asked.get("--links")
+    settings = decide(load_cluster(setup.cluster), machine.examine(), chips, links)
+    refuse_paced(settings)
+    return Launcher(settings, LaunchOptions(tuple(rank_command(setup, words)), log_dir=scratch / "testbed"))
 
 
 def _locked(config: RunConfig) -> DirectoryLock | None:

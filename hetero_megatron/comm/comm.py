@@ -155,11 +155,15 @@ class Comm:
             # The library's own watchdog must not end the process before our watch has reported the reason.
             patience = self.timeout if self.watch is None else 2 * self.timeout
             # Not in a thread: a library's calls may have to come from one (MPI), or from where its device is current.
-            limit = self.watch.during(self._others(ranks), MAKING) if self.watch is not None else nullcontext()
+            others, start = self._others(ranks), time.perf_counter()
+            limit = self.watch.during(others, MAKING) if self.watch is not None else nullcontext()
             try:
                 with self.hooks.on_other_cores(), limit:
                     handle = dist.new_group(list(ranks), timeout=patience, backend=backend, pg_options=options)
             except (RuntimeError, ValueError) as error:
+                if others and (gone := self.connectivity.gone(others, 0)):  # its death is no fault of the library
+                    peers = tuple(dict.fromkeys([*gone, *others]))
+                    raise self.failure(peers, time.perf_counter() - start, error, MAKING) from error
                 raise UserError(
                     f"rank {self.rank} cannot make a group of ranks {rank_ranges(ranks)} with it: {first_line(error)}",
                     field="--distributed-backend", value=backend,

@@ -80,6 +80,14 @@ class Speed:
     flops: float
 
 
+@dataclass(frozen=True)
+class Drifted:
+    """Ranks that compute more slowly than they should in ``dtype``; ``ratios``: by rank, how many times as long."""
+
+    dtype: str
+    ratios: dict[str, float]
+
+
 class EpochStore:
     """The records of all epochs; the launcher's side and a member's.
 
@@ -140,6 +148,13 @@ class EpochStore:
 
     def paused(self, number: int) -> bool:
         return self._has(f"paused/{number}")
+
+    def tell_drift(self, number: int, drift: Drifted) -> None:
+        """Of ranks of epoch ``number``; what was told before is replaced."""
+        self._records.set(f"drifted/{number}", drift)
+
+    def drifted(self, number: int) -> Drifted | None:
+        return self._one(f"drifted/{number}", Drifted)  # type: ignore[return-value]
 
     def ask_to_join(self, request: JoinRequest) -> int:
         """Number of the request, which is written once, whoever else asks at the same time."""

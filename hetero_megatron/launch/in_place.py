@@ -15,6 +15,7 @@ from hetero_megatron.cluster import load_cluster
 from hetero_megatron.comm.epochs import Epoch, EpochStore
 from hetero_megatron.comm.job_store import JobStore
 from hetero_megatron.launch.admission import Admission
+from hetero_megatron.launch.drift import Around, DriftPlanner, DriftWatch
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.plan_search import PlanSearch, Search
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR, Planner, left_without, say_code
@@ -86,6 +87,8 @@ class InPlaceSupervisor:
         least_speed: of devices that join, as a share of what others of their kind compute.
         wait: seconds that the job outlives its last rank, for hosts to come and go on from its checkpoint.
         search: has the planner begin to look for a plan.
+        serve: makes the job's store; None: one at ``address``.
+        drift: how to plan again where ranks drift from their rates; None: they stay as they are.
     """
 
     setup: Setup
@@ -100,10 +103,12 @@ class InPlaceSupervisor:
     least_speed: float = 0.5
     wait: float = 0.0
     search: Callable[[Planner, Sequence[Seat], Path | None], Search] = PlanSearch
+    serve: Callable[[], JobStore] | None = None
+    drift: DriftPlanner | None = None
     members: list[int] = field(init=False)  # by rank of the present epoch
 
     def __post_init__(self) -> None:
-        self._server = JobStore(self.address) if self.address else JobStore()
+        self._server = self.serve() if self.serve is not None else JobStore(self.address or "127.0.0.1")
         self._job = self.start(self._server.host, self._server.port)
         self._store = EpochStore(self._server.keys("elastic"), self._job.secret)
         self._seats: dict[int, Seat] = dict(enumerate(self.setup.seats))  # of all members of all epochs
@@ -119,13 +124,16 @@ class InPlaceSupervisor:
         self._left: set[int] = set()  # members of all epochs that take part no more
         self._since: float | None = None  # when the first sign came that this epoch is over
         self._plan: Path | None = self.setup.plan  # of the present epoch
+        self._present = self.setup.cluster  # its cluster file, of those there
+        search = self.search
+        self._drift = DriftWatch(self._store, self.drift, self.scratch, search, self.log) if self.drift else None
+        self._around: Around | None = None  # for which the members pause
         self._asked: tuple[list[int], list[int]] | None = None  # who was there when a plan was asked, and who ready
         self._deserted = False  # no rank is left, and that was said
         self._prepared: NextEpoch | None = None  # with those that are about to join
         self._sought: tuple[list[int], NextEpoch, Search | None] | None = None  # for whom a plan is, or was, looked for
         self._change: Change | None = None
-        self._signalled: int | None = None
-        self._signalled_at, self._again = 0.0, False
+        self._signalled, self._signalled_at, self._again = None, 0.0, False  # type: int | None, float, bool
         if self.open_to is not None:
             self.open_to(self._server.host, self._server.port, self._job.secret)
 
@@ -190,6 +198,7 @@ class InPlaceSupervisor:
             return None
         if self._signalled is None:
             self._let_join()
+            self._plan_around()
         if not stopped and not self._lost:
             return None
         self._since = self._since or time.monotonic()
@@ -227,8 +236,8 @@ class InPlaceSupervisor:
             return False
         if self._since is None:
             self._since = time.monotonic()
-        if self.wait and not self._deserted:
-            self.log(f"no rank is left; waiting {self.wait:g} s for hosts to join")
+        if not self._deserted and (self.wait or any(self._codes.get(m) for m in self.members)):
+            self.log("no rank is left" + (f"; waiting {self.wait:g} s for hosts to join" if self.wait else ""))
         self._deserted = True
         searches = self._sought is not None and self._sought[2] is not None and bool(self._admission.ready())
         return self.wait > 0 and (searches or time.monotonic() - self._since < self.wait)
@@ -265,8 +274,8 @@ class InPlaceSupervisor:
         for line in self._admission.look(present, self._cluster):
             self.log(line)
         self._seats |= self._admission.seats
-        stopping = self._since is not None and bool(self._alive)
         ready, alive = self._admission.ready(), self._alive
+        stopping = self._since is not None and bool(alive)
         if self._prepared is not None or stopping or not ready or (alive, ready) == self._asked:
             return
         for line in self._admission.leave_out_slow(alive):
@@ -280,6 +289,17 @@ class InPlaceSupervisor:
             self.log(f"{', '.join(self._where(m) for m in ready)}: spare, as no plan is better for it")
         else:
             self._prepared = prepared
+            self._store.pause(self._number)
+
+    def _plan_around(self) -> None:
+        """Where ranks drifted from their rates, and another plan is better now, the same members pause for it."""
+        if self._drift is None or self._prepared is not None or self._since is not None or self._plan is None:
+            return
+        seats = tuple(self._seats[m] for m in self.members)
+        present = replace(self.setup, plan=self._plan, seats=seats, cluster=self._present)
+        self._around = around = self._drift.look(self._number, present, self._cluster)
+        if around is not None:
+            self._prepared = NextEpoch(list(self.members), around.plan, around.cluster, around.whole)
             self._store.pause(self._number)
 
     def _who_goes_on(self, members: list[int]) -> NextEpoch | None:
@@ -304,8 +324,8 @@ class InPlaceSupervisor:
         file = self._admission.cluster_with(nodes) or self._cluster
         seats = tuple(self._seats[m] for m in members)
         names = {r.node for r in load_cluster(file).ranks} if file is not None else nodes
-        setup = replace(self.setup, seats=seats, cluster=file)
-        seats_left, cluster = left_without(setup, names - nodes, self.scratch, f"epoch-{self._number + 1}")
+        setup, name = replace(self.setup, seats=seats, cluster=file), f"epoch-{self._number + 1}"
+        seats_left, cluster = left_without(setup, names - nodes, self.scratch, name)
         if cluster is not None:
             by_seat = {(self._seats[m].node, self._seats[m].local): m for m in members}
             members = [by_seat[rank.node, rank.local] for rank in load_cluster(cluster).ranks]
@@ -319,6 +339,8 @@ class InPlaceSupervisor:
         if self._sought is not None and self._sought[2] is not None:
             self._sought[2].abandon()
         self._sought = None
+        if self._drift is not None:
+            self._drift.forget()
 
     def _next(self, failed: bool) -> int | None:
         """The next epoch, with all that are there, once its plan is found. Called again and again until then: members
@@ -332,8 +354,10 @@ class InPlaceSupervisor:
         if self._losses > self.max_losses:
             self.log(f"gave up after {plural(self.max_losses, 'loss', 'losses')}")
             return self._end() or PEER_ERROR
+        if change.failed:
+            self._around = None
         lost_nodes = {self._seats[m].node for m in self._gone}
-        ready = [m for m in self._admission.ready() if m not in change.spare]
+        ready = [m for m in self._admission.ready() if m not in change.spare and self._around is None]
         members = [*(m for m in self._alive if self._seats[m].node not in lost_nodes), *ready]
         next_epoch = self._prepared
         if next_epoch is None or set(next_epoch.members) != set(members):
@@ -354,6 +378,7 @@ class InPlaceSupervisor:
 
     def _publish(self, chosen: NextEpoch, joined: list[int], notice: float, took: float) -> None:
         messages = [*self._gone.values(), *self._admission.take(joined)]
+        messages += [self._around.text] if self._around is not None and chosen.plan == self._around.plan else []
         text = "; ".join(messages) or "groups were lost, but no rank"
         self._number += 1
         self.log(f"epoch {self._number}: {plural(len(chosen.members), 'rank')} there, plan {chosen.plan}")
@@ -364,7 +389,7 @@ class InPlaceSupervisor:
             self._store.admit(member, self._number)
         self.members, self._new, self._plan, self._cluster = chosen.members, set(joined), chosen.plan, chosen.whole
         self._gone, self._lost, self._since, self._prepared, self._deserted = {}, False, None, None, False
-        self._change = None
+        self._change, self._around, self._present = None, None, chosen.cluster
         self._forget_search()
 
     def _rank(self, member: int) -> int:

@@ -21,7 +21,9 @@ from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.files import open_append
 
 if TYPE_CHECKING:
+    from hetero_megatron.plans.memory.replicas import PeerCopies
     from hetero_megatron.predictor.cost.cost_options import CostOptions
+    from hetero_megatron.predictor.simulate.peer_copies import CopyPrediction
     from hetero_megatron.predictor.simulate.step import Prediction
 
 FILE = "events.jsonl"
@@ -101,6 +103,18 @@ def _options(config: RunConfig) -> CostOptions:
         loss_words=loss_words if role is None else role.loss_words[0],
         gather_ahead=config.distributed.overlap_param_gather and config.grpo is None,
     )  # fmt: skip
+
+
+def expected_copies(config: RunConfig, copies: PeerCopies, room: Mapping[str, float]) -> CopyPrediction | None:
+    """What copies in peers' memory cost in time, where there is an :func:`expectation`."""
+    from hetero_megatron.predictor.cost.layer_cost import CostModel
+    from hetero_megatron.predictor.simulate.peer_copies import predict_copies
+
+    prediction = expectation(config)[0] if config.cluster is not None else None
+    if config.cluster is None or prediction is None:
+        return None
+    costs = CostModel(config.spec, config.cluster, config.plan.seq_length, config.dtype, _options(config))
+    return predict_copies(copies, costs, prediction, room)
 
 
 def start_event(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ FACTOR = 1.5
 SILENCE = 100  # steps before the same rank is named again
 DRIFT = 4  # exit code: stopped after a checkpoint, for the launcher to plan again
 DRIFT_FILE = "drift.json"
+NEWS = 1.2  # times what was told of a rank that drifts, from which it is told again
 _DRIFT = record({"step": integer(), "dtype": text, "ratios": numbered(number(0))})
 
 
@@ -125,6 +126,9 @@ class StragglerReport:
     """Names ranks that fall behind, and stops the run for a new plan, where that was asked for.
 
     Only the first rank of the plan has something to watch; a stop becomes everyone's at the next step.
+
+    Attributes:
+        tell: is told which ranks drifted, by how much, and the run does not stop for it; None: it does.
     """
 
     def __init__(self, config: RunConfig, reporter: Reporter, exit: ExitConditions) -> None:
@@ -132,6 +136,8 @@ class StragglerReport:
         self._watch: StragglerWatch | None = None
         self._drift: list[Behind] = []  # for which the run stops
         self._reason = ""
+        self.tell: Callable[[Mapping[int, float]], None] | None = None
+        self._told: dict[int, float] = {}
         failure, plan = config.failure, config.plan
         if reporter.is_first:
             factor = failure.replan_on_drift or FACTOR
@@ -146,7 +152,14 @@ class StragglerReport:
             self.reporter.say(notice_line(f"step {step}: {behind}"))
             self.reporter.event("straggler", str(behind), step=step, rank=behind.rank, ratio=behind.ratio)
         steady = [b for b in self._watch.behind() if b.steady]
-        if self.config.failure.replan_on_drift and not self.exit.reason and steady:
+        if not self.config.failure.replan_on_drift:
+            return
+        if self.tell is not None:
+            ratios = {b.rank: b.ratio for b in steady}
+            if any(ratio > NEWS * self._told.get(rank, 0.0) for rank, ratio in ratios.items()):
+                self._told = ratios
+                self.tell(ratios)
+        elif not self.exit.reason and steady:
             self._drift = steady
             ranks = ", ".join(str(b.rank) for b in steady)
             self.exit.reason = self._reason = f"rank {ranks} drifted from its rate"

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from hetero_megatron.testbed.process import (
     signal_all,
     status,
 )  # fmt: skip
-from hetero_megatron.testbed.report import RunOutcome, describe, report, say
+from hetero_megatron.testbed.report import RunOutcome, describe, say, write_report
 from hetero_megatron.testbed.settings import Settings, describe_links
 from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, LOAD, READY, clean, new_testbed, write_json
 from hetero_megatron.utils.text import plural
@@ -103,26 +103,48 @@ class Launcher:
         self._clock: Kept | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
         self._port = 0  # until the first rank is started
-        self._secret = os.environ.get(SECRET) or secrets.token_hex(32)
+        self._sampled = time.monotonic()
+        self._variables: dict[str, str] = {}
+        self.secret = os.environ.get(SECRET) or secrets.token_hex(32)
 
     def run(self) -> int:
         """Returns the exit code: the worst of the ranks, or 128 + signal if interrupted."""
-        with self._catch_signals():
-            self._testbed = new_testbed()
-            self._output = Output(self.options.output, self.options.log_dir)
-            try:
-                self._reaper = self._start_reaper()
-                self._make()
-                self._load.sample()
-                for rank in range(self.settings.cluster.world_size):
-                    self._start(rank)
-                self._record()
-                self._watch()
-            finally:
-                self._close()
+        with self._catch_signals(), self.opened():
+            self.start_ranks()
+            self._watch()
         code = 128 + self._signals[0] if self._signals else max(self.codes.values(), default=1)
-        self._report(code)
+        self.report(code)
         return code
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The testbed without ranks; at the end all of it is removed."""
+        self._testbed = new_testbed()
+        self._output = Output(self.options.output, self.options.log_dir)
+        try:
+            self._reaper = self._start_reaper()
+            self._make()
+            self._load.sample()
+            yield
+        finally:
+            self._close()
+
+    @property
+    def network(self) -> namespaces.VirtualNetwork | None:
+        """Between nodes; None: links are not namespaces."""
+        return self._network
+
+    def start_ranks(self, variables: Mapping[str, str] | None = None) -> None:
+        """Args:
+        variables: of their environment, beside and instead of the testbed's own.
+        """
+        self._variables = dict(variables or {})
+        for rank in range(self.settings.cluster.world_size):
+            self._start(rank)
+        self._record()
+
+    def child(self, rank: int) -> subprocess.Popen[bytes]:
+        return self._ranks[rank]
 
     @contextmanager
     def _catch_signals(self) -> Iterator[None]:
@@ -232,8 +254,9 @@ class Launcher:
             "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
             TESTBED: str(self._testbed.directory / ENVIRONMENT),
             MARK: str(self._testbed.directory),
-            SECRET: self._secret,
+            SECRET: self.secret,
             ERROR_FILE: str(self._testbed.directory / "errors" / str(rank) / "error.json"),
+            **self._variables,
         }
 
     def _start(self, rank: int) -> None:
@@ -266,26 +289,38 @@ class Launcher:
 
     def _watch(self) -> None:
         """Wait until all ranks have ended, a failure's grace time is over, or a signal came."""
-        deadline, sampled = float("inf"), time.monotonic()
+        deadline = float("inf")
         while len(self.codes) < len(self._ranks) and not self._signals and time.monotonic() < deadline:
             poll_start = time.monotonic()
-            if not self._output.pump(POLL_SECONDS):
+            ended, has_output = self.look(POLL_SECONDS)
+            if not has_output:
                 time.sleep(max(0.0, POLL_SECONDS - (time.monotonic() - poll_start)))  # ranks that closed their output
             if self._output.unread:
                 self._signals.append(signal.SIGPIPE)
-            for rank in self._ended():
+            for rank in ended:
                 if self.codes[rank] and deadline == float("inf"):
                     deadline = time.monotonic() + self.options.grace
                     say(f"{self._describe_exit(rank)}; the others have {self.options.grace:g} s to end")
-            self._note_ready()
-            if self._reaper is not None and self._reaper.poll() is not None:
-                self._reaper = self._start_reaper()
-                self._record()
-            if time.monotonic() - sampled >= LOAD_SECONDS:
-                sampled = time.monotonic()
-                self._load.sample()
-                with suppress(OSError):  # for people who ask meanwhile
-                    write_json(self._testbed.directory / LOAD, self._load.facts())
+        self.measure()
+
+    def look(self, seconds: float) -> tuple[list[int], bool]:
+        """Pass on output for up to ``seconds``, and look after everything once: ranks that have ended since the last
+        call; and whether any has its output open."""
+        has_output = self._output.pump(seconds)
+        ended = self._ended()
+        self._note_ready()
+        if self._reaper is not None and self._reaper.poll() is not None:
+            self._reaper = self._start_reaper()
+            self._record()
+        if time.monotonic() - self._sampled >= LOAD_SECONDS:
+            self._sampled = time.monotonic()
+            self._load.sample()
+            with suppress(OSError):  # for people who ask meanwhile
+                write_json(self._testbed.directory / LOAD, self._load.facts())
+        return ended, has_output
+
+    def measure(self) -> None:
+        """For the last time, before the testbed is removed."""
         self._note_ready()
         self._load.sample()
         self._clock = read_clocks(self._testbed.directory)
@@ -343,11 +378,12 @@ class Launcher:
         for child in self._ranks.values():
             child.wait()
 
-    def _report(self, code: int) -> None:
+    def report(self, code: int) -> None:
+        """What the run was worth; ``code``: exit code."""
         slowed = self.settings.chips != "none" or self.settings.links == "paced"  # by the ranks themselves
         unheard = sorted(set(self._ranks) - self._ready) if slowed else []
         outcome = RunOutcome(code, self.codes, self.latencies, self._load, unheard, self._clock)
-        report(self.settings, outcome, self.options.log_dir)
+        write_report(self.settings, outcome, self.options.log_dir)
 
 
 def _package_environment() -> dict[str, str]:

@@ -19,6 +19,7 @@ from hetero_megatron.testbed import shaping
 from hetero_megatron.testbed.process import inside, new_namespace
 
 FIRST_ADDRESS = ipaddress.IPv4Address("10.77.0.1")
+LAUNCHER_ADDRESS = "10.77.255.254"  # of the switch, where a launcher has its store beyond all nodes
 PREFIX_BITS = 16
 BRIDGE = "bridge"
 
@@ -81,6 +82,16 @@ class VirtualNetwork:
         except BaseException:
             self.close()
             raise
+
+    def open_to_launcher(self) -> str:
+        """Give the switch an address, so that a socket made inside it is reached from all nodes; their links to it are
+        not shaped. Returns the address.
+
+        Raises:
+            RuntimeError: the kernel refuses.
+        """
+        tool("ip", ["link set lo up", f"addr add {LAUNCHER_ADDRESS}/{PREFIX_BITS} dev {BRIDGE}"], self.switch)
+        return LAUNCHER_ADDRESS
 
     def _connect(self, node: int) -> None:
         mtu, device = shaping.MTU, shaping.DEVICE

@@ -58,7 +58,7 @@ def say(text: str) -> None:
     print(f"testbed: {text}" if not text.startswith("testbed ") else text, file=sys.stderr, flush=True)
 
 
-def report(settings: Settings, outcome: RunOutcome, log_dir: Path | None) -> None:
+def write_report(settings: Settings, outcome: RunOutcome, log_dir: Path | None) -> None:
     """Print the closing lines, and write ``testbed.json`` to the logs."""
     if outcome.unheard:
         settings_text = f"chips {settings.chips}" + (", links paced" if settings.links == "paced" else "")

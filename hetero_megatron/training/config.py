@@ -200,10 +200,10 @@ class FailureConfig:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """The run goes on in its processes when some are lost or leave. ``replicas_every``: steps between copies of
-    optimizer states and masters in another rank's memory; None: there are none."""
+    """``replicas_every``: steps between copies of states in another rank's memory (None: never); ``room``: for them."""
 
-    replicas_every: int | None = None
+    replicas_every: int | None = 1
+    room: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm, world_group
-from hetero_megatron.comm.epochs import Epoch, EpochStore, EpochWatch, Fence, Speed, await_epoch, await_first_epoch
+from hetero_megatron.comm.epochs import (
+    Drifted,
+    Epoch,
+    EpochStore,
+    EpochWatch,
+    Fence,
+    Speed,
+    await_epoch,
+    await_first_epoch,
+)
 from hetero_megatron.comm.job_store import StoreGone
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import LauncherEnvironment
@@ -179,7 +188,8 @@ class ElasticRank:
         check_world(config, self.launcher.world_size)
         place = position(config.cluster, self.launcher)
         timeout = 60 * config.distributed.timeout_minutes
-        emulation = Emulation.of(self.launcher, place, timeout)
+        # A testbed's ranks keep their chips and cores, whatever numbers they have in this epoch.
+        emulation = Emulation.of(self.launcher, self.member, timeout)
         transport = transport_of(config.distributed.transport, config.cluster)
         comm = start_comm(
             self.platform, timeout, place, self.launcher, emulation.hooks(), transport, over=self.watch.broken
@@ -218,6 +228,8 @@ class ElasticRank:
         resume = Restored(config, exit, peak, source, self.held, comm) if source is not None else None
         training = set_up(config, comm, self.platform, self.plugins, emulation, resume)
         training.on_step = self._on_step
+        if training.stragglers is not None:
+            training.stragglers.tell = self._drifted
         if exit is not None:
             training.exit.go_on_from(exit)
         if self.before is not None and resume is not None:
@@ -265,7 +277,7 @@ class ElasticRank:
         comm.create_groups([ranks] * (max(config.compiled.groups.count(ranks), 1) + 1))
         if comm.rank not in ranks:
             return None
-        return PeerReplicas(comm.group(ranks, -1), config.elastic.replicas_every, self.node)
+        return PeerReplicas(comm.group(ranks, -1), config.elastic.replicas_every, self.node, config.elastic.room)
 
     def _phases(self, training: Training, source: HeldMoment | None, furthest: int, moved: int) -> Phases | None:
         epoch, step = self.epoch, training.step
@@ -281,6 +293,10 @@ class ElasticRank:
         self.furthest = max(self.furthest, step)
         if self.on_step is not None:
             self.on_step(step, stats)
+
+    def _drifted(self, ratios: Mapping[int, float]) -> None:
+        """Ranks that drifted from their rates: the launcher looks for another plan."""
+        self.store.tell_drift(self.number, Drifted(self.config.dtype, {str(r): ratio for r, ratio in ratios.items()}))
 
     def _keep(self, training: Training | None) -> None:
         """Keep what this rank has of the state; what it has from before it is ready to train counts instead."""

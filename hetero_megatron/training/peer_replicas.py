@@ -104,12 +104,14 @@ class CopyExchange:
         node: this rank's.
         tensors: what this rank wants to be copied.
         leaving: this rank will hold nothing, because it is about to end.
+        room: by node, bytes of host memory for all copies there; see ``choose_holders``.
     """
 
     group: Group
     node: str
     tensors: Boxed
     leaving: bool = False
+    room: Mapping[str, float] = field(default_factory=dict)
     entries: list[list[PackedBox]] = field(init=False)  # by index in the group
     holders: list[int] = field(init=False)
 
@@ -119,9 +121,8 @@ class CopyExchange:
         )
         self.entries = [entries for _, _, entries in packed_of_ranks]
         sizes = [self.size(i) for i in range(len(packed_of_ranks))]
-        self.holders = choose_holders(
-            [node for node, _, _ in packed_of_ranks], sizes, [not leaves for _, leaves, _ in packed_of_ranks]
-        )
+        nodes, stays = [node for node, _, _ in packed_of_ranks], [not leaves for _, leaves, _ in packed_of_ranks]
+        self.holders = choose_holders(nodes, sizes, stays, self.room)
 
     def size(self, index: int) -> int:
         return sum(entry.padded for entry in self.entries[index])
@@ -171,10 +172,11 @@ class PeerReplicas:
         group: of the plan's ranks; only for this.
         every: steps between copies.
         node: this rank's host.
+        room: by node, bytes of host memory for all copies there; see ``choose_holders``.
     """
 
-    def __init__(self, group: Group, every: int, node: str) -> None:
-        self.group, self.every, self.node = group, every, node
+    def __init__(self, group: Group, every: int, node: str, room: Mapping[str, float] | None = None) -> None:
+        self.group, self.every, self.node, self.room = group, every, node, room or {}
         self._exchange: CopyExchange | None = None
         self._slots: list[PackedState] = []
         self._updated = False
@@ -197,7 +199,7 @@ class PeerReplicas:
         """
         assert self._under_way is None
         if self._exchange is None or updated and not self._updated and not self._exchange.has_states:
-            self._exchange = CopyExchange(self.group, self.node, tensors)
+            self._exchange = CopyExchange(self.group, self.node, tensors, room=self.room)
         self._updated = updated
         older = self._slots[0] if len(self._slots) == 2 else None
         same_layout = older is not None and older.entries is self._exchange.entries

@@ -42,7 +42,8 @@ class Happening:
         member: who.
         when: ``step``: its step ``at`` is complete; ``update``: its optimizer has taken step ``at``, and sent nothing;
             ``copy``: a copy of step ``at`` is about to travel; ``hashes``, ``save`` and ``evaluation``: it begins what
-            follows step ``at``; ``join`` and ``move``: it connects, and moves state, in epoch ``at``.
+            follows step ``at``; ``join`` and ``move``: it connects, and moves state, in epoch ``at``; ``await``: it
+            waits for epoch ``at``, whose plan is being looked for.
             ``publish``: its checkpoint of step ``at`` is about to appear.
         what: ``kill``, ``leave`` (SIGTERM), ``freeze``, ``doze``: freeze, and go on when others have done two steps
             more, or ``wait``: until a host is about to join.
@@ -89,8 +90,9 @@ def _instrument(mine: Sequence[Happening], run: Path) -> Callable[[int, Any], No
                     time.sleep(0.01)
 
     progress: dict[str, Any] = {"step": 0, "epoch": 0}
-    gather, move, start, join = (
+    gather, move, start, join, wait = (
         ShardedOptimizer.all_gather, held_state._move, peer_replicas.PeerReplicas.start, elastic.ElasticRank._join,
+        elastic.ElasticRank._await,
     )  # fmt: skip
 
     def all_gather(self: Any, *arguments: bool) -> None:
@@ -111,6 +113,10 @@ def _instrument(mine: Sequence[Happening], run: Path) -> Callable[[int, Any], No
         progress.update(epoch=self.number, rank=self)
         due("join", self.number)
         return join(self)
+
+    def awaiting(self: Any, number: int) -> None:
+        due("await", number)
+        wait(self, number)
 
     def on_step(step: int, _: Any) -> None:
         progress["step"] = step
@@ -139,6 +145,7 @@ def _instrument(mine: Sequence[Happening], run: Path) -> Callable[[int, Any], No
     ShardedOptimizer.all_gather = all_gather  # type: ignore[method-assign]
     held_state._move, peer_replicas.PeerReplicas.start = moving, copying  # type: ignore[assignment, method-assign]
     elastic.ElasticRank._join = joining  # type: ignore[method-assign]
+    elastic.ElasticRank._await = awaiting  # type: ignore[method-assign]
     return on_step
 
 

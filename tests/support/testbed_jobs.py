@@ -67,7 +67,7 @@ class TestbedRun:
     def fault(self, *words: str) -> None:
         """On the testbed that this job's launcher has started."""
         if not self._beds:
-            mine = children(self.job.pid)
+            mine = [self.job.pid, *children(self.job.pid)]  # an elastic run's launcher is the testbed's
             self._beds = [bed for bed in state.all_testbeds() if bed.launcher in mine]
             assert len(self._beds) == 1, (self._beds, mine)
             pid, home = self._beds[0].launcher, netns_of("/proc/self/ns/net")

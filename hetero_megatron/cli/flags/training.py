@@ -293,10 +293,12 @@ def build_failure(args: Arguments, supervised: bool) -> FailureConfig:
     if drift is not None:
         if not supervised:
             raise flag_error(key, drift, "nobody is here to plan again", "hetero-megatron run ... -- these flags")
-        missing = [flag_name(k) for k in ("cluster", "save", "load") if args[k] is None]
-        if missing or args["save_interval"] == 0:
+        needed = ("cluster",) if args["elastic"] else ("cluster", "save", "load")  # its ranks keep their state
+        missing = [flag_name(k) for k in needed if args[k] is None]
+        if missing or args["save_interval"] == 0 and not args["elastic"]:
             problem = f"it needs {' and '.join(missing)}" if missing else "it needs checkpoints"
-            raise flag_error(key, drift, problem, "--cluster, --save and --load, without --save-interval 0")
+            accepted = ", ".join(map(flag_name, needed)) + ("" if args["elastic"] else ", without --save-interval 0")
+            raise flag_error(key, drift, problem, accepted)
     rerun = args["rerun_mode"] == "validate_results"
     return FailureConfig(
         args["check_for_spiky_loss"], rerun, args["log_straggler"], drift,
@@ -312,17 +314,18 @@ def build_elastic(args: Arguments, data: DataConfig | None, supervised: bool) ->
     if not supervised and not args["dry_run"]:
         problem = "nobody is here to say who is left (torchrun ends all ranks of a host with one)"
         raise flag_error("elastic", True, problem, "hetero-megatron run --elastic ... -- these flags")
-    replica_interval, goes_on = args["peer_replicas_every"], args["save"] is not None and args["save"] == args["load"]
+    replica_interval = args["peer_replicas_every"] or None
+    goes_on = args["save"] is not None and args["save"] == args["load"]
     if replica_interval is None and not goes_on:
-        raise flag_error("elastic", True, "what a lost rank owns would be lost with it",
-                         "--peer-replicas-every K, or --save DIR and --load DIR, the same")  # fmt: skip
+        raise flag_error("peer_replicas_every", 0, "with --elastic what a lost rank owns would be lost with it",
+                         "1 or more, or --save DIR and --load DIR, the same")  # fmt: skip
     if args["save"] is not None and (not goes_on or args["finetune"]):
         raise flag_error("elastic", True, "each epoch writes to --save, and must go on from what is there",
                          "--load DIR, the same as --save, without --finetune")  # fmt: skip
     if data is not None and data.reads_stream:
         problem = "a data set that is read as a stream has one reader on each node, which may be lost"
         raise flag_error("elastic", True, problem, "another --dataloader-type than streaming, or --mock-data")
-    once = ("replan_on_drift", "profile", "wandb_project", "mlflow_experiment", "dump_layers", "capture_operators",
+    once = ("profile", "wandb_project", "mlflow_experiment", "dump_layers", "capture_operators",
             "record_memory_history")
     for key in (*once, "skip_train"):
         if args[key]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from hetero_megatron.cluster import format_bytes
+from hetero_megatron.cluster import Cluster, format_bytes
 from hetero_megatron.plans.buckets import Bucket, with_counts
 from hetero_megatron.plans.canonical import Plan
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
@@ -12,51 +14,106 @@ from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 MOMENTS_KEPT = 2  # the newest copies count once all are there; until then the ones before do
 
 
-def choose_holders(nodes: Sequence[str], sizes: Sequence[int], staying: Sequence[bool] | None = None) -> list[int]:
-    """For each rank, which other one holds its copy: of another node where there is one, and of those the one that
-    holds least so far, the nearest after it first; itself where no other one may.
+def choose_holders(
+    nodes: Sequence[str], sizes: Sequence[int], staying: Sequence[bool] | None = None,
+    room: Mapping[str, float] | None = None,
+) -> list[int]:  # fmt: skip
+    """For each rank, which other one holds its copy: of another node where there is one, and of those one whose node
+    has room for it, the one that holds least so far, the nearest after it first; itself where no other one may.
 
     Args:
         nodes: of the ranks; sizes: what each owns; staying: may hold copies (None: all).
+        room: by node, bytes of host memory for all copies there; a node that is not in it has enough.
     """
     count = len(nodes)
     stays = [True] * count if staying is None else list(staying)
     load, holders = [0] * count, [0] * count
+    left = dict(room or {})
+    for node, size in zip(nodes, sizes, strict=True):  # each rank's copy for itself
+        left[node] = left.get(node, math.inf) - MOMENTS_KEPT * size
     for i in sorted(range(count), key=lambda i: (-sizes[i], i)):
+        need = MOMENTS_KEPT * sizes[i]
         candidates = [j for j in range(count) if j != i and stays[j]] or [i]
         on_other_nodes = [j for j in candidates if nodes[j] != nodes[i]] or candidates
-        holders[i] = min(on_other_nodes, key=lambda j: (load[j], (j - i) % count))
-        load[holders[i]] += sizes[i]
+        chosen = min(on_other_nodes, key=lambda j: (left[nodes[j]] < need, load[j], (j - i) % count))
+        holders[i] = chosen
+        load[chosen] += sizes[i]
+        left[nodes[chosen]] -= need
     return holders
 
 
-def replica_bytes(
-    plan: Plan, buckets: Sequence[Bucket], dtype: str, moments: int, nodes: Mapping[int, str]
-) -> dict[int, tuple[int, int]]:
-    """By rank: (host memory that copies take, bytes that it sends whenever they are made).
+@dataclass(frozen=True)
+class PeerCopies:
+    """
+    Attributes:
+        sizes: by rank of the plan, bytes that it owns, and sends whenever copies are made.
+        holders: by rank, where its copy lies; empty: a plan of one rank makes none.
+        nodes: by rank.
+    """
 
+    sizes: Mapping[int, int]
+    holders: Mapping[int, int]
+    nodes: Mapping[int, str]
+
+    @property
+    def memory(self) -> dict[int, int]:
+        """Bytes of host memory, by rank."""
+        held = dict(self.sizes) if self.holders else dict.fromkeys(self.sizes, 0)
+        for rank, holder in self.holders.items():
+            held[holder] += self.sizes[rank]
+        return {rank: MOMENTS_KEPT * size for rank, size in held.items()}
+
+    def over(self, room: Mapping[str, float]) -> dict[str, int]:
+        """By node that has less ``room``, bytes that are missing."""
+        needs = dict.fromkeys(room, 0)
+        for rank, size in self.memory.items():
+            if self.nodes[rank] in needs:
+                needs[self.nodes[rank]] += size
+        return {node: math.ceil(need - room[node]) for node, need in needs.items() if need > room[node]}
+
+    def describe(self, every: int) -> str:
+        """One line, of the rank that holds most and the one that sends most."""
+        memory = self.memory
+        holds_most, sends = max(memory, key=memory.__getitem__), max(self.sizes, key=self.sizes.__getitem__)
+        steps = "every step" if every == 1 else f"every {every} steps"
+        return (
+            f"copies for peers: up to {format_bytes(memory[holds_most])} of host memory (rank {holds_most}); "
+            f"{steps} up to {format_bytes(self.sizes[sends])} sent (rank {sends})"
+        )
+
+
+def copies_of(
+    plan: Plan, buckets: Sequence[Bucket], dtype: str, moments: int, nodes: Mapping[int, str],
+    room: Mapping[str, float] | None = None,
+) -> PeerCopies:  # fmt: skip
+    """
     Args:
         moments: states per element of the optimizer, beside the master.
         nodes: by rank.
+        room: see :func:`choose_holders`.
     """
     owned_states = dict.fromkeys(sorted(plan.ranks), 0)
     for bucket, _, owned_elements in with_counts(b for b in buckets if b.onward is None):
         for rank, count in zip(bucket.ranks, owned_elements.tolist(), strict=True):
             owned_states[rank] += count * (moments if bucket.matrices else 1 + moments)
-    ranks, sizes = list(owned_states), [count * max(ITEM_BYTES[dtype], 4) for count in owned_states.values()]
+    sizes = {rank: count * max(ITEM_BYTES[dtype], 4) for rank, count in owned_states.items()}
+    nodes = {rank: nodes[rank] for rank in sizes}
+    ranks = list(sizes)
     if len(ranks) == 1:
-        return {ranks[0]: (0, 0)}
-    held_bytes = list(sizes)
-    for i, holder in enumerate(choose_holders([nodes[rank] for rank in ranks], sizes)):
-        held_bytes[holder] += sizes[i]
-    return {rank: (MOMENTS_KEPT * held_bytes[i], sizes[i]) for i, rank in enumerate(ranks)}
+        return PeerCopies(sizes, {}, nodes)
+    holders = choose_holders([nodes[rank] for rank in ranks], [sizes[rank] for rank in ranks], room=room)
+    return PeerCopies(sizes, {rank: ranks[i] for rank, i in zip(ranks, holders, strict=True)}, nodes)
 
 
-def format_replicas(bytes_of_rank: Mapping[int, tuple[int, int]], every: int) -> str:
-    """One line, of the rank that holds most and the one that sends most."""
-    holds_most, sends = (max(bytes_of_rank, key=lambda rank: bytes_of_rank[rank][column]) for column in (0, 1))
-    steps = "every step" if every == 1 else f"every {every} steps"
-    return (
-        f"copies for peers: up to {format_bytes(bytes_of_rank[holds_most][0])} of host memory (rank {holds_most}); "
-        f"{steps} up to {format_bytes(bytes_of_rank[sends][1])} sent (rank {sends})"
-    )
+def host_room(cluster: Cluster, host_bytes: Mapping[int, int]) -> dict[str, float]:
+    """By node whose host memory the cluster file states, what is left of it.
+
+    Args:
+        host_bytes: by rank of the plan, what the run takes there without copies (``MemoryBytes.host``).
+    """
+    room: dict[str, float] = {}
+    for rank, taken in host_bytes.items():
+        node, stated = cluster.ranks[rank].node, cluster.group_of(rank).host_memory
+        if stated:
+            room[node] = room.get(node, stated) - taken
+    return room

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Barrier
 
 import pytest
 
@@ -20,7 +21,7 @@ RANKS, VICTIM = 3, 2
 TIMEOUT = {"cpu": 600.0, "emulated": 15.0}
 
 
-def _rank(rank: int, port: int, vendor: str, moment: str, pipe: Connection) -> None:
+def _rank(rank: int, port: int, vendor: str, moment: str, pipe: Connection, started: Barrier) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from hetero_megatron.comm import start_comm
     from tests.support.vendors import platform
@@ -36,6 +37,7 @@ def _rank(rank: int, port: int, vendor: str, moment: str, pipe: Connection) -> N
 
     try:
         comm = start_comm(platform(vendor, rank), TIMEOUT[vendor], lost=lost)
+        started.wait(100)  # on a busy machine a rank may still be in there when another one is through
         if rank == VICTIM:
             die()
         if moment == "a group":
@@ -56,11 +58,11 @@ def _rank(rank: int, port: int, vendor: str, moment: str, pipe: Connection) -> N
 def test_a_rank_that_dies_while_others_connect_to_it_is_named(vendor: str, moment: str) -> None:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    port = free_port()
+    port, started = free_port(), context.Barrier(RANKS)
     pipes, ranks = [], []
     for rank in range(RANKS):
         mine, theirs = context.Pipe(duplex=False)
-        ranks.append(context.Process(target=_rank, args=(rank, port, vendor, moment, theirs), daemon=True))
+        ranks.append(context.Process(target=_rank, args=(rank, port, vendor, moment, theirs, started), daemon=True))
         ranks[-1].start()
         theirs.close()
         pipes.append(mine)

@@ -286,19 +286,19 @@ def test_refusals(words: list[str], says: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_planner_is_asked_where_there_are_no_fallback_plans(tmp_path: Path) -> None:
-    from hetero_megatron.cli.run import _configure, searched
+    from hetero_megatron.cli.run_plans import configured, searched
     from hetero_megatron.plans import dump_yaml
 
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     (tmp_path / "three.yaml").write_text(THREE)
-    config = _configure(TRAIN, tmp_path / "three.yaml", tmp_path / "cluster.yaml", None)
+    config = configured(TRAIN, tmp_path / "three.yaml", tmp_path / "cluster.yaml", None)
     left = tmp_path / "left.yaml"
     import yaml
 
     left.write_text(yaml.safe_dump(without_nodes(yaml.safe_load(CLUSTER), {"slow-0"})))
     path = searched(TRAIN, config, tmp_path)([Seat("fast", 0), Seat("slow-1", 0)], left)
     assert path is not None
-    plan = _configure(TRAIN, path, left, 2).plan
+    plan = configured(TRAIN, path, left, 2).plan
     assert (plan.global_batch_size, plan.seq_length) == (4, 48) and max(plan.ranks) <= 1
     assert dump_yaml(plan) == path.read_text()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from hetero_megatron.cli.configure import configure
+from hetero_megatron.cli.predict import main as predict
 from hetero_megatron.cli.pretrain import main as pretrain
 from hetero_megatron.cli.run import main
 from hetero_megatron.errors import UserError
@@ -26,6 +28,15 @@ pipelines:
   - {micro_batch_size: 1, num_micro_batches: 4, stages: [{ranks: 0, layers: [0, 3]}, {ranks: 1, layers: [3, 6]}]}
 """
 
+CLUSTER = """
+version: 1
+nodes:
+  - {name: small, count: 1, chip: c, host_memory: 10 MB}
+  - {name: large, count: 1, chip: c, host_memory: 1 GB}
+chips: {c: {memory: 1 GiB, emulate: {speed: 0.5}}}
+links: {inter_node: {bandwidth: 50 MB/s}}
+"""
+
 
 def run(words: str, supervised: bool = True) -> RunConfig:
     environment = {"HETERO_LAUNCHER": "1"} if supervised else {}
@@ -34,14 +45,15 @@ def run(words: str, supervised: bool = True) -> RunConfig:
 
 def test_what_an_elastic_run_has() -> None:
     assert run(BASE).elastic is None
-    assert run(f"{BASE} --elastic {SAVES}").elastic == ElasticConfig(None)
+    assert run(f"{BASE} --elastic {SAVES} --peer-replicas-every 0").elastic == ElasticConfig(None)
+    assert run(f"{BASE} --elastic {SAVES}").elastic == run(f"{BASE} --elastic").elastic == ElasticConfig(1)
     assert run(f"{BASE} --elastic --peer-replicas-every 3").elastic == ElasticConfig(3)
 
 
 def test_what_cannot_go_on_is_refused_by_name() -> None:
     copies = f"{BASE} --elastic --peer-replicas-every 1"
     for words, field, problem in (
-        (f"{BASE} --elastic", "--elastic", "lost with it"),
+        (f"{BASE} --elastic --peer-replicas-every 0", "--peer-replicas-every", "lost with it"),
         (f"{copies} --save runs/a", "--elastic", "go on from what is there"),
         (f"{copies} --save runs/a --load runs/b", "--elastic", "go on from what is there"),
         (f"{copies} {SAVES} --finetune", "--elastic", "go on from what is there"),
@@ -49,7 +61,7 @@ def test_what_cannot_go_on_is_refused_by_name() -> None:
         (f"{copies} --wandb-project p", "--wandb-project", "one run of the processes"),
         (f"{copies} --dump-layers d", "--dump-layers", "one run of the processes"),
         (f"{copies} --exit-signal-handler", "--exit-signal-handler", "leave"),
-        (f"{copies} --peer-replicas-every 0", "--peer-replicas-every", ""),
+        (f"{copies} --peer-replicas-every -1", "--peer-replicas-every", ""),
         (f"{copies.replace('--mock-data', STREAM)}", "--elastic", "stream"),
     ):
         with pytest.raises(UserError) as error:
@@ -65,14 +77,25 @@ def test_what_the_launcher_refuses_beside_it(tmp_path: Path) -> None:
     rest = ["--plan", str(plan), "--fallback-plan", str(plan)]
     flags = ["--", "--model", "tiny", "--mock-data", "--train-iters", "2", "--lr", "1e-3"]
     for words, field in (
-        (["--testbed"], "--testbed"), (["--via", "ssh"], "--via"), (["--max-replans", "3"], "--max-replans"),
-        (["--on-failure", "restart"], "--on-failure"),
+        (["--via", "ssh"], "--via"), (["--on-failure", "restart"], "--on-failure"),
     ):  # fmt: skip
         with pytest.raises(UserError) as error:
             main(["--elastic", *rest, *words, *flags])
         assert error.value.field == field and "contradicts --elastic" in str(error.value)
     with pytest.raises(UserError, match="lost with it"):
-        main(["--elastic", *rest, *flags])
+        main(["--elastic", *rest, *flags, "--peer-replicas-every", "0"])
+    testbed = ["--elastic", *rest, "--testbed"]
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(CLUSTER.replace("10 MB", "1 GB"))
+    for words, field in (
+        (["--chips", "none"], "--testbed"),
+        (["--cluster", str(cluster), "--links", "paced"], "--links"),
+        (["--cluster", str(cluster), "--links", "fast"], "--links"),
+        (["--cluster", str(cluster), "--address", "127.0.0.1"], "--address"),
+    ):
+        with pytest.raises(UserError) as error:
+            main([*testbed, *words, *flags])
+        assert error.value.field == field
     with pytest.raises(UserError, match="belongs before --"):
         main([*rest, *flags, "--elastic"])
 
@@ -107,6 +130,36 @@ def test_a_dry_run_says_what_copies_take(tmp_path: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     # Two ranks with 12 bytes of every element that they own: each holds its own and the other's, of two moments.
     assert "copies for peers: up to " in out and "every 4 steps up to " in out
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(CLUSTER.replace("c: {memory: 1 GiB, emulate: {speed: 0.5}}", "").replace("chip: c", "chip: A10"))
+    assert pretrain([*words, "--cluster", str(cluster), "--allow-over-memory"], {}) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("copies for peers"))
+    assert "on the links beside the next step" in line and "node small has" in line, line
+    words = ["--plan", str(plan), "--cluster", str(cluster), "--model", "tiny", "--dtype", "fp32"]
+    assert predict([*words, "--peer-replicas-every", "4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    assert predict([*words, "--peer-replicas-every", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peer_copies"]["holders"] == {"0": 1, "1": 0}
+
+
+def test_copies_are_made_where_host_memory_has_room(tmp_path: Path) -> None:
+    """Each of two ranks holds two moments of its own state and the other's."""
+    plan, cluster = tmp_path / "plan.yaml", tmp_path / "cluster.yaml"
+    plan.write_text(PLAN)
+
+    def two(words: str) -> RunConfig:
+        cluster.write_text(CLUSTER)
+        flags = f"--model tiny --mock-data --train-iters 2 --lr 1e-3 --elastic --plan {plan} --cluster {cluster}"
+        return configure([*flags.split(), *words.split()], {"WORLD_SIZE": "2", "RANK": "0", "HETERO_LAUNCHER": "1"})
+
+    config = two(SAVES)
+    assert config.elastic is not None and config.elastic.replicas_every is None
+    assert "node small needs" in config.notices[-1] and "too little; there are none" in config.notices[-1]
+    for words in ("", f"{SAVES} --peer-replicas-every 2"):
+        with pytest.raises(UserError, match="do not fit: node small"):
+            two(words)
+    config = two("--peer-replicas-every 2 --allow-over-memory")
+    assert config.elastic == ElasticConfig(2, {"small": 10_000_000, "large": 1_000_000_000})
 
 
 def test_the_launcher_locks_the_directory_for_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from hetero_megatron.comm.epochs import SCOPE, EpochStore, JoinRequest, Speed
+from hetero_megatron.comm.epochs import SCOPE, Drifted, EpochStore, JoinRequest, Speed
 from hetero_megatron.comm.job_store import connect_store
+from hetero_megatron.launch.drift import DriftPlanner
 from hetero_megatron.launch.in_place import InPlaceSupervisor
 from hetero_megatron.launch.jobs import Seat, Setup
+from hetero_megatron.launch.supervise import Planner
 from hetero_megatron.training.agreement import program_facts
 
 
@@ -243,3 +245,38 @@ def test_a_search_that_fails_says_why_and_the_job_goes_on(tmp_path: Path) -> Non
         "launcher: the search for a plan failed: ValueError: no such chip",
         "launcher: the search for a plan ended with exit code 3",
     ]
+
+
+def test_a_slow_rank_is_planned_around_by_the_same_members(tmp_path: Path) -> None:
+    """Where another plan is better for the rates that it has now; told again, it is looked for again."""
+    file, other, found = tmp_path / "cluster.yaml", tmp_path / "other", dict[str, float]()
+    file.write_text("nodes:\n  - {name: first, chip: A100-80-SXM}\n  - {name: second, chip: A100-80-SXM}\n")
+
+    def script(job: Played) -> None:
+        job.store.tell_drift(0, Drifted("fp32", {"1": 1.7}))
+        until(lambda: any("second takes 1.70 times as long; the plan stays" in line for line in said))
+        assert not job.store.paused(0)
+        job.store.tell_drift(0, Drifted("fp32", {"1": 6.0}))
+        until(lambda: job.store.paused(0))
+        for member in (0, 1):
+            job.store.stopped(0, member, by_failure=False)
+        until(lambda: job.store.find(1) is not None)
+        epoch = job.store.find(1)
+        assert epoch is not None and epoch.members == [0, 1] and epoch.event == "second takes 6.00 times as long"
+        assert epoch.plan == str(other) and epoch.cluster == str(tmp_path / "cluster-drifted-0.yaml")
+        job.codes |= {0: 0, 1: 0}
+
+    def slow(from_file: Path, to: Path, factors: Mapping[str, float], dtype: str) -> None:
+        found.update(factors)
+        to.write_text(from_file.read_text())
+
+    def better(present: Setup, number: int) -> Planner:
+        return lambda seats, cluster: other if found["second"] > 2 else present.plan
+
+    job, said = Played(script), list[str]()
+    setup = Setup(tmp_path / "plan", (Seat("first", 0), Seat("second", 0)), file)
+    one = InPlaceSupervisor(
+        setup, job.start, lambda *_: None, 1, 60.0, tmp_path, said.append, drift=DriftPlanner(slow, better, 1)
+    )
+    assert one.run() == 0 and job.failed == [], said
+    assert any("not looked for any more: planned again 1 time" in line for line in said)

@@ -18,7 +18,7 @@ from hetero_megatron.plans import dump_yaml, plan_from_dict
 from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.matrices import is_matrix, matrix_owners, newton_schulz_flops
 from hetero_megatron.plans.memory.of_plan import estimate_memory
-from hetero_megatron.plans.memory.replicas import replica_bytes
+from hetero_megatron.plans.memory.replicas import copies_of
 from hetero_megatron.spec import load_model, logical_tensors
 from hetero_megatron.spec.muon import MuonRates
 from tests.support.muon_reference import TORCH, in_full_precision, our_muon
@@ -116,9 +116,9 @@ def test_memory_is_that_of_a_dry_run_to_the_byte(tmp_path: Path) -> None:
         adam = estimate_memory(run.plan, run.spec, run.dtype)
         assert sum(m.optimizer for m in found.values()) < 0.8 * sum(m.optimizer for m in adam.values())
         nodes = {r: str(r) for r in run.plan.ranks}
-        copies = replica_bytes(run.plan, run.compiled.buckets, run.dtype, 2, nodes)
+        copies = copies_of(run.plan, run.compiled.buckets, run.dtype, 2, nodes)
         elements = sum(t.size * (2 if is_matrix(t) else 3) for t in logical_tensors(run.spec))
-        assert sum(sent for _, sent in copies.values()) == 4 * elements
+        assert sum(copies.sizes.values()) == 4 * elements
 
 
 def test_buckets_of_matrices_are_alike_on_every_rank_and_cover_all() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.main import main as hetero_megatron
 from hetero_megatron.cli.pretrain import main as pretrain
-from hetero_megatron.cli.run import searched
+from hetero_megatron.cli.run_plans import searched
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat
 from hetero_megatron.plans import dump_yaml, load_plan

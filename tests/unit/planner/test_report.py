@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hetero_megatron.cli.main import main
-from hetero_megatron.cli.run import first_that_fits
+from hetero_megatron.cli.run_plans import first_that_fits
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.errors import UserError

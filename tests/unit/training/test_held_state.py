@@ -137,3 +137,7 @@ def test_copies_lie_on_another_node_and_are_spread() -> None:
             assert holder in (others or [i])
             assert nodes[holder] != nodes[i] or all(nodes[j] == nodes[i] for j in others)
     assert sorted(choose_holders(["a", "a", "b", "b"], [1, 1, 1, 1])) == [0, 1, 2, 3]
+    assert choose_holders(["a", "b", "c"], [5, 1, 1]) == [1, 2, 0]
+    # Two moments of the large state have no room beside what b has; without room anywhere, all is as without limits.
+    assert choose_holders(["a", "b", "c"], [5, 1, 1], room={"b": 11}) == [2, 0, 1]
+    assert choose_holders(["a", "b", "c"], [5, 1, 1], room=dict.fromkeys("abc", 0)) == [1, 2, 0]

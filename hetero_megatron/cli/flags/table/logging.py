@@ -107,9 +107,10 @@ FLAGS = (
           "that differs is named, and ends the run"),
     switch("--elastic", "ranks stay when others are lost or leave, and go on under another plan from what is in their "
            "memories; of hetero-megatron run, which gives this flag to its ranks"),
-    count("--peer-replicas-every", None,
+    count("--peer-replicas-every", 1,
           "steps between copies of each rank's optimizer state in another host's memory, so that a lost host costs at "
-          "most so many steps and no checkpoint is read", needs=needs("--elastic")),
+          "most so many steps and no checkpoint is read; 0: none; by default none where the cluster file's host_memory "
+          "is too small for them", least=0, needs=needs("--elastic")),
     switch("--no-kernel-check", "leave out the check at start of every kernel against its operator's definition"),
     refused("--inprocess-restart", _IN_PLACE, "torchrun --max-restarts"),
     refused("--enable-ft-package", _IN_PLACE, "torchrun --max-restarts"),

@@ -1,0 +1,166 @@
+"""What ``hetero-megatron run`` asks when it plans again: which of the fallback plans fits, or what the planner finds
+for the chips that are left, or for the rates that ranks have now."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from hetero_megatron.cluster import load_cluster
+from hetero_megatron.cluster.hosts import read_cluster_document
+from hetero_megatron.environment.launcher import SUPERVISED
+from hetero_megatron.errors import UserError
+from hetero_megatron.launch.jobs import Seat, Setup
+from hetero_megatron.launch.supervise import Planner, Replanner
+from hetero_megatron.monitoring.record import expectation
+from hetero_megatron.planner.whatif.drift import with_slow_nodes, worst_by_node
+from hetero_megatron.plans import Plan, all_ranks
+from hetero_megatron.plans.dump import dump_yaml
+from hetero_megatron.plans.made_for import lora_words
+from hetero_megatron.training.config import RunConfig
+from hetero_megatron.utils.yaml_document import QuotingDumper
+
+if TYPE_CHECKING:
+    from hetero_megatron.launch.drift import DriftPlanner
+
+WORTH = 0.03  # a new plan must save this share of the step, else the old one stays
+_ENOUGH = 1 << 16  # ranks: how many there are is not asked yet
+
+
+def first_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
+    """The first plan whose ranks and chips are available."""
+
+    return lambda seats, cluster: next((plan for plan, _ in _fitting(words, plans, seats, cluster)), None)
+
+
+def largest_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
+    """The plan for the most ranks of those whose ranks and chips are available, the first of several."""
+
+    def choose(seats: Sequence[Seat], cluster: Path | None) -> Path | None:
+        fitting = list(_fitting(words, plans, seats, cluster))
+        return max(fitting, key=lambda plan_and_seconds: plan_and_seconds[1])[0] if fitting else None
+
+    return choose
+
+
+def _fitting(
+    words: Sequence[str], plans: Sequence[Path], seats: Sequence[Seat], cluster: Path | None
+) -> Iterator[tuple[Path, int]]:
+    """Plans whose ranks and chips are available, and how many ranks they have."""
+    for plan in plans:
+        try:
+            count = all_ranks(configured(words, plan, cluster, len(seats)).plan)[-1] + 1
+        except UserError as error:
+            print(f"launcher: {plan} does not fit: {error}", file=sys.stderr, flush=True)
+            continue
+        if count <= len(seats):
+            yield plan, count
+
+
+def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
+    """The planner's best plan for the remaining chips, with the same batch and sequence length."""
+
+    def choose(seats: Sequence[Seat], cluster: Path | None) -> Path | None:
+        from hetero_megatron.cli.configure import configure
+
+        fixed = ["--seq-length", str(config.plan.seq_length), "--global-batch-size", str(config.plan.global_batch_size)]
+        settings = config.plan.made_for
+        if settings is not None:  # the words may leave to the plan what the search needs to know
+            fixed += ["--dtype", config.dtype, "--optimizer", config.optimizer.name]
+            if config.fp8 is not None and "--fp8-format" not in words:
+                fixed += ["--fp8-format", config.fp8.format, "--fp8-recipe", config.fp8.recipe]
+            if settings.mtp_layers and "--mtp-num-layers" not in words:
+                fixed += ["--mtp-num-layers", str(settings.mtp_layers)]
+            if settings.lora is not None and "--load-adapter" not in words:
+                fixed += lora_words(settings.lora)
+            fixed += ["--model", settings.model] if not {"--model", "--load-hf", "--num-layers"} & set(words) else []
+        flags = ["--auto-plan", "--cluster", str(cluster), *fixed, *words]
+        try:
+            plan = configure(flags, {"WORLD_SIZE": str(len(seats)), SUPERVISED: "1"}).plan
+        except UserError as error:
+            print(f"launcher: no plan found: {error}", file=sys.stderr, flush=True)
+            return None
+        path = scratch / f"plan-for-{len(seats)}-ranks.yaml"
+        path.write_text(dump_yaml(replace(plan, made_for=settings)))
+        return path
+
+    return choose
+
+
+def replanned(words: Sequence[str], scratch: Path) -> Replanner:
+    """Replan with the measured rates of the ranks that drifted; keeps the plan if a new one gains little."""
+
+    def choose(setup: Setup, drift: Mapping[str, Any], number: int) -> tuple[Setup, str]:
+        assert setup.cluster is not None, "--replan-on-drift needs --cluster"
+        old_cluster = load_cluster(str(setup.cluster))
+        factors = worst_by_node(old_cluster, drift["ratios"])
+        cluster = scratch / f"cluster-round-{number}.yaml"
+        _write_slow(setup.cluster, cluster, factors, drift["dtype"])
+        path = scratch / f"plan-round-{number}.yaml"
+        gain = _better_plan(words, scratch, setup, cluster, path)
+        slow = ", ".join(f"{node} takes {factor:.2f} times as long" for node, factor in sorted(factors.items()))
+        if gain is None:
+            return replace(setup, plan=path, cluster=cluster), f"{slow}; the plan stays: no other is predicted to gain"
+        return replace(setup, plan=path, cluster=cluster), f"{slow}; plan {path}{gain}"
+
+    return choose
+
+
+def _write_slow(file: Path, to: Path, factors: Mapping[str, float], dtype: str) -> None:
+    """A cluster file with the rates that its nodes have now; see ``with_slow_nodes``."""
+    document = with_slow_nodes(read_cluster_document(file).plain(), load_cluster(str(file)), factors, dtype)
+    to.write_text(yaml.dump(document, sort_keys=False, Dumper=QuotingDumper))
+
+
+def _better_plan(words: Sequence[str], scratch: Path, setup: Setup, cluster: Path, path: Path) -> str | None:
+    """Write the plan of ``setup``, or a better one for the rates of ``cluster``, to ``path``; what that one gains, in
+    words, or None."""
+    count = len(setup.seats)
+    config = configured(words, setup.plan, setup.cluster, count)
+    path.write_text(dump_yaml(_any_chip(config.plan)))
+    old = _predicted(configured(words, path, cluster, count))
+    new_plan = searched(words, config, scratch)(setup.seats, cluster)
+    new = _predicted(configured(words, new_plan, cluster, count)) if new_plan is not None else None
+    if new_plan is None or new is None or (old is not None and new > (1 - WORTH) * old):
+        return None
+    path.write_text(new_plan.read_text())
+    return f", predicted {new:.3g} s per step instead of {old:.3g} s" if old is not None else ""
+
+
+def drift_in_place(words: Sequence[str], scratch: Path, most: int) -> DriftPlanner:
+    """How an elastic job plans again, beside the ranks."""
+    from hetero_megatron.launch.drift import DriftPlanner
+
+    def better(setup: Setup, number: int) -> Planner:
+        path = scratch / f"plan-drift-{number}.yaml"
+
+        def choose(seats: Sequence[Seat], cluster: Path | None) -> Path:
+            assert cluster is not None, "--replan-on-drift needs --cluster"
+            return setup.plan if _better_plan(words, scratch, setup, cluster, path) is None else path
+
+        return choose
+
+    return DriftPlanner(_write_slow, better, most)
+
+
+def _any_chip(plan: Plan) -> Plan:
+    """The plan without chip names, which change with their rates."""
+    return plan.with_stages(lambda stage: replace(stage, chip=None))
+
+
+def _predicted(config: RunConfig) -> float | None:
+    prediction = expectation(config)[0] if config.cluster is not None else None
+    return None if prediction is None else prediction.step_seconds
+
+
+def configured(words: Sequence[str], plan: Path, cluster: Path | None, world: int | None) -> RunConfig:
+    from hetero_megatron.cli.configure import configure
+
+    cluster_flags = ["--cluster", str(cluster)] if cluster is not None else []
+    environment = {"WORLD_SIZE": str(_ENOUGH if world is None else world), SUPERVISED: "1"}
+    return configure(["--plan", str(plan), *cluster_flags, *words], environment)
