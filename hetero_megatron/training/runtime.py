@@ -119,7 +119,7 @@ class Runtime:
         offload = here.stage.optimizer.offload
         self.optimizer: ShardedOptimizer | None = None
         if optimizer is not None:
-            self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, by_load, built.owned_values)
+            self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, by_load, built.owned_values, built.rows)
         self.outer = self._outer_steps(compiled)
         self.divided = self._divided_weights(compiled)
 
@@ -162,7 +162,8 @@ class Runtime:
         params = {name: p for name, p in built.module.named_parameters() if p.requires_grad}
         sent_as = torch.bfloat16 if self.options.reduce_in_bf16 else None
         late = self.here.stage.weights is not None
-        sync = GradientSync(self.comm, params, built.boxes, compiled.buckets, built.chunk_names(), sent_as, late)
+        chunks = built.chunk_names()
+        sync = GradientSync(self.comm, params, built.boxes, compiled.buckets, chunks, sent_as, late, built.rows)
         gradients = built.kernels.weight_gradients
         if self.options.compile_backend is None:
             sync.fuse_wgrad_accumulation(built.products(head=head is None), gradients)
@@ -182,14 +183,19 @@ class Runtime:
         params, kernels = dict(built.module.named_parameters()), built.kernels
         divided = DividedWeights(
             self.here.stage, self.here.spec.tied, buckets, params, sync.divided_sums, self.comm, built.stored_boxes,
-            kernels.weight_gradients,
+            kernels.weight_gradients, built.rows,
         )  # fmt: skip
         apply_divided_weights(built.module, divided)
         self.executor.weights = divided
         if self.optimizer is not None:
             frozen = {b.index: built.owned_values(b.names, divided.pieces[b.index]) for b in buckets if not b.trained}
+            if built.rows is not None:
+                frozen = {index: [built.rows.memory.keep(x) for x in values] for index, values in frozen.items()}
             divided.attach(self.optimizer.kept | frozen)
         return divided
+
+    def _owned_norm(self, grads: list[list[torch.Tensor]]) -> float | torch.Tensor:
+        return owned_norm(grads, self.stage_model.kernels.l2norm, self.comm.device)
 
     def _outer_steps(self, compiled: CompiledPlan) -> OuterSteps | None:
         if self.here.plan.outer is None or self.optimizer is None:
@@ -339,7 +345,7 @@ class Runtime:
                 self.graphs.begin_step()
             step_result, grads = self.forward_backward(fetch, first_sample, batch_size, loss_scale, step)
             self.hooks.before_commit()
-            gathered = self.numbers.gather(step_result, owned_norm(grads, self.stage_model.kernels.l2norm), stop)
+            gathered = self.numbers.gather(step_result, self._owned_norm(grads), stop)
             loss_sum, tokens, _, stops = gathered[:, :4].sum(0).tolist()
             islands = [gathered[places] for places in self.outer.places] if self.outer is not None else [gathered]
             island_scales = scales_and_norms(islands, self.nominal(batch_size) / loss_scale, first_sample, batch_size)
