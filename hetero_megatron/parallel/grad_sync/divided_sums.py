@@ -64,9 +64,11 @@ class DividedSums:
     def _end_oldest(self) -> None:
         bucket = self._under_way.popleft()
         exchange = self._exchanges[bucket]
+        self._arrive()
         pieces = exchange.finish_reduce(0)
         if self._host is not None:
-            self._arrive()
+            if not exchange.in_place:  # the sums are memory of their own
+                exchange.forget()
             first = bucket not in self._owned
             places = self._host_sums(bucket) if first else [self._host.memory.take_like(piece) for piece in pieces]
             if first:

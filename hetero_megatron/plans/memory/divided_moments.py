@@ -100,7 +100,7 @@ class DividedMoments:
     ) -> None:
         assert stage.weights is not None
         self._gather, self._reshard = stage.weights.gather, stage.weights.reshard_after_forward
-        self._under_way = under_way(stage)
+        self._under_way, self._to_host = under_way(stage), stage.optimizer.offload
         self._parts, self._chunks, self._held, self._repeats = parts, chunks, held, backwards > 1
         self._owned = sum(bucket.owned for part in parts.values() for bucket in part.buckets)
 
@@ -184,18 +184,23 @@ class DividedMoments:
             between = chunk.kept(left) + (0 if last and self._by_layer else computing)
             for bucket in row:
                 if len(under_way) == self._under_way:
-                    oldest = under_way.pop(0)
-                    ending = oldest.held + max(oldest.travels, oldest.summing)
-                    yield base + ending + _size(under_way) + here + between
+                    oldest, ending = self._end_oldest(under_way)
+                    yield base + ending + here + between
                     base += 0 if self._repeats else oldest.owned
                 under_way.append(bucket)
                 here -= bucket.held
                 yield base + _size(under_way) + here + between
         while under_way:  # at the end of the step, when there are no activations
-            oldest = under_way.pop(0)
-            ending = oldest.held + max(oldest.travels, oldest.summing)
-            yield base - self._held + chunk.passing + ending + _size(under_way)
+            oldest, ending = self._end_oldest(under_way)
+            yield base - self._held + chunk.passing + ending
             base += 0 if self._repeats else oldest.owned
+
+    def _end_oldest(self, row: list[BucketBytes]) -> tuple[BucketBytes, int]:
+        """(the one that leaves a row of buckets under way, bytes of the row while the oldest that travels is summed up,
+        with which the one before is in host memory)."""
+        left = row.pop(0)
+        ends, others = (row[0], row[1:]) if self._to_host and row else (left, row)
+        return left, ends.held + max(ends.travels, ends.summing) + _size(others)
 
     def _buckets(self, step: Step) -> tuple[BucketBytes, ...]:
         return self._parts.get(step, PartBytes()).buckets
