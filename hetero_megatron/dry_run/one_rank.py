@@ -18,7 +18,8 @@ from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.dry_run.expert_layers import expect_routing
 from hetero_megatron.dry_run.repeat import RepeatingExecutor
 from hetero_megatron.parallel.divided_weights import DividedWeights
-from hetero_megatron.parallel.optimizer import Optimizer, check_offload
+from hetero_megatron.parallel.host_adam import check_offload
+from hetero_megatron.parallel.optimizer import Optimizer
 from hetero_megatron.parallel.outer_steps import OuterSteps
 from hetero_megatron.plans import locate
 from hetero_megatron.platform.platform import DTYPES

@@ -116,12 +116,19 @@ class HostMemory:
         return self.room(values.shape, values.dtype).copy_(values)
 
 
-def host_stream(comm: Comm) -> SideStream:
-    """For copies one way: without a device they are made in the order of the calls, those of an emulated chip take the
-    time of its link."""
-    if comm.accelerator is None and comm.hooks.host_rate is not None:
-        return PacedStream(comm.clock, comm.hooks.host_rate)
-    return SideStream(comm.accelerator)
+class HostLink:
+    """Between a device and its host: all copies one way share a stream, as they do the wires. Without a device they are
+    made in the order of the calls, those of an emulated chip take the time of its link.
+
+    Attributes:
+        accelerator: None: there are no streams. into, out: streams of copies to the device, and from it.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.accelerator, rate = comm.accelerator, comm.hooks.host_rate
+        self.into, self.out = SideStream(comm.accelerator), SideStream(comm.accelerator)
+        if comm.accelerator is None and rate is not None:
+            self.into, self.out = PacedStream(comm.clock, rate), PacedStream(comm.clock, rate)
 
 
 class HostRows:
@@ -131,10 +138,9 @@ class HostRows:
         memory: that they are in; into, out: streams of the copies to the device, and from it.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self.memory = HostMemory(comm.accelerator)
-        self.into, self.out = host_stream(comm), host_stream(comm)
-        self._device_streams = comm.accelerator is not None
+    def __init__(self, link: HostLink) -> None:
+        self.memory, self.into, self.out = HostMemory(link.accelerator), link.into, link.out
+        self._device_streams = link.accelerator is not None
 
     def load(self, places: Sequence[Tensor], rows: Sequence[Tensor]) -> Any:
         """Begin to copy ``rows`` to ``places`` of the device; the moment at which they are there."""

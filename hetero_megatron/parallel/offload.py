@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from hetero_megatron.comm import Comm
 from hetero_megatron.model.gpt import GPTStage, Layer, ResidualStream
 from hetero_megatron.model.layers import Context
 from hetero_megatron.parallel.divided_weights import Border
-from hetero_megatron.parallel.host_memory import HostMemory, host_stream
+from hetero_megatron.parallel.host_memory import HostLink, HostMemory
 from hetero_megatron.parallel.recompute import keep_here, take
 from hetero_megatron.plans.canonical import ActivationOffload
 from hetero_megatron.plans.memory.offloaded import FEW_BYTES
@@ -168,18 +167,16 @@ class OffloadedActivations:
 
     Args:
         offload: which layers', and how many layers' copies may be under way at once.
-        comm: without an accelerator there are no streams, and copies are made in the order of the calls; those of an
-            emulated chip take the time of its link.
+        device: that computes; link: of it to its host.
 
     Attributes:
         host: the memory that they are in.
         out, back: streams of the copies.
     """
 
-    def __init__(self, model: GPTStage, offload: ActivationOffload, comm: Comm) -> None:
-        self._model, self._layers, self._ahead, self.device = model, offload.layers, offload.ahead, comm.device
-        self.host = HostMemory(comm.accelerator)
-        self.out, self.back = host_stream(comm), host_stream(comm)
+    def __init__(self, model: GPTStage, offload: ActivationOffload, device: torch.device, link: HostLink) -> None:
+        self._model, self._layers, self._ahead, self.device = model, offload.layers, offload.ahead, device
+        self.host, self.out, self.back = HostMemory(link.accelerator), link.out, link.into
         self._rows: dict[Key, list[LayerActivations]] = {}
         self._row: list[LayerActivations] = []
         self._open: LayerActivations | None = None

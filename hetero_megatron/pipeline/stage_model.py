@@ -127,15 +127,16 @@ class StageModel:
         _fill(empty, initialize, divided)
         self._divide()
         self.rows: HostRows | None = None
-        if stage.weights is not None and stage.optimizer.offload:
-            from hetero_megatron.parallel.host_memory import HostRows
-
-            self.rows = HostRows(comm)
         self.offloaded: OffloadedActivations | None = None
+        if (stage.weights is not None and stage.optimizer.offload) or stage.activations is not None:
+            from hetero_megatron.parallel.host_memory import HostLink, HostRows
+
+            link = HostLink(comm)
+            self.rows = HostRows(link) if stage.weights is not None and stage.optimizer.offload else None
         if stage.activations is not None:
             from hetero_megatron.parallel.offload import OffloadedActivations
 
-            self.offloaded = OffloadedActivations(self.module, stage.activations, comm)
+            self.offloaded = OffloadedActivations(self.module, stage.activations, comm.device, link)
             apply_recompute(self.module, stage.recompute, self.offloaded.keep)
             self.offloaded.apply()
         elif stage.recompute.kind != "none":

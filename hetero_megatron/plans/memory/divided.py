@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hetero_megatron.plans.buckets import Bucket, Ints, with_counts
+from hetero_megatron.plans.canonical import Plan
 
 
 class DividedBytes(NamedTuple):
@@ -56,6 +57,13 @@ def frozen_bytes(buckets: Iterable[Bucket], item: int, offloading: Collection[in
         for rank, bytes_of_rank in zip(bucket.ranks, away.tolist(), strict=True):
             by_rank[rank] += bytes_of_rank
     return by_rank
+
+
+def in_device(bucket: Bucket, plan: Plan, onward: Collection[int | None]) -> Ints | int:
+    """[ranks] 0 where what a rank holds of a bucket in which sums of divided weights go on is in host memory."""
+    if bucket.index not in onward or not plan.offloading:
+        return 1
+    return np.array([not (r in plan.offloading and r in plan.sharding_stages) for r in bucket.ranks], np.int64)
 
 
 def copied_masters(bucket: Bucket) -> Ints:

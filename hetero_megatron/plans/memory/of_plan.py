@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -22,7 +22,14 @@ from hetero_megatron.plans.memory.activations import (
     host_kept_bytes,
     most_held,
 )
-from hetero_megatron.plans.memory.divided import DividedBytes, bucket_buffers, copied_masters, frozen_bytes, host_rows
+from hetero_megatron.plans.memory.divided import (
+    DividedBytes,
+    bucket_buffers,
+    copied_masters,
+    frozen_bytes,
+    host_rows,
+    in_device,
+)
 from hetero_megatron.plans.program import held_by_stages, moments_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.plans.shares import has_context
@@ -179,7 +186,7 @@ def estimate_memory(
         if bucket.weights is not None:
             owned_divided[rank_indices] += bucket_owned * (bucket.onward is None)
             continue
-        held_elements[rank_indices] += bucket_held * _on_device(bucket, plan, onward)
+        held_elements[rank_indices] += bucket_held * in_device(bucket, plan, onward)
         owned[rank_indices] += bucket_owned
         copied[rank_indices] += apart
         if bucket.matrices and matrices is not None:
@@ -209,13 +216,6 @@ def estimate_memory(
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
         out[rank] = replace(out[rank], buffers=most_buffers, activations=kept, moving=max(more, 0), **states)
     return out if plan.outer is None else _with_outer_steps(out, plan, spec, buckets, max(item, 4))
-
-
-def _on_device(bucket: Bucket, plan: Plan, onward: Collection[int | None]) -> Ints | int:
-    """[ranks] 0 where what a rank holds of a bucket in which sums of divided weights go on is in host memory."""
-    if bucket.index not in onward or not plan.offloading:
-        return 1
-    return np.array([not (r in plan.offloading and r in plan.sharding_stages) for r in bucket.ranks], np.int64)
 
 
 def _counts(bucket: Bucket, item: int) -> tuple[Ints, Ints, Ints, Ints]:
