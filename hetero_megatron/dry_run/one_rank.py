@@ -18,7 +18,8 @@ from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.dry_run.expert_layers import expect_routing
 from hetero_megatron.dry_run.repeat import RepeatingExecutor
 from hetero_megatron.parallel.divided_weights import DividedWeights
-from hetero_megatron.parallel.optimizer import Optimizer, check_offload
+from hetero_megatron.parallel.host_adam import check_offload
+from hetero_megatron.parallel.optimizer import Optimizer
 from hetero_megatron.parallel.outer_steps import OuterSteps
 from hetero_megatron.plans import locate
 from hetero_megatron.platform.platform import DTYPES
@@ -30,7 +31,7 @@ from hetero_megatron.training.train import optimizer_factory
 from hetero_megatron.utils.text import rank_ranges
 
 if TYPE_CHECKING:
-    from hetero_megatron.parallel.offload import OffloadedActivations
+    from hetero_megatron.parallel.host_memory import HostMemory
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,11 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         offload = runtime.optimizer.offload
         if offload:
             memory.forget(master for masters in runtime.optimizer.masters for master in masters)
+            memory.forget(_kept_rows(runtime))
         gathered = _observed(runtime.divided, memory)
-        host = _host_memory(runtime.stage_model.offloaded, memory)
+        activations = runtime.stage_model.offloaded
+        host = _host_memory(activations.host if activations is not None else None, memory)
+        _host_memory(runtime.stage_model.rows.memory if runtime.stage_model.rows is not None else None, memory)
         memory.peak = memory.live  # initial values are made, and brought into 8 bits, in the host's memory
         memory.host = offload
         _make_moments(runtime.optimizer.inner, config.optimizer)
@@ -87,7 +91,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         built = runtime.stage_model
         undivided = [p for n, p in built.module.named_parameters() if n not in divided_names]
         scales = [t for s in built.scales.values() for t in ([s] if isinstance(s, torch.Tensor) else s.tensors)]
-        parameters = _bytes([*undivided, *scales, *_kept_rows(runtime)])
+        parameters = _bytes([*undivided, *scales, *(() if offload else _kept_rows(runtime))])
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
         # Gradients wait for finish(), so that their bytes are told apart.
@@ -137,11 +141,10 @@ def _observed(divided: DividedWeights | None, memory: MemoryTracker) -> list[int
     return divided_bytes
 
 
-def _host_memory(offloaded: OffloadedActivations | None, memory: MemoryTracker) -> Callable[[], int]:
-    """Most bytes of activations in the host's memory so far; they do not count in ``memory``."""
-    if offloaded is None:
+def _host_memory(host: HostMemory | None, memory: MemoryTracker) -> Callable[[], int]:
+    """Most bytes of host memory in use so far; they do not count in ``memory``."""
+    if host is None:
         return lambda: 0
-    host = offloaded.host
 
     def make(size: int) -> torch.Tensor:
         memory.host = True

@@ -1,6 +1,7 @@
 """Weights that the ranks of a stage divide: whole while they are used, and elsewhere only with their owners.
 
-Between uses the memory of a layer's weights is given back, and every rank has the masters of its own rows. Before the
+Between uses the memory of a layer's weights is given back, and every rank has the masters of its own rows; with an
+optimizer in host memory it has them there, so that of a stage's weights the device holds two layers. Before the
 layer's forward, and again before its backward, the rows of all ranks are gathered, those of the next layer meanwhile;
 after its backward gradients go to the owners (``grad_sync/divided_sums.py``). Tensors stay the same objects throughout:
 only their storage comes and goes, so that what autograd keeps of them is whole again when backward needs it.
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +29,9 @@ from hetero_megatron.plans.canonical import Stage, WeightSharding
 from hetero_megatron.utils.out_of_memory import memory_for
 from hetero_megatron.utils.text import format_bytes
 
+if TYPE_CHECKING:
+    from hetero_megatron.parallel.host_memory import HostRows
+
 Step = int | str  # of a micro-batch through a chunk: "embed", the number of a layer, "head"
 _NAMES: Mapping[Step, str] = {"embed": "the embedding", "head": "norm and head"}
 
@@ -41,6 +45,7 @@ class GatheredPart:
             they have none, neither do they get any before they are gathered.
         resized: called with such memory when its size has changed.
         name: such as ``layer 3``; roomier: the plan's choice that needs less memory, for when there is none.
+        host: where the masters are, if in host memory.
 
     Attributes:
         buckets: their indices, in backward order; trained: whether they have gradients.
@@ -50,9 +55,10 @@ class GatheredPart:
 
     def __init__(
         self, exchanges: Sequence[BucketExchange], params: Mapping[str, torch.nn.Parameter],
-        resized: Callable[[torch.Tensor], None], name: str, roomier: str,
+        resized: Callable[[torch.Tensor], None], name: str, roomier: str, host: HostRows | None = None,
     ) -> None:  # fmt: skip
-        self._exchanges, self._resized = exchanges, resized
+        self._exchanges, self._resized, self._host = exchanges, resized, host
+        self._loaded: Any = None  # the moment at which rows of host memory are here
         self.buckets, self.trained = [e.bucket.index for e in exchanges], exchanges[0].bucket.trained
         bucket_params = [params[name] for e in exchanges for name in e.bucket.names]
         self._whole = all(param.untyped_storage().nbytes() or not param.numel() for param in bucket_params)
@@ -90,16 +96,24 @@ class GatheredPart:
             return
         with self._memory():
             self._resize(self._bytes)
-            own = [(self._views[x.name][x.slices], master) for e in self._exchanges
-                   for x, master in zip(e.pieces, self.masters[e.bucket.index], strict=True)]  # fmt: skip
-            if own:  # one launch, however many pieces
-                torch._foreach_copy_([view for view, _ in own], [master for _, master in own])
-            for exchange in self._exchanges:
-                index = exchange.bucket.index
-                flat = self._flat[index] if exchange.bucket.dense else None
-                dtype = self._views[exchange.bucket.names[0]].dtype
-                exchange.start_spread(0, self.masters[index], self._views, dtype, flat)
+            own = {e.bucket.index: [self._views[x.name][x.slices] for x in e.pieces] for e in self._exchanges}
+            views, rows = ([x for index in self.buckets for x in of[index]] for of in (own, self.masters))
+            if self._host is not None:
+                self._loaded = self._host.load(views, rows)
+                with self._host.after_load():
+                    self._start_spread(own)
+            else:
+                if views:  # one launch, however many pieces
+                    torch._foreach_copy_(views, rows)
+                self._start_spread(self.masters)
         self._coming = True
+
+    def _start_spread(self, rows: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Send what this rank owns, on the device, by bucket and piece."""
+        for exchange in self._exchanges:
+            index = exchange.bucket.index
+            flat = self._flat[index] if exchange.bucket.dense else None
+            exchange.start_spread(0, rows[index], self._views, self._views[exchange.bucket.names[0]].dtype, flat)
 
     @torch.no_grad()
     def use(self) -> None:
@@ -107,6 +121,8 @@ class GatheredPart:
         self._users += 1
         self.start()
         if self._coming:
+            if self._host is not None:
+                self._host.into.join(self._loaded)
             with self._memory():
                 for exchange in self._exchanges:
                     exchange.finish_spread(0, self._views)
@@ -132,6 +148,7 @@ class DividedWeights:
         buckets: that this rank has a part of; params: of the rank, by logical name.
         sums: of the gradients; None: none of these weights is trained.
         gradients: of the kernel plan, which knows whether products wait for their W.
+        host: where what this rank keeps is, if in host memory.
 
     Attributes:
         parts: of the weights, by step; names: logical ones of all of them.
@@ -142,10 +159,11 @@ class DividedWeights:
     def __init__(
         self, stage: Stage, tied: bool, buckets: Iterable[Bucket], params: Mapping[str, torch.nn.Parameter],
         sums: DividedSums | None, comm: Comm, boxes: Mapping[str, Box], gradients: WeightGradients,
+        host: HostRows | None = None,
     ) -> None:  # fmt: skip
         assert stage.weights is not None
         self._gather, self.reshard = stage.weights.gather, stage.weights.reshard_after_forward
-        self._gradients, self._sums = gradients, sums
+        self._gradients, self._sums, self._host = gradients, sums, host
         self._resized: Callable[[torch.Tensor], None] = lambda memory: None
         routes: dict[tuple[object, ...], HopRoutes] = {}
         exchanges: dict[Step, list[BucketExchange]] = {}
@@ -176,10 +194,15 @@ class DividedWeights:
             steps["head"] = ["head", "embed"] if tied else ["head"]
         return {step: [self.parts[s] for s in step_names if s in self.parts] for step, step_names in steps.items()}
 
-    def attach(self, masters: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Give up the weights: from now on ``masters`` have their values, of the owned pieces by bucket."""
+    def attach(
+        self, kept: Mapping[int, Sequence[torch.Tensor]], frozen: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
+        """Give up the weights: from now on these have their values, of the owned pieces by bucket, ``kept`` by the
+        optimizer or ``frozen``."""
+        if self._host is not None:
+            frozen = {bucket: [self._host.memory.keep(x) for x in values] for bucket, values in frozen.items()}
         for part in self.parts.values():
-            part.masters = {bucket: masters[bucket] for bucket in part.buckets}
+            part.masters = {bucket: kept[bucket] if part.trained else frozen[bucket] for bucket in part.buckets}
             part.release()
 
     def owned(self) -> Iterator[tuple[OwnedPiece, torch.Tensor]]:

@@ -8,101 +8,24 @@ several saved tensors are views of there is one copy.
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from hetero_megatron.comm import Comm
-from hetero_megatron.comm.hooks import Clock
 from hetero_megatron.model.gpt import GPTStage, Layer, ResidualStream
 from hetero_megatron.model.layers import Context
 from hetero_megatron.parallel.divided_weights import Border
+from hetero_megatron.parallel.host_memory import HostLink, HostMemory
 from hetero_megatron.parallel.recompute import keep_here, take
-from hetero_megatron.parallel.side_stream import SideStream
 from hetero_megatron.plans.canonical import ActivationOffload
 from hetero_megatron.plans.memory.offloaded import FEW_BYTES
-from hetero_megatron.platform.accelerator import Accelerator
 
 Tensor = torch.Tensor
 Key = tuple[int, int]  # micro-batch, chunk
-
-
-class PacedStream(SideStream):
-    """Of an emulated chip: copies pass its link to the host one after another, beside its work.
-
-    Args:
-        clock: of the chip; rate: of the link, bytes/s.
-    """
-
-    def __init__(self, clock: Clock, rate: float) -> None:
-        super().__init__(None)
-        self._clock, self._rate = clock, rate
-        self._free, self._inside = 0.0, False
-
-    @contextmanager
-    def current(self) -> Iterator[None]:  # type: ignore[override]
-        with self._clock.aside():
-            self._free, self._inside = max(self._free, time.perf_counter()), True
-            try:
-                yield
-            finally:
-                self._inside = False
-
-    def carry(self, size: int) -> None:
-        self._free += size / self._rate
-
-    def moment(self) -> Any:
-        return self._free
-
-    def join(self, moment: Any) -> None:
-        if moment is not None and not self._inside:
-            began = self._clock.wait_begins()
-            while (seconds_left := moment - time.perf_counter()) > 0:
-                time.sleep(seconds_left)
-            self._clock.wait_ends(began, collective=True)
-        elif moment is not None:
-            self._free = max(self._free, moment)
-
-
-class HostMemory:
-    """Pieces of host memory, by size; what is given back serves again.
-
-    Args:
-        accelerator: whose device copies from and to it while the host goes on; None: it is the memory of all tensors.
-
-    Attributes:
-        live, peak: bytes in use now, and at most so far.
-        make: a new piece of so many bytes, [bytes] uint8.
-    """
-
-    def __init__(self, accelerator: Accelerator | None) -> None:
-        self.live = self.peak = 0
-        self._free: dict[int, list[tuple[Tensor, Any]]] = defaultdict(list)
-        self.make: Callable[[int], Tensor] = (
-            partial(torch.empty, dtype=torch.uint8) if accelerator is None else accelerator.host_memory
-        )
-
-    def hold(self, size: int) -> None:
-        """So many bytes more, or less, are in use."""
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-    def take(self, size: int) -> tuple[Tensor, Any]:
-        """[size] uint8, and the moment (None: any) from which it may be written to."""
-        self.hold(size)
-        free = self._free[size]
-        return free.pop() if free else (self.make(size), None)
-
-    def give(self, memory: Tensor, moment: Any) -> None:
-        """It may be written to after ``moment``."""
-        self.hold(-memory.nbytes)
-        self._free[memory.nbytes].append((memory, moment))
 
 
 class _Copy:
@@ -244,20 +167,16 @@ class OffloadedActivations:
 
     Args:
         offload: which layers', and how many layers' copies may be under way at once.
-        comm: without an accelerator there are no streams, and copies are made in the order of the calls; those of an
-            emulated chip take the time of its link.
+        device: that computes; link: of it to its host.
 
     Attributes:
         host: the memory that they are in.
         out, back: streams of the copies.
     """
 
-    def __init__(self, model: GPTStage, offload: ActivationOffload, comm: Comm) -> None:
-        self._model, self._layers, self._ahead, self.device = model, offload.layers, offload.ahead, comm.device
-        accelerator, rate = comm.accelerator, comm.hooks.host_rate
-        self.host, self.out, self.back = HostMemory(accelerator), SideStream(accelerator), SideStream(accelerator)
-        if accelerator is None and rate is not None:
-            self.out, self.back = PacedStream(comm.clock, rate), PacedStream(comm.clock, rate)
+    def __init__(self, model: GPTStage, offload: ActivationOffload, device: torch.device, link: HostLink) -> None:
+        self._model, self._layers, self._ahead, self.device = model, offload.layers, offload.ahead, device
+        self.host, self.out, self.back = HostMemory(link.accelerator), link.out, link.into
         self._rows: dict[Key, list[LayerActivations]] = {}
         self._row: list[LayerActivations] = []
         self._open: LayerActivations | None = None

@@ -4,11 +4,8 @@ a stage offloads them."""
 from __future__ import annotations
 
 import math
-import os
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -18,8 +15,9 @@ from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.gathering import ParameterGather
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.grad_sync.routes import OwnedPiece, by_key
-from hetero_megatron.plans import Plan
-from hetero_megatron.plans.memory.of_plan import cannot_offload, moments_of
+
+if TYPE_CHECKING:
+    from hetero_megatron.parallel.host_memory import HostRows
 
 
 class Optimizer(Protocol):
@@ -132,14 +130,15 @@ class ShardedOptimizer:
         sync: whose exchanges define the pieces.
         build: makes the optimizer from parameter groups (keys ``params``, ``decay``, and of those of Muon's matrices
             ``matrices``: the dtype of the weights).
-        offload: masters (then always fp32 copies) and moments live in host memory.
+        offload: masters (then always copies) and moments live in host memory.
         apart: names of parameters that ``build``'s optimizer does not get: their masters change otherwise.
         divided: first values of pieces of weights that the stage divides, and of matrices that the rank owns whole and
             holds in part, which the parameters do not have.
+        host: of a stage that divides weights and offloads.
 
     Attributes:
         kept: what this rank keeps of weights that its stage divides, by bucket and piece: masters, or where other
-            pipelines hold them, too, copies in the parameters' dtype.
+            pipelines hold them, too, or host memory has them, copies in the parameters' dtype.
         updates: how often the masters were changed; those of all ranks are equal between steps.
         gather: the way of new values to the holders.
         after_update: called when they were, before their values are sent; whether it has changed them, too.
@@ -147,7 +146,7 @@ class ShardedOptimizer:
 
     def __init__(
         self, sync: GradientSync, build: OptimizerFactory, offload: bool = False, apart: Collection[str] = (),
-        divided: FirstValues | None = None,
+        divided: FirstValues | None = None, host: HostRows | None = None,
     ) -> None:  # fmt: skip
         self.sync, self.offload, self._apart, self.updates = sync, offload, frozenset(apart), 0
         self.after_update: Callable[[], bool] = lambda: False
@@ -159,15 +158,16 @@ class ShardedOptimizer:
         for index, exchange in sync.divided.items():
             if exchange.bucket.onward is not None:
                 assert divided is not None
-                self.kept[index] = divided(exchange.bucket.names, exchange.pieces)
+                self.kept[index] = self._at_home(divided(exchange.bucket.names, exchange.pieces), host)
                 self._arrays[exchange.bucket.onward] = by_key(exchange.pieces, self.kept[index])
         self.masters = []
         for exchange in sync.exchanges:
             if exchange.bucket.weights is not None:
                 assert divided is not None
                 values = divided(exchange.bucket.names, exchange.pieces)
-                self.masters.append([_widened(x) for x in values])
-                self.kept[exchange.bucket.index] = self.masters[-1]
+                self.masters.append(self._at_home([_widened(x) for x in values], host))
+                same = host is None or all(_widened(x) is x for x in values)
+                self.kept[exchange.bucket.index] = self.masters[-1] if same else self._at_home(values, host)
             else:
                 self.masters.append([self._master(exchange, piece, divided) for piece in exchange.pieces])
         # By bucket and piece: its place in the model, and whether the update can write the new values there.
@@ -175,6 +175,10 @@ class ShardedOptimizer:
                         for e in sync.exchanges if e.bucket.weights is None}  # fmt: skip
         groups = self._groups()
         self.inner = build(groups) if groups else None
+
+    @staticmethod
+    def _at_home(values: list[torch.Tensor], host: HostRows | None) -> list[torch.Tensor]:
+        return values if host is None else [host.memory.keep(x) for x in values]
 
     def _groups(self) -> list[dict[str, object]]:
         """Masters that are decayed and not, with and without a place in the model that the update can write too."""
@@ -219,7 +223,7 @@ class ShardedOptimizer:
             return _widened(first([piece.name], [piece])[0])
         view = self._view(exchange, piece)
         if self.offload:
-            return view.to("cpu", torch.float32, copy=True).contiguous()
+            return view.to("cpu", torch.promote_types(view.dtype, torch.float32), copy=True).contiguous()
         if in_place(view):
             return view
         return view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
@@ -270,6 +274,9 @@ class ShardedOptimizer:
         """Make every holder's parameters equal to the owners' masters, but for divided weights, which are gathered when
         they are used; ``copied``: the update wrote what it can; ``ahead``: of :meth:`step`."""
         masters = {e.bucket.index: m for e, m in zip(self.sync.exchanges, self.masters, strict=True)}
+        for bucket, values in masters.items():
+            if (kept := self.kept.get(bucket, values)) is not values:
+                torch._foreach_copy_(kept, values)
         self.gather.run(masters, lambda e: self._keep_own(e, masters[e.bucket.index], copied), ahead)
 
     def _keep_own(self, exchange: BucketExchange, masters: list[torch.Tensor], copied: bool) -> None:
@@ -290,11 +297,17 @@ def in_place(view: torch.Tensor) -> bool:
     return view.dtype not in (torch.float16, torch.bfloat16) and view.is_contiguous()
 
 
-def owned_norm(grads: Sequence[Sequence[torch.Tensor]], l2norm: Callable[..., torch.Tensor]) -> float | torch.Tensor:
-    """Norm of all owned gradients (each element counted by its one owner), by an operator ``l2norm``: a tensor [] on
-    their device, 0.0 where this rank owns none."""
+def owned_norm(
+    grads: Sequence[Sequence[torch.Tensor]], l2norm: Callable[..., torch.Tensor], device: torch.device
+) -> float | torch.Tensor:
+    """Norm of all owned gradients (each element counted by its one owner), by an operator ``l2norm`` of ``device``, of
+    those in host memory by torch: a tensor [] there, 0.0 where this rank owns none."""
     flat = [g for per in grads for g in per if g.numel()]
-    return l2norm(flat) if flat else 0.0
+    here, away = ([g for g in flat if (g.device.type == device.type) == same] for same in (True, False))
+    if not away:
+        return l2norm(here) if here else 0.0
+    away_norm = torch.stack(torch._foreach_norm(away)).norm().to(device)
+    return torch.stack([away_norm, l2norm(here)]).norm() if here else away_norm
 
 
 def scales_and_norms(
@@ -320,54 +333,3 @@ def scales_and_norms(
         scale = nominal / tokens
         scales.append((scale, math.sqrt(square) * scale if math.isfinite(square) else math.inf))
     return scales
-
-
-FIELD = "optimizer.offload"
-COMPILING = 900  # seconds; no compilation takes that long
-
-
-def check_offload(plan: Plan, optimizer: str, dtype: str) -> None:
-    """Refuse, on every rank, what CPUAdam cannot do. It is imported and compiled only where a stage asks for it."""
-    if not any(s.optimizer.offload for p in plan.pipelines for s in p.stages):
-        return
-    if (problem := cannot_offload(moments_of(optimizer), dtype, optimizer == "muon")) is not None:
-        raise UserError(problem[0], field=FIELD, value=True, accepted=problem[1])
-
-
-def cpu_adam(groups: list[dict[str, object]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-    """DeepSpeed's CPUAdam with decoupled weight decay over fp32 tensors on the host.
-
-    Raises:
-        UserError: it is not installed, or its extension cannot be compiled here, or a lock is in the way.
-    """
-    try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        refuse_old_lock()
-        built: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=0.0, betas=betas, eps=eps, adamw_mode=True)
-    except ImportError as error:
-        raise UserError(
-            "DeepSpeed is not installed", field=FIELD, value=True, accepted="pip install deepspeed, or offload: false"
-        ) from error
-    except (RuntimeError, OSError) as error:
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise UserError(
-            f"DeepSpeed's CPUAdam cannot be compiled here ({cause[:200]})", field=FIELD, value=True,
-            accepted="a C++ compiler and ninja, or offload: false",
-        ) from error  # fmt: skip
-    return built
-
-
-def refuse_old_lock() -> None:
-    """torch compiles an extension under a lock, and waits for ever on one that a killed process left behind."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in [*root.glob("cpu_adam/lock"), *root.glob("*/cpu_adam/lock")]:
-        if time.time() - lock.stat().st_mtime > COMPILING:
-            raise UserError(
-                "a process that compiled DeepSpeed's CPUAdam was killed and left its lock",
-                field=FIELD,
-                value=str(lock),
-                accepted="remove that file",
-            )  # fmt: skip

@@ -55,6 +55,11 @@ class SideStream:
             assert self._accelerator is not None
             self._accelerator.current_stream().wait_event(moment)
 
+    def wait(self, moment: Any) -> None:
+        """The host waits until ``moment`` has come."""
+        if moment is not None:
+            moment.synchronize()
+
     def give(self, tensor: torch.Tensor) -> None:
         """A tensor made here is used on the current stream, and may be released there."""
         if self._accelerator is not None:

@@ -29,6 +29,7 @@ from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, stage_tensor
 from hetero_megatron.utils.text import tracked
 
 if TYPE_CHECKING:
+    from hetero_megatron.parallel.host_memory import HostRows
     from hetero_megatron.parallel.lora import RowNorms
     from hetero_megatron.parallel.offload import OffloadedActivations
 
@@ -97,6 +98,7 @@ class StageModel:
         adapters: turns them off; None: the model has none.
         row_norms: of a model with DoRA; to be refreshed before every step.
         offloaded: activations, of a stage that has some in host memory.
+        rows: of the weights, of a stage that divides them and has its optimizer in host memory.
     """
 
     def __init__(
@@ -123,11 +125,17 @@ class StageModel:
             self.row_norms = RowNorms(self.module, empty.tensors, spec.lora, comm.group(here.unit.ranks))
         _fill(empty, initialize, divided)
         self._divide()
+        self.rows: HostRows | None = None
         self.offloaded: OffloadedActivations | None = None
+        if (stage.weights is not None and stage.optimizer.offload) or stage.activations is not None:
+            from hetero_megatron.parallel.host_memory import HostLink, HostRows
+
+            link = HostLink(comm)
+            self.rows = HostRows(link) if stage.weights is not None and stage.optimizer.offload else None
         if stage.activations is not None:
             from hetero_megatron.parallel.offload import OffloadedActivations
 
-            self.offloaded = OffloadedActivations(self.module, stage.activations, comm)
+            self.offloaded = OffloadedActivations(self.module, stage.activations, comm.device, link)
             apply_recompute(self.module, stage.recompute, self.offloaded.keep)
             self.offloaded.apply()
         elif stage.recompute.kind != "none":

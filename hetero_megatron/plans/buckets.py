@@ -65,8 +65,8 @@ class Bucket:
     stage, divide them, and ``segment`` the layer (or ``embed``, ``head``) of all its tensors; None: they are whole.
     ``onward``: the bucket in which what its owners keep is summed up with what other pipelines hold of the same.
     ``trained``: False of weights that are gathered only; ``in_bytes``: these are in 8 or 4 bits, and boxes are those of
-    their bytes (``spec.adapted_model.stored_box``). ``matrices``: Muon's, each whole with its owner, which may hold
-    only a part of it (``plans/matrices.py``)."""
+    their bytes (``spec.adapted_model.stored_box``). ``collects``: it is one in which others go on.
+    ``matrices``: Muon's, each whole with its owner, which may hold only a part of it (``plans/matrices.py``)."""
 
     index: int
     ranks: tuple[int, ...]
@@ -79,13 +79,15 @@ class Bucket:
     onward: int | None = None
     trained: bool = True
     in_bytes: bool = False
+    collects: bool = False
     matrices: bool = False
 
     @cached_property
     def dense(self) -> bool:
         """Whether all ranks hold the same boxes and sums go in one hop. Then each rank owns one run of the bucket, so
-        gradients leave, and parameters arrive, where they are kept: nothing is packed for it."""
-        if len(self.hops) > 1 or len(self.ranks) == 1 or self.matrices:
+        gradients leave, and parameters arrive, where they are kept: nothing is packed for it. What collects others
+        lies in arrays of these."""
+        if len(self.hops) > 1 or len(self.ranks) == 1 or self.matrices or self.collects:
             return False
         return all(layout.alike for layout in self.holders.values())
 
@@ -247,7 +249,7 @@ def _of_run(
         buckets.append(make(first + len(buckets), names, held, division.weights(group), segment, onward))
     if onward is not None:
         kept = {name: division.kept(layouts[name], [b.owners[name] for b in buckets]) for name in names}
-        buckets.append(make(onward, names, kept))
+        buckets.append(replace(make(onward, names, kept), collects=True))
     return buckets
 
 

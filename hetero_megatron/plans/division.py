@@ -22,8 +22,9 @@ class Division:
         self._kept: dict[tuple[int, ...], tuple[Sequence[Layout], Layout]] = {}
 
     def groups(self, tensor: LogicalTensor, layout: Layout) -> Groups:
-        """Holders of one stage each that divide what ``layout`` has: several, of a stage that says so, while no other
-        stage of their pipeline holds it, too. What a mixture has of every expert is as the plan divides these."""
+        """Holders of one stage each that divide what ``layout`` has: several, or one with its optimizer in host memory,
+        of a stage that says so, while no other stage of their pipeline holds it, too. What a mixture has of every
+        expert is as the plan divides these."""
         if tensor.per_expert or tensor.by_load:
             return ()
         if id(layout) not in self._groups:
@@ -36,7 +37,12 @@ class Division:
             place = self._plan.places[rank]
             holders[place.pipeline][place.stage].append(rank)
         alone = [ranks for by_stage in holders.values() if len(by_stage) == 1 for ranks in by_stage.values()]
-        return tuple(tuple(ranks) for ranks in alone if len(ranks) > 1 and ranks[0] in self._plan.sharding_stages)
+        dividing = self._plan.sharding_stages
+        return tuple(
+            tuple(ranks)
+            for ranks in alone
+            if ranks[0] in dividing and (len(ranks) > 1 or dividing[ranks[0]].optimizer.offload)
+        )
 
     def weights(self, group: Sequence[int]) -> WeightSharding | None:
         """How a group divides them."""

@@ -48,12 +48,11 @@ def weights_can_be_sharded(plan: Plan, stage: Stage, path: str, spec: ModelSpec,
     """Refuse what weights of a stage cannot be divided beside."""
     assert stage.weights is not None
     field = f"{path}.weights"
-    if len(stage.units) < 2:
-        accepted = "a stage with inner replicas or context groups (dp_split, or more ranks than tp)"
+    if len(stage.units) < 2 and not stage.optimizer.offload:
+        accepted = "inner replicas or context groups (dp_split, or more ranks than tp), or optimizer: {offload: true}"
         raise source.error("nobody else in the stage holds the same weights", field, len(stage.units), accepted)
     refused = (
         (spec.lora is not None and spec.lora.dora, "DoRA, which measures whole rows in every step", "--use-dora"),
-        (stage.optimizer.offload, "an optimizer in host memory", "optimizer.offload"),
         (stage.dtype == "fp8", "products in fp8", "dtype"),
     )
     for present, feature, value in refused:

@@ -178,7 +178,8 @@ def watched_run(
             if not torch.isfinite(grad).all():
                 position = exchange.bucket.index + names.index(piece.name) / len(names)
                 findings.append(NonFinite(2, position, f"gradient of {piece.name}"))
-    rows = runtime.numbers.gather(step_result, owned_norm(grads, runtime.stage_model.kernels.l2norm))[:, :3]
+    norm = owned_norm(grads, runtime.stage_model.kernels.l2norm, runtime.comm.device)
+    rows = runtime.numbers.gather(step_result, norm)[:, :3]
     return rows, first_place(runtime, findings)
 
 

@@ -86,7 +86,8 @@ class Adapters:
         }  # fmt: skip
         gains = built.row_norms.gains() if built.row_norms is not None else {}
         kept = runtime.divided.owned() if runtime.divided is not None else ()
-        pieces = (pair for pair in kept if rank in dividing[pair[0].name])
+        device = runtime.comm.device  # rows may be in host memory
+        pieces = ((piece, rows.to(device)) for piece, rows in kept if rank in dividing[piece.name])
         owned = chain(
             merged(self.spec, base_weights, built.boxes, owners, gains),
             merged_pieces(self.spec, base_weights, pieces),

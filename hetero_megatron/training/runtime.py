@@ -120,7 +120,7 @@ class Runtime:
         offload = here.stage.optimizer.offload
         self.optimizer: ShardedOptimizer | None = None
         if optimizer is not None:
-            self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, by_load, built.owned_values)
+            self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, by_load, built.owned_values, built.rows)
             gather = apply_parameter_gather(built.module, self.optimizer.gather, logical_tensors(spec))
             self.hooks.before_reading = gather.finish
         self.outer = self._outer_steps(compiled)
@@ -162,7 +162,7 @@ class Runtime:
         built, head = self.stage_model, self.loss.head
         params = {name: p for name, p in built.module.named_parameters() if p.requires_grad}
         sent_as = torch.bfloat16 if self.options.reduce_in_bf16 else None
-        how = sent_as, self.here.stage.weights is not None, self.options.fixed_order
+        how = sent_as, self.here.stage.weights is not None, self.options.fixed_order, built.rows
         sync = GradientSync(self.comm, params, built.boxes, compiled.buckets, built.chunk_names(), *how)
         gradients = built.kernels.weight_gradients
         if self.options.compile_backend is None:
@@ -182,13 +182,13 @@ class Runtime:
         params = dict(built.module.named_parameters())
         divided = DividedWeights(
             self.here.stage, self.here.spec.tied, buckets, params, self.sync.divided_sums, self.comm,
-            built.stored_boxes, built.kernels.weight_gradients,
+            built.stored_boxes, built.kernels.weight_gradients, built.rows,
         )  # fmt: skip
         apply_divided_weights(built.module, divided)
         self.executor.weights = divided
         if self.optimizer is not None:
             frozen = {b.index: built.owned_values(b.names, divided.pieces[b.index]) for b in buckets if not b.trained}
-            divided.attach(self.optimizer.kept | frozen)
+            divided.attach(self.optimizer.kept, frozen)
         return divided
 
     def _outer_steps(self, compiled: CompiledPlan) -> OuterSteps | None:
@@ -342,7 +342,8 @@ class Runtime:
             step_result, grads = self.forward_backward(fetch, first_sample, batch_size, loss_scale, step)
             self.hooks.before_reading()  # what no forward of this step used
             self.hooks.before_commit()
-            gathered = self.numbers.gather(step_result, owned_norm(grads, self.stage_model.kernels.l2norm), stop)
+            norm = owned_norm(grads, self.stage_model.kernels.l2norm, self.comm.device)
+            gathered = self.numbers.gather(step_result, norm, stop)
             loss_sum, tokens, _, stops = gathered[:, :4].sum(0).tolist()
             islands = [gathered[places] for places in self.outer.places] if self.outer is not None else [gathered]
             island_scales = scales_and_norms(islands, self.nominal(batch_size) / loss_scale, first_sample, batch_size)

@@ -22,7 +22,8 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.reporter import Reporter
 from hetero_megatron.monitoring.stragglers import StragglerReport, say_joined
 from hetero_megatron.ops.optimizer_ops import adamw_aten
-from hetero_megatron.parallel.optimizer import SGD, AdamW, Optimizer, OptimizerFactory, check_offload, cpu_adam
+from hetero_megatron.parallel.host_adam import check_offload, cpu_adam
+from hetero_megatron.parallel.optimizer import SGD, AdamW, Optimizer, OptimizerFactory
 from hetero_megatron.pipeline.stage_model import Initialize
 from hetero_megatron.plans import all_ranks, locate, stage_at
 from hetero_megatron.platform import Platform

@@ -164,7 +164,7 @@ class HopExchange:
         copied there if it is what to begin with. ``total``: [elements of the targets]; ``received``: [elements that
         others sent]."""
         take = self.routes.take
-        own_parts = [_part(arrays, i, index) for i, index in self.routes.give.get(self.me, ())]
+        own_parts = [_part(arrays, i, index).to(total.device) for i, index in self.routes.give.get(self.me, ())]
         own_views = [views[to][index] for to, index in take.get(self.me, ())]
         if begin == self.me and own_views:  # one launch, however many pieces
             torch._foreach_copy_(own_views, own_parts)

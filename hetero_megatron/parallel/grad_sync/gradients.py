@@ -24,6 +24,7 @@ from hetero_megatron.schedule import Action
 
 if TYPE_CHECKING:
     from hetero_megatron.parallel.grad_sync.reduction import StepReduction
+    from hetero_megatron.parallel.host_memory import HostRows
 
 
 class GradientSync:
@@ -46,6 +47,7 @@ class GradientSync:
         late: buckets start when backward is over, as the same ranks gather weights in it: which of several transfers of
             one group a rank starts first must not depend on when earlier ones end.
         fixed_order: no library of devices adds up gradients, in an order of its own.
+        host: where sums of divided weights are, of an optimizer in host memory.
 
     Attributes:
         exchanges: of the buckets that this rank is in, in their order, but those of which sums go on in another one;
@@ -67,6 +69,7 @@ class GradientSync:
         sent_as: torch.dtype | None = None,
         late: bool = False,
         fixed_order: bool = False,
+        host: HostRows | None = None,
     ) -> None:
         self.params, self._late = params, late
         routes: dict[tuple[object, ...], HopRoutes] = {}
@@ -88,7 +91,7 @@ class GradientSync:
         self._reduction: StepReduction | None = None
         self._aside = SideStream(comm.accelerator)
         self.divided_names = {name for e in self.divided.values() for name in e.bucket.names}
-        self.divided_sums = DividedSums(self.divided, self.sums) if self.divided else None
+        self.divided_sums = DividedSums(self.divided, self.sums, host) if self.divided else None
         self._divided_owned: dict[int, list[torch.Tensor]] | None = None  # by bucket, once backward is over
         self._chunks = [list(names) for names in chunks or (params.keys(),)]
         self._ahead: set[str] = set()  # whose gradients have come before the last backward begins
@@ -250,7 +253,8 @@ class GradientSync:
         self._reduction = self._divided_owned = None
         self.sums.filled.clear()
         for pieces, exchange in zip(owned, self.exchanges, strict=True):
-            for tensor in pieces if not exchange.in_place else ():
+            aside = not exchange.in_place and exchange.bucket.index not in self.divided  # those are summed in backward
+            for tensor in pieces if aside else ():
                 self._aside.give(tensor)
         return owned
 

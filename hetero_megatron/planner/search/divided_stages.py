@@ -2,7 +2,8 @@
 
 How fast a chip is decides its sequences, and how much memory is left beside activations its share of the state: the two
 are independent. Dividing buys memory with traffic, so such plans are tried where no other fits, or where the best other
-one recomputes activations, has optimizers in host memory or leaves chips idle.
+one recomputes activations, has optimizers in host memory or leaves chips idle. Where optimizers are in host memory,
+weights and sums of gradients are there, too: also a stage of one chip then holds a layer or two at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hetero_megatron.planner.search.concrete_search import StagedSearch, StageSp
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulation_work
 from hetero_megatron.planner.shares import min_max_counts
 from hetero_megatron.plans import Pipeline, Plan, Recompute, Stage, Unit
-from hetero_megatron.plans.canonical import ActivationOffload, WeightSharding
+from hetero_megatron.plans.canonical import ActivationOffload, Optimizer, WeightSharding
 from hetero_megatron.plans.fields import reduced
 from hetero_megatron.plans.memory.divided import owned_bytes
 from hetero_megatron.plans.memory.of_plan import plan_activations
@@ -49,7 +50,7 @@ class DividedStages:
         plans = incumbent.plans
         if _cannot(problem) or incumbent.scorer.pool.chips > MOST_CHIPS or (plans and not plans[0].saves_memory):
             return True
-        if not plans and not _room(incumbent.scorer):
+        if not plans and problem.space.offload != "always" and not _room(incumbent.scorer):
             return True
         if incumbent.budget is not None and incumbent.budget.over():
             return False
@@ -78,7 +79,7 @@ def _cannot(problem: PlanningProblem) -> bool:
     costs = problem.options.costs
     refused = model.moe is not None or model.mtp_layers > 0 or dora or costs.muon
     refused = refused or costs.fp8 is not None or space.equal_pipelines != "no" or space.weights == "never"
-    return refused or not space.inner_dp or space.offload == "always" or space.context == "always"
+    return refused or not space.inner_dp or space.context == "always"
 
 
 def _room(scorer: TemplateScorer) -> bool:
@@ -129,6 +130,7 @@ class _DividedSearch(StagedSearch):
 
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
         super().__init__(problem, scorer)
+        self._in_host = problem.space.offload == "always"
         self._levels = self._rows_of_levels()
         self._rows: dict[object, list[int] | None] = {}
         self._speeds: dict[object, StageSpeed | None] = {}
@@ -166,10 +168,10 @@ class _DividedSearch(StagedSearch):
         return slowest
 
     def structures(self) -> list[ChipStructure]:
-        """Those of one pipeline in which some stage has replicas, and each of them a sequence."""
+        """Those of one pipeline in which some stage has something to divide, and each of its replicas a sequence."""
         return [
             x for x in super().structures()
-            if x.pipelines == 1 and any(len(stage) > x.tp for stage in x.ranks[0])
+            if x.pipelines == 1 and (self._in_host or any(len(stage) > x.tp for stage in x.ranks[0]))
             and x.size >= max(len(stage) for stage in x.ranks[0]) // x.tp
         ]  # fmt: skip
 
@@ -216,7 +218,8 @@ class _DividedSearch(StagedSearch):
         chosen: SimulatedPlan | None = None
         for levels in self._levels:
             number = bisect_left(levels, True, key=lambda x: self._fits(structure, x, checked.islands) is not None)
-            for way in WAYS if number < len(levels) else ():
+            ways = WAYS[:1] if self._in_host else WAYS
+            for way in ways if number < len(levels) else ():
                 step = self._fits(structure, levels[number], checked.islands, way)
                 if step is not None and (prediction := step.prediction()).step_seconds < best:
                     best = prediction.step_seconds
@@ -249,13 +252,14 @@ class _DividedSearch(StagedSearch):
             tensors = stage_tensors(self.model, stage.layer_indices(), stage.embed, stage.head)
             state = sum(t.size for t in tensors if t.trained) * costs.wide * (options.moments + 2)
             state += sum(gathered_bytes(t, costs.item) for t in tensors if not t.trained)
-            if min(rooms) < 0 or sum(rooms) < state:
+            if min(rooms) < 0 or (sum(rooms) < state and not self._in_host):
                 return True
         return False
 
     def _shared_by_room(self, plan: Plan) -> Plan:
-        """Shares of state from the memory that is left beside everything else; equal where the space says so."""
-        if self.space.weights == "equal":
+        """Shares of state from the memory that is left beside everything else; equal where the space says so, or the
+        state is in host memory."""
+        if self.space.weights == "equal" or self._in_host:
             return plan
         step = StepSimulator(plan, self.costs)
         optimizer_bytes = owned_bytes(step.prepared.compiled.divided, self.costs.item, self.costs.options.moments)
@@ -282,12 +286,13 @@ class _DividedSearch(StagedSearch):
             head, tp = s == structure.stages - 1, structure.tp
             rows = self._rows[self.alike(ranks), tp, structure.size, head]
             assert rows is not None, "a structure with a bound"
-            weights = replace(way, shard=(1,) * len(ranks)) if len(rows) > 1 else None
+            weights = replace(way, shard=(1,) * len(ranks)) if len(rows) > 1 or self._in_host else None
             layers = ends[s + 1] - ends[s]
             away = math.ceil(level.away * layers)
             stages.append(Stage(
                 ((ends[s], ends[s + 1]),), self._units(ranks, tp, rows), s == 0, head, level.recomputed(layers),
-                self.chip(ranks), weights=weights, activations=ActivationOffload(away) if away else None,
+                self.chip(ranks), Optimizer(self._in_host), weights=weights,
+                activations=ActivationOffload(away) if away else None,
             ))  # fmt: skip
         pipeline = Pipeline(structure.size, self.rounds(structure), tuple(stages))
         return Plan(self.costs.seq_length, self.batch, "1f1b", (pipeline,))
@@ -309,7 +314,8 @@ class _DividedSearch(StagedSearch):
             names = " + ".join(f"{chips.count(chip)} {chip}" for chip in dict.fromkeys(chips))
             rows = ",".join(str(u.sequences[1] - u.sequences[0]) for u in stage.units)
             tp = f" tp{stage.units[0].tp}" if stage.units[0].tp > 1 else ""
-            weights = "" if stage.weights is None else f" weights by {stage.weights.gather}"
+            home = " from host memory" if self._in_host else ""
+            weights = "" if stage.weights is None else f" weights by {stage.weights.gather}{home}"
             recompute = "" if stage.recompute.kind == "none" else f" recompute {stage.recompute}"
             away = "" if stage.activations is None else f" offload {stage.activations.layers}"
             parts.append(f"{names}{tp} rows {rows}{weights} [{stage.num_layers}]{recompute}{away}")

@@ -121,7 +121,9 @@ def _with_length(problem: PlanningProblem, scorer: TemplateScorer) -> TemplateSc
 
 def _nodes(problem: PlanningProblem, scorer: TemplateScorer) -> list[str]:
     """The smallest number of additional nodes of one kind that would make the model fit, as text; empty if none does.
-    """
+    Where one node is all there is, and nothing is said of links between nodes, no number is known."""
+    if len(problem.cluster.ranks) == scorer.pool.groups[0].per_node and problem.cluster.inter_node is None:
+        return ["more nodes, with links.inter_node in the cluster file"]
     options = []
     for g, group in enumerate(scorer.pool.groups):
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hetero_megatron.plans.buckets import Bucket, Ints, with_counts
+from hetero_megatron.plans.canonical import Plan
 
 
 class DividedBytes(NamedTuple):
@@ -17,6 +18,20 @@ class DividedBytes(NamedTuple):
 
     weights: int = 0
     moving: int = 0
+
+
+def host_rows(buckets: Iterable[Bucket], item: int) -> dict[int, int]:
+    """By rank, what host memory has of divided weights beside masters and moments, where an optimizer is there: rows as
+    the device wants them (of fp32, the masters), and sums of gradients, with a bucket that is to be added to them."""
+    by_rank, arriving = defaultdict[int, int](int), defaultdict[int, int](int)
+    for bucket, _, owned_elements in with_counts(b for b in buckets if b.weights is not None):
+        rows = 1 if bucket.in_bytes else item
+        if bucket.trained:
+            rows = (item if item < 4 or bucket.onward is not None else 0) + max(item, 4)
+        for rank, elements in zip(bucket.ranks, owned_elements.tolist(), strict=True):
+            by_rank[rank] += elements * rows
+            arriving[rank] = max(arriving[rank], elements * max(item, 4) if bucket.trained else 0)
+    return {rank: size + arriving[rank] for rank, size in by_rank.items()}
 
 
 def owned_bytes(buckets: Iterable[Bucket], item: int, moments: int) -> dict[int, int]:
@@ -32,14 +47,23 @@ def owned_bytes(buckets: Iterable[Bucket], item: int, moments: int) -> dict[int,
     return by_rank
 
 
-def frozen_bytes(buckets: Iterable[Bucket], item: int) -> dict[int, int]:
-    """By rank, bytes that frozen weights take less because their stage divides them, which keeps what ranks own."""
+def frozen_bytes(buckets: Iterable[Bucket], item: int, offloading: Collection[int] = ()) -> dict[int, int]:
+    """By rank, bytes that frozen weights take less because their stage divides them, which keeps what ranks own, those
+    that are ``offloading`` in host memory."""
     by_rank: dict[int, int] = defaultdict(int)
     for bucket, held_elements, owned_elements in with_counts(b for b in buckets if not b.trained):
-        away = (held_elements - owned_elements) * (1 if bucket.in_bytes else item)
+        own = owned_elements * [rank not in offloading for rank in bucket.ranks]
+        away = (held_elements - own) * (1 if bucket.in_bytes else item)
         for rank, bytes_of_rank in zip(bucket.ranks, away.tolist(), strict=True):
             by_rank[rank] += bytes_of_rank
     return by_rank
+
+
+def in_device(bucket: Bucket, plan: Plan, onward: Collection[int | None]) -> Ints | int:
+    """[ranks] 0 where what a rank holds of a bucket in which sums of divided weights go on is in host memory."""
+    if bucket.index not in onward or not plan.offloading:
+        return 1
+    return np.array([not (r in plan.offloading and r in plan.sharding_stages) for r in bucket.ranks], np.int64)
 
 
 def copied_masters(bucket: Bucket) -> Ints:

@@ -82,8 +82,8 @@ class DividedMoments:
 
     - Forward of a step: its weights, those of the next one with their messages, and gradients that the backward before
       has left under way.
-    - Backward of a step: the same with the step before it, its own gradients, and ``IN_FLIGHT`` buckets of the steps
-      behind, which are on their way to their owners.
+    - Backward of a step: the same with the step before it, its own gradients, and buckets of the steps behind
+      (:func:`under_way`).
     - Between two steps of a backward: a bucket is sent, or summed up, to make room for another one.
 
     Activations in each: what all micro-batches in flight keep, less what this one has given back or has not made yet.
@@ -100,6 +100,7 @@ class DividedMoments:
     ) -> None:
         assert stage.weights is not None
         self._gather, self._reshard = stage.weights.gather, stage.weights.reshard_after_forward
+        self._under_way, self._to_host = under_way(stage), stage.optimizer.offload
         self._parts, self._chunks, self._held, self._repeats = parts, chunks, held, backwards > 1
         self._owned = sum(bucket.owned for part in parts.values() for bucket in part.buckets)
 
@@ -182,19 +183,24 @@ class DividedMoments:
                 yield base + _size(under_way) + here + computing + chunk.at("embed")
             between = chunk.kept(left) + (0 if last and self._by_layer else computing)
             for bucket in row:
-                if len(under_way) == IN_FLIGHT:
-                    oldest = under_way.pop(0)
-                    ending = oldest.held + max(oldest.travels, oldest.summing)
-                    yield base + ending + _size(under_way) + here + between
+                if len(under_way) == self._under_way:
+                    oldest, ending = self._end_oldest(under_way)
+                    yield base + ending + here + between
                     base += 0 if self._repeats else oldest.owned
                 under_way.append(bucket)
                 here -= bucket.held
                 yield base + _size(under_way) + here + between
         while under_way:  # at the end of the step, when there are no activations
-            oldest = under_way.pop(0)
-            ending = oldest.held + max(oldest.travels, oldest.summing)
-            yield base - self._held + chunk.passing + ending + _size(under_way)
+            oldest, ending = self._end_oldest(under_way)
+            yield base - self._held + chunk.passing + ending
             base += 0 if self._repeats else oldest.owned
+
+    def _end_oldest(self, row: list[BucketBytes]) -> tuple[BucketBytes, int]:
+        """(the one that leaves a row of buckets under way, bytes of the row while the oldest that travels is summed up,
+        with which the one before is in host memory)."""
+        left = row.pop(0)
+        ends, others = (row[0], row[1:]) if self._to_host and row else (left, row)
+        return left, ends.held + max(ends.travels, ends.summing) + _size(others)
 
     def _buckets(self, step: Step) -> tuple[BucketBytes, ...]:
         return self._parts.get(step, PartBytes()).buckets
@@ -210,10 +216,15 @@ class DividedMoments:
             order = [s for s in reversed([*chunk.used]) if s != "embed"]
             order += ["embed"] if "embed" in _all(chunk.used.values()) else []
             row = [((step, i), bucket) for step in order for i, bucket in enumerate(self._buckets(step))]
-            ends |= dict(row[-IN_FLIGHT:])
+            ends |= dict(row[-self._under_way :])
         if len(self._chunks) == 1:
             return [*ends.values()]
-        return sorted(ends.values(), key=lambda bucket: bucket.held + bucket.travels)[-IN_FLIGHT:]
+        return sorted(ends.values(), key=lambda bucket: bucket.held + bucket.travels)[-self._under_way :]
+
+
+def under_way(stage: Stage) -> int:
+    """How many buckets are at once on their way to their owners, and from there to host memory."""
+    return IN_FLIGHT + stage.optimizer.offload
 
 
 def _all(rows: Iterable[Iterable[Step]]) -> set[Step]:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, with_counts
+from hetero_megatron.plans.buckets import Bucket, with_counts
 from hetero_megatron.plans.canonical import Plan, Stage
 from hetero_megatron.plans.context_plan import has_context
 from hetero_megatron.plans.memory.activations import RankWork, backward_moments, embedding_gradients, forward_bytes
 from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes
-from hetero_megatron.plans.memory.divided_moments import BucketBytes, ChunkSteps, DividedMoments, PartBytes, Step
+from hetero_megatron.plans.memory.divided_moments import (
+    BucketBytes,
+    ChunkSteps,
+    DividedMoments,
+    PartBytes,
+    Step,
+    under_way,
+)
 from hetero_megatron.plans.program import moments_by_stages
 from hetero_megatron.spec import ModelSpec
 
@@ -35,7 +42,7 @@ def divided_bytes(
         for stage in pipeline.stages for rank in stage.ranks
     }  # fmt: skip
     all_bytes = dict[int, DividedBytes]()
-    for rank, parts in _parts(buckets, item).items():
+    for rank, parts in _parts(buckets, item, plan.offloading).items():
         stage, (backwards, split) = plan.sharding_stages[rank], places[rank]
         most, has_moments = activations[rank], not (split or has_context(stage, plan.seq_length))
         chunks = _chunk_steps(stage, spec, work[rank], item, parts, has_moments)
@@ -43,15 +50,16 @@ def divided_bytes(
         moments = DividedMoments(stage, parts, chunks, held, backwards)
         weights = moments.weights()
         if split:
-            moving = _put_off_gradients(parts) + _under_way(stage, parts)
+            moving = _put_off_gradients(parts, under_way(stage)) + _gathering(stage, parts)
         else:
             moving = moments.most() - weights - most
         all_bytes[rank] = DividedBytes(weights, moving)
     return all_bytes
 
 
-def _parts(buckets: Iterable[Bucket], item: int) -> dict[int, dict[Step, PartBytes]]:
-    """By rank, what it holds of divided weights, by what is gathered at once."""
+def _parts(buckets: Iterable[Bucket], item: int, offloading: Collection[int]) -> dict[int, dict[Step, PartBytes]]:
+    """By rank, what it holds of divided weights, by what is gathered at once; those ``offloading`` sum up gradients in
+    host memory."""
     parts: dict[int, dict[Step, PartBytes]] = defaultdict(lambda: defaultdict(PartBytes))
     wide = max(item, 4)
     for bucket, held_elements, owned_elements in with_counts(b for b in buckets if b.weights is not None):
@@ -62,7 +70,8 @@ def _parts(buckets: Iterable[Bucket], item: int) -> dict[int, dict[Step, PartByt
         for rank, held, owned, travels, sums in zip(bucket.ranks, *columns, strict=True):
             whole, message, rows = parts[rank][bucket.segment]
             if bucket.trained:
-                rows = (*rows, BucketBytes(wide * held, int(travels), int(sums), wide * owned))
+                sum_bytes = 0 if rank in offloading else wide * owned
+                rows = (*rows, BucketBytes(wide * held, int(travels), int(sums), sum_bytes))
             message += element_bytes * _message(held, owned, copies, bucket.dense)
             parts[rank][bucket.segment] = PartBytes(whole + element_bytes * held, message, rows)
     return {rank: dict(parts_of_rank) for rank, parts_of_rank in parts.items()}
@@ -96,17 +105,17 @@ def _message(held: int, owned: int, copies: float, dense: bool) -> int:
     return 0 if dense else round(held - owned + owned * (copies - 1))
 
 
-def _under_way(stage: Stage, parts: Mapping[Step, PartBytes]) -> int:
+def _gathering(stage: Stage, parts: Mapping[Step, PartBytes]) -> int:
     """Messages of one part by layer, and of two where several are gathered at once."""
     assert stage.weights is not None
     sizes = sorted((part.message for part in parts.values()), reverse=True)
     return sum(sizes[: 1 if stage.weights.gather == "layer" else 2])
 
 
-def _put_off_gradients(parts: Mapping[Step, PartBytes]) -> int:
+def _put_off_gradients(parts: Mapping[Step, PartBytes], most: int) -> int:
     """Of all layers, and of the last ones of the W before, which are under way."""
     buckets = [bucket for part in parts.values() for bucket in part.buckets]
-    under_way = [buckets[i : i + IN_FLIGHT] for i in range(len(buckets))]
-    travels = max((sum(bucket.travels for bucket in window) for window in under_way), default=0)
-    last = max((sum(bucket.held for bucket in window) for window in under_way), default=0)
+    windows = [buckets[i : i + most] for i in range(len(buckets))]
+    travels = max((sum(bucket.travels for bucket in window) for window in windows), default=0)
+    last = max((sum(bucket.held for bucket in window) for window in windows), default=0)
     return sum(bucket.held for bucket in buckets) + last + travels

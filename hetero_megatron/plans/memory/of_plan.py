@@ -19,7 +19,14 @@ from hetero_megatron.plans.memory.activations import (
     host_kept_bytes,
     most_held,
 )
-from hetero_megatron.plans.memory.divided import DividedBytes, bucket_buffers, copied_masters, frozen_bytes
+from hetero_megatron.plans.memory.divided import (
+    DividedBytes,
+    bucket_buffers,
+    copied_masters,
+    frozen_bytes,
+    host_rows,
+    in_device,
+)
 from hetero_megatron.plans.memory.micro_batches import stage_work
 from hetero_megatron.plans.program import held_by_stages, moments_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing
@@ -61,8 +68,8 @@ class MemoryBytes:
         overhead: of the framework, before the first tensor; communicators: buffers of the communication library.
         graphs: memory of device graphs beside the activations, which then are there all step long, too.
         second_model: weights of one that only runs forward, and what of it waits for the loss.
-        host: fp32 masters and moments of an offloaded optimizer, and offloaded activations: in the host's memory, so
-            not part of ``total``.
+        host: fp32 masters and moments of an offloaded optimizer, with rows and gradients of the weights that its stage
+            divides, and offloaded activations: in the host's memory, so not part of ``total``.
     """
 
     weights: int = 0
@@ -148,7 +155,8 @@ def estimate_memory(
     places: dict[tuple[int, ...], Ints] = {}
     counts_of_layout: dict[object, tuple[Ints, Ints, Ints, Ints]] = {}
     buckets = buckets if buckets is not None else make_buckets(plan, spec, muon=muon)
-    divided, elsewhere, matrices = dict[int, DividedBytes](), dict[int, int](), None
+    onward = {bucket.onward for bucket in buckets}
+    divided, elsewhere, rows, matrices = dict[int, DividedBytes](), dict[int, int](), dict[int, int](), None
     if plan.sharding_stages:
         from hetero_megatron.plans.frozen_buckets import frozen_buckets
         from hetero_megatron.plans.memory.divided_steps import divided_bytes
@@ -159,7 +167,8 @@ def estimate_memory(
         base = frozen_buckets(plan, spec)
         activations = {rank: out[rank].activations for rank in work}
         divided = divided_bytes(plan, spec, (*buckets, *base), item, work, activations)
-        elsewhere = frozen_bytes(base, item)
+        elsewhere = frozen_bytes(base, item, plan.offloading)
+        rows = host_rows((*buckets, *base), item) if plan.offloading else {}
     if any(bucket.matrices for bucket in buckets):
         from hetero_megatron.plans.memory.matrices import MatrixBytes
 
@@ -174,7 +183,7 @@ def estimate_memory(
         if bucket.weights is not None:
             owned_divided[rank_indices] += bucket_owned * (bucket.onward is None)
             continue
-        held_elements[rank_indices] += bucket_held
+        held_elements[rank_indices] += bucket_held * in_device(bucket, plan, onward)
         owned[rank_indices] += bucket_owned
         copied[rank_indices] += apart
         if bucket.matrices and matrices is not None:
@@ -190,7 +199,7 @@ def estimate_memory(
         weights, gradients, optimizer = state_bytes(holds + frozen_elements, owns, item, moments, holds, saved)
         rank_divided = divided.get(rank, DividedBytes())
         weights += rank_divided.weights - elsewhere.get(rank, 0)
-        gradients += owns_divided * max(item, 4)
+        gradients += owns_divided * max(item, 4) if rank not in plan.offloading else 0
         optimizer += (owns_divided * (moments + 1) + copies) * max(item, 4)  # masters are copies in any dtype
         if matrices is not None:
             i = index[rank]
@@ -198,7 +207,7 @@ def estimate_memory(
             gradients, most_buffers = gradients + int(matrices.sums[i]), max(most_buffers, int(matrices.update[i]))
         host = out[rank].host
         if rank in plan.offloading:
-            optimizer, host = 0, host + host_bytes(owns + owns_divided, moments)
+            optimizer, host = 0, host + host_bytes(owns + owns_divided, moments) + rows.get(rank, 0)
         more = rank_divided.moving  # or less, where the worst moment is one with fewer activations
         kept = max(out[rank].activations + min(more, 0), 0)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}

@@ -312,13 +312,13 @@ class CostModel:
     def optimizer_seconds(self, stage: StageChoice, replicas: float) -> float:
         return self.update_seconds(self.home(stage), self.owned_elements(stage, replicas), stage.offload)
 
-    def update_seconds(self, home: NodeGroup, owned: float, offload: bool) -> float:
+    def update_seconds(self, home: NodeGroup, owned: float, offload: bool, resident: bool = False) -> float:
         """Seconds of the optimizer of one rank that owns ``owned`` elements; ``offload``: in host memory, taken to be
-        no faster than on the chip."""
+        no faster than on the chip; ``resident``: gradients and weights are there, too."""
         seconds = self.operators(home.chip).optimizer(owned)
         if offload:  # gradients out, new weights in
             host = owned * UPDATE_BYTES * home.chips_per_node / self.options.host_memory_bandwidth
-            seconds = max(seconds, host) + owned * (4 + self.item) / self.options.host_bandwidth
+            seconds = max(seconds, host) + (not resident) * owned * (4 + self.item) / self.options.host_bandwidth
         if self.options.muon:
             seconds += owned * self._muon_products() / self._products_per_second(home.chip)
         return seconds + self.chip_rates(home.chip).step_seconds

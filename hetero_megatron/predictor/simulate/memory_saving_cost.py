@@ -8,7 +8,7 @@ next one does; packing and adding up take the host, or the compute stream, in an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.plans import Stage
@@ -25,21 +25,24 @@ Step = int | str
 
 @dataclass(frozen=True)
 class PartSeconds:
-    """Of the weights of a step: (on links, on the slowest rank's host) to gather them, and to sum up gradients."""
+    """Of the weights of a step: (on links, on the slowest rank's host) to gather them, and to sum up gradients; what of
+    a gather is on a chip's link to its host."""
 
     gather: tuple[float, float] = (0.0, 0.0)
     reduce: tuple[float, float] = (0.0, 0.0)
+    from_host: float = 0.0
 
     def __add__(self, other: PartSeconds) -> PartSeconds:
         (a, b), (c, d) = self.gather, self.reduce
-        return PartSeconds((a + other.gather[0], b + other.gather[1]), (c + other.reduce[0], d + other.reduce[1]))
+        gather, reduce = (a + other.gather[0], b + other.gather[1]), (c + other.reduce[0], d + other.reduce[1])
+        return PartSeconds(gather, reduce, self.from_host + other.from_host)
 
 
 class DividedCost:
-    """Of one plan. ``buckets``: of its divided weights."""
+    """Of one plan. ``buckets``: of its divided weights; ``offloading``: ranks that keep theirs in host memory."""
 
-    def __init__(self, model: CostModel, buckets: Sequence[Bucket]) -> None:
-        self.model = model
+    def __init__(self, model: CostModel, buckets: Sequence[Bucket], offloading: Collection[int]) -> None:
+        self.model, self._offloading = model, offloading
         priced: dict[object, PartSeconds] = {}
         self._parts: dict[int, dict[Step, PartSeconds]] = defaultdict(lambda: defaultdict(PartSeconds))
         for bucket in buckets:
@@ -69,11 +72,28 @@ class DividedCost:
         )
         back = model.links.exchange((b, a, n * item) for (a, b), n in moves.items())
         messages = model.links.busiest_host(moves)
-        gather = back.seconds + back.latency, packed + messages
+        host = {r: n / model.host_rate(chips[r].chip) for r, n in owned_elements.items() if r in self._offloading}
+        # Rows come from host memory before they go to others; sums go there while the next ones travel.
+        from_host = item * max(host.values(), default=0.0)
+        gather = back.seconds + back.latency + from_host, packed + messages
         if not bucket.trained:
-            return PartSeconds(gather)
+            return PartSeconds(gather, from_host=from_host)
         reduced = model.links.exchange((a, b, n * model.wide) for (a, b), n in moves.items())
-        return PartSeconds(gather, (reduced.seconds + reduced.latency, added + messages))
+        links = max(reduced.seconds + reduced.latency, model.wide * max(host.values(), default=0.0))
+        return PartSeconds(gather, (links, added + messages + self._added_in_host(owned_elements)), from_host)
+
+    def _added_in_host(self, owned_elements: Mapping[int, int]) -> float:
+        """Seconds in which the slowest host adds up gradients, beside its other chips: two are read, one is written."""
+        group_of, item = self.model.cluster.group_of, 3 * self.model.wide / self.model.options.host_memory_bandwidth
+        hosts = (n * group_of(r).chips_per_node for r, n in owned_elements.items() if r in self._offloading)
+        return item * max(hosts, default=0)
+
+    def _parts_of(self, stage: Stage) -> Mapping[Step, PartSeconds]:
+        return next((self._parts[rank] for rank in stage.ranks if rank in self._parts), {})
+
+    def from_host(self, stage: Stage) -> Mapping[Step, float]:
+        """By step, seconds in which a backward brings weights from host memory."""
+        return {step: part.from_host for step, part in self._parts_of(stage).items()}
 
     def added(
         self, stage: Stage, number: int, chunk_seconds: ChunkSeconds, part: UnitSeconds, micro_batches: int
@@ -81,7 +101,7 @@ class DividedCost:
         """Seconds of a chunk with what it gathers and sums up; ``part``: of the stage."""
         if stage.weights is None:
             return chunk_seconds
-        seconds_of_step = next((self._parts[rank] for rank in stage.ranks if rank in self._parts), {})
+        seconds_of_step = self._parts_of(stage)
         a, b = stage.chunks[number]
         steps: list[tuple[Step, tuple[float, float]]] = [(i, part.layer) for i in range(a, b)]
         steps = [("embed", part.embed), *steps] if stage.embed and number == 0 else steps
@@ -139,17 +159,24 @@ class OffloadCost:
             for c in range(len(stage.chunks))
         ]
 
-    def added(self, stage: Stage, chunk_seconds: Sequence[ChunkSeconds], part: UnitSeconds) -> list[ChunkSeconds]:
-        """Seconds of the stage's chunks with the copies of its slowest rank; ``part``: of the stage."""
+    def added(
+        self, stage: Stage, chunk_seconds: Sequence[ChunkSeconds], part: UnitSeconds, weights: Mapping[Step, float]
+    ) -> list[ChunkSeconds]:
+        """Seconds of the stage's chunks with the copies of its slowest rank; ``part``: of the stage; ``weights``: by
+        layer, seconds in which backward brings its weights on the same link."""
         offload, out, recomputed = stage.activations, list(chunk_seconds), stage.recomputed
         if offload is None:
             return out
+
+        def beside(row: Sequence[float], first: int) -> list[float]:
+            return [x and x + weights.get(first + i, 0.0) for i, x in enumerate(row)]
+
         for c, (copies, (a, b)) in enumerate(zip(self._copies(stage), stage.chunks, strict=True)):
             head = part.head[1] if stage.head and c + 1 == len(stage.chunks) else 0.0
             backward = [part.layer[1] + (part.layer[0] + part.again if i < recomputed else 0.0) for i in range(b - a)]
             recomputed = max(recomputed - (b - a), 0)
             ahead, rows = offload.ahead, copies.values()
             leaving = max((waits_leaving(row, part.layer[0], ahead) for row in rows), default=0.0)
-            coming = max((waits_coming(row, backward, ahead, head) for row in rows), default=0.0)
+            coming = max((waits_coming(beside(row, a), backward, ahead, head) for row in rows), default=0.0)
             out[c] = out[c]._replace(forward=out[c].forward + leaving, backward=out[c].backward + coming)
         return out

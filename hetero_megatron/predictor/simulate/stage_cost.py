@@ -91,7 +91,7 @@ class StageCosts:
 
     @cached_property
     def divided(self) -> DividedCost:
-        return DividedCost(self.model, self.prepared.compiled.divided)
+        return DividedCost(self.model, self.prepared.compiled.divided, self.plan.offloading)
 
     def _sharing(self) -> Mapping[str, int]:
         """By node, how many pipelines send activations through its network cards; replicas run in step, so they send at
@@ -145,7 +145,7 @@ class StageCosts:
             from hetero_megatron.predictor.simulate.memory_saving_cost import OffloadCost
 
             offload = OffloadCost(self.model, self.plan.seq_length)
-            chunks = [offload.added(*row) for row in zip(pipeline.stages, chunks, stage_seconds, strict=True)]
+            chunks = [offload.added(s, x, row, self.divided.from_host(s)) for (s, row), x in zip(by_stage, chunks)]
         host: list[dict[str, float]] = [{} for _ in pipeline.stages]
         link, back, latency = [], [], []
         for s, (sender, receiver) in enumerate(boundaries(pipeline)):

@@ -361,7 +361,7 @@ class StepSimulator:
     def _update_seconds(self, rank: int) -> float:
         updated = self.sync.owned if self.costs.options.sharded else self.sync.held
         home, offload = self.costs.cluster.group_of(rank), rank in self.plan.offloading
-        return self.costs.update_seconds(home, updated.get(rank, 0), offload)
+        return self.costs.update_seconds(home, updated.get(rank, 0), offload, rank in self.plan.sharding_stages)
 
     @cached_property
     def limits(self) -> dict[int, int]:

@@ -14,7 +14,7 @@ from hetero_megatron.checkpoint.native import open_checkpoint
 from hetero_megatron.checkpoint.state import load_tensors
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
-from hetero_megatron.parallel.optimizer import check_offload, cpu_adam, refuse_old_lock
+from hetero_megatron.parallel.host_adam import check_offload, cpu_adam, refuse_old_lock
 from hetero_megatron.plans import Plan, locate, plan_from_dict, stage_at
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.runtime import Runtime

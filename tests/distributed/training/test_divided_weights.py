@@ -38,12 +38,12 @@ def _random(seed: int, dtype: str = "fp64") -> Case:
     return random_case(seed, dtype, most_pipelines=1 if seed % 2 else 3, divided=True)
 
 
-def _cases() -> Iterator[Case]:
+def random_divided_cases() -> Iterator[Case]:
     """Of plans that divide some weights, which takes replicas or context groups."""
     return filter(_divided, map(_random, count(SEED)))
 
 
-FOUND, REST = list[Case](), _cases()
+FOUND, REST = list[Case](), random_divided_cases()
 
 
 def _case(index: int) -> Case:

@@ -64,11 +64,10 @@ def test_refusals() -> None:
         ({"gather": "epoch"}, 2, {}, "weights.gather", ("layer", "micro-batch", "step")),
         ({"gather": "step", "reshard_after_forward": True}, 2, {}, "weights.reshard_after_forward", ("whole",)),
         ({"gathers": "layer"}, 2, {}, "weights.gathers", ("gather",)),
-        ({}, 1, {}, "weights", ("nobody else",)),
+        ({}, 1, {}, "weights", ("nobody else", "optimizer: {offload: true}")),
         ({}, 2, {"tp": 2}, "weights", ("nobody else", "dp_split")),
         ({"shard": [1, 0, 3, 0]}, 4, {"tp": 2}, "weights.shard", ("TP rank 1",)),
         ({"shard": [1, 0, 3]}, 3, {"ranks": [[0, 1], [2]]}, "weights.shard", ("unlike TP",)),
-        ({}, 2, {"optimizer": {"offload": True}}, "weights", ("host memory",)),
         ({}, 2, {"dtype": "fp8"}, "weights", ("fp8",)),
     ):  # fmt: skip
         with refused(f"{first}.{field}", *words):

@@ -101,3 +101,26 @@ def test_micro_batches_by_speed_and_restricted_shares() -> None:
     assert found is not None and set(found.plan.stages[0].weights.shard) == {1}  # type: ignore[union-attr]
     never, divided = asked.with_space(weights="never"), DividedStages()
     assert divided.propose(never, Incumbent(never, make_scorer(never))) and divided.why == ""
+
+
+def one_card(memory: float, host: float = 0.0) -> Cluster:
+    rates = {"memory": f"{memory} GiB", "tflops": {"bf16": 100}, "memory_bandwidth": "1 TB/s"}
+    node = {"name": "desk", "chip": "card", "chips_per_node": 1}
+    more = {"host_memory": f"{host} GiB"} if host else {}
+    return cluster_from_dict({"version": 1, "nodes": [{**node, **more}], "chips": {"card": rates}})
+
+
+def test_one_card_streams_its_weights_from_host_memory() -> None:
+    """1.6 billion weights and sums of their gradients take 9.4 GiB of a card; a layer or two of them do not."""
+    space = SearchSpace(more_schedules="never")
+    best = search(problem(one_card(6), space)).best
+    (stage,) = best.plan.stages
+    assert stage.weights is not None and stage.optimizer.offload and not best.prediction.over
+    host = best.prediction.memory[0].host
+    assert host > 1.6e9 * (12 + 2 + 4)  # masters, moments, rows and sums
+    for too_small in (one_card(6, host * 0.9 / 2**30), one_card(1.5)):
+        with pytest.raises(UserError, match="fits in no plan") as refusal:
+            search(problem(too_small, space))
+        assert "links.inter_node" in refusal.value.accepted
+    aside = search(problem(one_card(6, host * 1.1 / 2**30), space)).best
+    assert aside.plan == best.plan
