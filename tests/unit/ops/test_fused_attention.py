@@ -25,7 +25,7 @@ from hetero_megatron.ops.attention_cpu import FusedKernel, fused_attention, visi
 from hetero_megatron.ops.attention_op import AttentionOptions, attn_delta, definition, reference_backward, visible
 from hetero_megatron.ops.conformance import FAIL, check_kernel
 from hetero_megatron.platform.plugins import load_plugins
-from hetero_plugins import ascend, flash_attention, sdpa
+from hetero_plugins import ascend, flash_attention, sdpa, triton_package
 from hetero_plugins import triton as portable
 from tests.support.selection import quick
 
@@ -117,7 +117,7 @@ def test_the_calls_of_aten_have_the_right_arguments_and_shapes(name: str, heads:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if torch had its fused kernels, and Triton were not interpreted."""
-    monkeypatch.setattr(portable, "INTERPRETED", False)
+    monkeypatch.setattr(triton_package, "INTERPRETED", False)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_000)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     yield

@@ -30,7 +30,7 @@ from hetero_megatron.plans.fp8_checks import fp8_fits, stage_fp8
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import load_model, shares
 from hetero_plugins import fp8 as vendor
-from hetero_plugins import triton as portable
+from hetero_plugins import triton_package
 from tests.support.small_plans import pipe, plan, stage
 
 
@@ -176,7 +176,7 @@ def test_no_device_gets_the_reference_unasked() -> None:
 
 
 def test_the_kernel_that_quantises_in_one_pass_is_chosen_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portable, "INTERPRETED", False)
+    monkeypatch.setattr(triton_package, "INTERPRETED", False)
     registry = load_plugins().registry
     hopper = Signature(NAMES[0], "cuda", torch.bfloat16, "nvidia", (9, 0))
     assert resolve(registry, [hopper]).provider(NAMES[0]) == "triton"
