@@ -235,9 +235,8 @@ class Runtime:
         if self.stage_model.row_norms is not None:
             self.hooks.before_reading()
             self.stage_model.row_norms.refresh()
-        lora = self.here.spec.lora
+        lora, draws = self.here.spec.lora, None
         adapters = lora is not None and lora.dropout > 0
-        draws = None
         if not forward_only and (self.options.dropout != NO_DROPOUT or adapters):
             draws = partial(Draws if self.graphs is None else self.graphs.draws, self.options.seed, step)
         return self.step_work.make(fetch, first_sample, batch_size, forward_only, draws)
