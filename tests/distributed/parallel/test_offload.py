@@ -28,6 +28,10 @@ OFFLOADED = plan(
     [pipe(2, 2, stage([0, 1], [0, 2], tp=2, **HOST), stage([2], [2, 3])), pipe(1, 2, stage([3], [0, 3], **HOST))],
     schedule="zero-bubble",
 )
+RESIDENT = plan([
+    pipe(2, 2, stage([0, 1], [0, 2], tp=2, weights={}, **HOST), stage([2], [2, 3])),
+    pipe(1, 2, stage([3], [0, 3], weights={}, **HOST)),
+])  # fmt: skip
 PLAIN = plan([pipe(2, 2, stage([0], [0, 3])), pipe(1, 2, stage([1, 2], [0, 3], tp=2))])
 
 
@@ -86,14 +90,15 @@ def build_with(comm: Comm, case: Case, chosen: Plan, spec: ModelSpec, initial: A
 
 @pytest.mark.exhaustive  # DeepSpeed compiles its extension the first time, for minutes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_host_adam_equals_torch_adam_and_resumes_as_it(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spelled", [OFFLOADED, RESIDENT], ids=["states", "weights, too"])
+def test_host_adam_equals_torch_adam_and_resumes_as_it(spelled: dict[str, Any], dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     cpu_adam(
         [{"params": [torch.zeros(4)], "decay": True}], (0.9, 0.95), 1e-8
     )  # compiled once, before the ranks want it
-    case = fixed_case(LLAMA, OFFLOADED, dtype=dtype, lr=1e-3)
+    case = fixed_case(LLAMA, spelled, dtype=dtype, lr=1e-3)
     spec, initial, wrong = start(case)
-    host, plain = plan_from_dict(OFFLOADED, spec), plan_from_dict(PLAIN, spec)
+    host, plain = plan_from_dict(spelled, spec), plan_from_dict(PLAIN, spec)
     pool = shared_pool()
     torch_way = pool.run(run, case, plain, spec, initial, None, str(tmp_path / "plain"))
     host_way = pool.run(run, case, host, spec, initial, None, str(tmp_path / "host"))
