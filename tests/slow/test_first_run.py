@@ -81,6 +81,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
     return holds()
 
 
+@pytest.mark.slow
 def test_a_part_that_does_not_end_is_ended_and_what_it_found_is_kept(tmp_path: Path) -> None:
     """With the processes that it started."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))

@@ -83,6 +83,7 @@ def test_ranks_that_expect_unlike_numbers_are_told() -> None:
     assert "rank 1 never came" in str(meet([launched(store, 0, restarts=1)], seconds=2)[0])
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_told_from_a_second_rank_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:  # listens, and never answers
         port = other.getsockname()[1]

@@ -40,6 +40,7 @@ def pool_of(habits: str, ranks: int = 2) -> Pool:
     return shared_pool((f"emulated:{habits}",) * ranks)
 
 
+WAITS = "one rank compiles longer than others wait to connect"
 # The habits, a plan that meets them, and the dtype.
 CASES: dict[str, tuple[str, Case]] = {
     "kernels are loaded when they are first used": ("lazy-loading", fixed_case(LLAMA, TWO_STAGES)),
@@ -50,13 +51,13 @@ CASES: dict[str, tuple[str, Case]] = {
     "no double precision": ("no-fp64", fixed_case(LLAMA, TWO_STAGES, dtype="fp32")),
     "sizes follow the data: tokens of each expert": ("lazy-loading", fixed_case(MIXTRAL, TWO_STAGES)),
     "sizes follow the data: documents": ("lazy-loading", fixed_case(LLAMA, DOCUMENTS, packed=True)),
-    "one rank compiles longer than others wait to connect": (
+    WAITS: (
         "blocking-groups,connect=3,compile=6", fixed_case(LLAMA, TWO_REPLICAS)
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x == WAITS else ()) for x in CASES])
 def test_training_equals_one_process(name: str) -> None:
     habits, case = CASES[name]
     check_case(case, pool_of(habits, 3 if case.plan is DOCUMENTS else 2))
@@ -183,6 +184,7 @@ def said_by_rank_0(job: str) -> str:
             process.join()
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_memory_beside_a_receive_says_so() -> None:
     """The device gives memory back when all that was started has ended, and the receive never does."""
     said = said_by_rank_0("full")

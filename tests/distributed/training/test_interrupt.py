@@ -225,6 +225,7 @@ def other_process(directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_run_refuses_the_directory_of_another(tmp_path: Path) -> None:
     (tmp_path / "iter_0000001.incomplete").mkdir()  # of the other run, which a new one would remove
     with other_process(tmp_path):

@@ -162,6 +162,7 @@ def test_copies_are_made_where_host_memory_has_room(tmp_path: Path) -> None:
     assert config.elastic == ElasticConfig(2, {"small": 10_000_000, "large": 1_000_000_000})
 
 
+@pytest.mark.slow
 def test_the_launcher_locks_the_directory_for_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hanging rank of another host could keep it for ever; what another run holds is refused before ranks start."""
     started: list[bool] = []
