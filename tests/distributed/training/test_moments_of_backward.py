@@ -12,7 +12,7 @@ from hetero_megatron.cli.configure import configure
 from hetero_megatron.dry_run.one_rank import run_rank
 from hetero_megatron.plans import dump_yaml, plan_from_dict
 from hetero_megatron.plans.memory.of_plan import estimate_memory
-from hetero_megatron.spec import load_model
+from hetero_megatron.spec import Lora, adapted, load_model
 from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
 
@@ -93,6 +93,22 @@ def test_memory_is_that_of_a_dry_run(case: str, tmp_path: Path) -> None:
     for rank in ranks:
         peak = run_rank(run, rank).peak
         assert 0.98 * peak <= estimates[rank].total <= 1.05 * peak, (rank, estimates[rank].total / peak)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "none"])
+def test_memory_of_adapters_is_that_of_a_dry_run(recompute: str, tmp_path: Path) -> None:
+    """Where a layer with adapters is made again, what its last projection and adapter put out is there with it all."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["swiglu"]))
+    spec = adapted(load_model(str(tmp_path / "config.json")), Lora(4, 4.0))
+    stages = [stage([0, 1], [0, 2], tp=2, recompute=recompute), stage([2], [2, 4], recompute=recompute)]
+    (tmp_path / "plan.yaml").write_text(dump_yaml(plan_from_dict(plan([pipe(2, 2, *stages)], 512), spec)))
+    words = ["--plan", str(tmp_path / "plan.yaml"), "--model", str(tmp_path / "config.json"), "--dry-run"]
+    run = configure([*words, "--lora-rank", "4", "--lora-alpha", "4", "--dtype", "fp32"], {})
+    estimates = estimate_memory(run.plan, run.spec, "fp32")
+    for rank, most in ((0, 1.05), (2, 1.15)):
+        peak = run_rank(run, rank).peak
+        assert 0.98 * peak <= estimates[rank].total <= most * peak, (rank, estimates[rank].total / peak)
 
 
 @pytest.mark.slow
