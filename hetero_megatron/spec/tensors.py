@@ -15,11 +15,7 @@ from functools import lru_cache
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut_in_groups, cut_in_tiles
 from hetero_megatron.spec.gated_delta import GatedDelta
-from hetero_megatron.spec.lora import (
-    EVERY_TARGET,
-    MLP_TARGETS,
-    Lora,
-)
+from hetero_megatron.spec.lora import MLP_TARGETS
 from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.state_space import StateSpace
@@ -78,7 +74,7 @@ class LogicalTensor:
         return self.name.endswith("bias")
 
 
-_HIDDEN, _RANK = Axis("hidden"), Axis("rank")
+_HIDDEN, ADAPTER_RANK = Axis("hidden"), Axis("rank")
 
 
 @lru_cache(maxsize=64)
@@ -98,27 +94,11 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
         out.append(LogicalTensor("lm_head.weight", (spec.vocab_size, h), (vocab, _HIDDEN), "head"))
     if spec.head_bias:
         out.append(LogicalTensor("lm_head.bias", (spec.vocab_size,), (vocab,), "head"))
-    return tuple(out if spec.lora is None else _with_adapters(out, spec, spec.lora))
+    if spec.lora is None:
+        return tuple(out)
+    from hetero_megatron.spec.adapter_modules import with_adapters  # which asks what the base has
 
-
-def _with_adapters(tensors: Iterable[LogicalTensor], spec: ModelSpec, lora: Lora) -> Iterator[LogicalTensor]:
-    """The frozen base, of which projections may be in 8 bits, and after each adapted matrix its A and B, which are cut
-    where it is; of the experts of a layer, one of each per expert. With DoRA also the lengths of its rows."""
-    for tensor in tensors:
-        module, _, kind = tensor.name.rpartition(".")
-        projection = kind == "weight" and module.rpartition(".")[2] in EVERY_TARGET
-        int8, nf4 = (projection and lora.base_dtype == name for name in ("int8", "nf4"))
-        yield replace(tensor, trained=False, int8=int8, nf4=nf4)
-        is_adaptable = projection and may_be_adapted(tensor, spec)
-        site = lora.site(tensor.layer, module.rpartition(".")[2], tensor.per_expert) if is_adaptable else None
-        if site is not None:
-            (*experts, outputs, inputs), (*expert_axes, rows, columns) = tensor.shape, tensor.axes
-            for name, shape, axes in (
-                ("lora_A", (site.rank, inputs), (_RANK, columns)), ("lora_B", (outputs, site.rank), (rows, _RANK)),
-            ):  # fmt: skip
-                yield LogicalTensor(f"{module}.{name}.weight", (*experts, *shape), (*expert_axes, *axes), tensor.layer)
-            if lora.dora:
-                yield LogicalTensor(f"{module}.{MAGNITUDE}.weight", (outputs,), (rows,), tensor.layer)
+    return tuple(with_adapters(out, spec, spec.lora))
 
 
 def may_be_adapted(tensor: LogicalTensor, spec: ModelSpec) -> bool:
@@ -134,7 +114,7 @@ def trained_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
 
 def untrained_layers(spec: ModelSpec) -> int:
     """The first layers without adapters: nothing before or in them is trained, so that no gradient goes there."""
-    if spec.lora is None or not spec.lora.sites:
+    if spec.lora is None or not (spec.lora.sites or spec.hybrid):
         return 0
     return min(t.layer for t in trained_tensors(spec) if isinstance(t.layer, int))
 
