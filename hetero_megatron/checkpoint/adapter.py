@@ -28,6 +28,7 @@ from hetero_megatron.spec.adapted_model import logical_box
 from hetero_megatron.spec.adapter_modules import adapters
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
+from hetero_megatron.spec.lora import FUSED_TARGETS
 from hetero_megatron.spec.tensors import expert_tensor
 from hetero_megatron.utils.files import require_regular
 from hetero_megatron.utils.text import plural
@@ -61,9 +62,11 @@ def _source(spec: ModelSpec, tensor: LogicalTensor, field: str) -> HFSource:
     module, adapter = tensor.name.split(".lora_")
     source, fused = hf_source(spec, f"{module}.weight"), adapters(spec)[module].fused
     if source != HFSource(source.name) and not fused:
+        whole = source.name.removesuffix(".weight").rpartition(".")[2]
+        named = f"adapters of {whole} (--lora-targets), or " if whole in FUSED_TARGETS else ""
         raise UserError(
             f"Hugging Face's {spec.hf_model_type} has no matrix of its own for {module}", field=field,
-            accepted="--merge-lora and --save-hf, which need no adapter file",
+            accepted=f"{named}--merge-lora and --save-hf, which need no adapter file",
         )  # fmt: skip
     adapter = "magnitude_vector" if adapter == "magnitude_vector.weight" else adapter  # peft's name ends there
     stored = FAMILIES[spec.hf_model_type].names.in_transformers(source.name).removesuffix("weight")

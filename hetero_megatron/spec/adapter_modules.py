@@ -47,8 +47,11 @@ def choices(spec: ModelSpec, tensor: LogicalTensor) -> list[tuple[str, str | Non
         return []
     if tensor.per_expert:
         return [(own, None)] if own in EVERY_TARGET else []
-    source = FAMILIES[spec.hf_model_type].names.source(spec, tensor.name)
+    names = FAMILIES[spec.hf_model_type].names
+    source = names.source(spec, tensor.name)
     stored = source.name.removesuffix(".weight")
+    if any(stored.endswith(f".{name}") for name in names.unadapted):
+        return []
     theirs, found = stored.rpartition(".")[2], list[tuple[str, str | None]]()
     if source.rows is not None and not source.transpose and theirs in EVERY_TARGET:
         found.append((theirs, stored))

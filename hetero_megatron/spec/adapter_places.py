@@ -11,7 +11,6 @@ from hetero_megatron.spec.adapter_modules import all_modules, choices, default_t
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.spec.lora import (
-    EVERY_TARGET,
     MLP_TARGETS,
     SITE_WORD,
     Lora,
@@ -191,7 +190,7 @@ def _all_linear(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:
     if len(targets) > 1:
         problem = f"{ALL_LINEAR} is all of them"
     elif spec.moe is not None:
-        problem = "peft's are of what all tokens share in a mixture of experts, which have none here, and not of experts"
+        problem = "peft's are of what all tokens share in a mixture of experts, which has none here, and of no experts"
     if problem:
         raise UserError(problem, field="targets", value=" ".join(targets), accepted=accepted)
     return all_modules(spec)
@@ -208,7 +207,8 @@ def _by_pattern(spec: ModelSpec, pattern: str) -> list[Place]:
     if not places:
         raise UserError(
             f"no such projection: no module of {spec.name} has such a name", field="targets", value=pattern,
-            accepted=f"{', '.join(EVERY_TARGET)}, or a regular expression over whole names such as "
+            accepted=f"{', '.join(dict.fromkeys(name for _, name in _all_places(spec)))}, or a regular expression over "
+            "whole names such as "
             f"{next(iter(names.values()), 'model.layers.0.self_attn.q_proj')}",
         )  # fmt: skip
     return places

@@ -103,7 +103,8 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
         norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         wanted.append([loss.item(), float(norm)])
-    ranks, trained = [r for r in shared_pool().run(run_rank, case, plan, spec, initial) if r[0]], peft_values(wrapped, spec)
+    ranks = [r for r in shared_pool().run(run_rank, case, plan, spec, initial) if r[0]]
+    trained = peft_values(wrapped, spec)
     assert len(ranks) == len(plan.ranks)
     for stats, weights, changed in ranks:
         np.testing.assert_allclose(stats, wanted, rtol=1e-10, err_msg=str(made))

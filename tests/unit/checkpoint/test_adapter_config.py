@@ -20,6 +20,7 @@ from hetero_megatron.checkpoint.names import module_names, name_table
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import adapted, load_model, logical_tensors, trained_tensors
+from hetero_megatron.spec.adapter_modules import adapters
 from tests.support.families import DENSE
 from tests.support.hf_reference import make_hf
 from tests.support.small_plans import LLAMA
@@ -209,7 +210,7 @@ def test_the_same_modules_have_the_same_adapters_as_in_peft(tmp_path: Path) -> N
             for tensor in trained_tensors(spec):
                 module, adapter = tensor.name.split(".lora_")
                 stored = name_table(plain)[f"{module}.weight"].name.removesuffix(".weight")
-                found[f"base_model.model.{stored}.lora_{adapter}"] = tensor.shape, spec.lora.scale(module)
+                found[f"base_model.model.{stored}.lora_{adapter}"] = tensor.shape, adapters(spec)[module].scale
             assert found == wanted, (family, choice)
             AdapterWeights(str(folder), spec)
             said = {k: v for k, v in adapter_config(spec, None).items() if k not in ("peft_type", "inference_mode")}
