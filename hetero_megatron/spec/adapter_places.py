@@ -165,7 +165,7 @@ def chosen(
                 accepted="names of projections as targets, or no layers",
             )  # fmt: skip
     else:
-        names = tuple(targets or default_targets(spec))
+        names = _own_names(spec, targets) if targets else default_targets(spec)
         lora = replace(lora, targets=names)  # checks them
         if not layers:
             return lora
@@ -183,6 +183,13 @@ def chosen(
                 accepted=", ".join(dict.fromkeys(target for layer, target in _all_places(spec) if layer in numbers)),
             )  # fmt: skip
     return with_places(spec, replace(lora, targets=(places[0][1],)), dict.fromkeys(places, (lora.rank, lora.alpha)))
+
+
+def _own_names(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:
+    """Of what the family's files call a projection, the projection."""
+    known = {name for _, name in _all_places(spec)}
+    called = {stored.rpartition(".")[2]: name for (_, name), stored in modules(spec).items()}
+    return tuple(dict.fromkeys(name if name in known else called.get(name, name) for name in targets))
 
 
 def _all_linear(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:
