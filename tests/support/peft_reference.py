@@ -18,6 +18,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.dropout import ADAPTER, Draws, definition
 from hetero_megatron.spec import Lora, ModelSpec, trained_tensors
+from hetero_megatron.spec.adapter_places import modules
 from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS
 
 
@@ -57,7 +58,7 @@ def peft_model(model: torch.nn.Module, spec: ModelSpec, values: dict[str, np.nda
     common |= {"use_dora": lora.dora}
     names = module_names(spec) if spec.hybrid else {}
     dense = [names.get(t, t) for t in lora.targets if spec.moe is None or t not in MLP_TARGETS]
-    chosen = {"target_modules": dense} | expert_config(spec) | (site_config(lora) if lora.sites else {})
+    chosen = {"target_modules": dense} | expert_config(spec) | (site_config(spec) if lora.sites else {})
     config = peft.LoraConfig(task_type="CAUSAL_LM", **common, **chosen)
     wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False).double()
     for param in wrapped.parameters():
@@ -74,11 +75,13 @@ def peft_model(model: torch.nn.Module, spec: ModelSpec, values: dict[str, np.nda
     return wrapped
 
 
-def site_config(lora: Lora) -> dict[str, Any]:
-    """Whole names of Llama's modules."""
+def site_config(spec: ModelSpec) -> dict[str, Any]:
+    """Whole names of modules."""
+    assert spec.lora is not None
+    called = modules(spec)
     names = {
-        f"model.layers.{layer}.{'mlp' if target in MLP_TARGETS else 'self_attn'}.{target}": (site.rank, site.alpha)
-        for site in lora.sites for layer in site.layers for target in site.targets
+        called[layer, target]: (site.rank, site.alpha)
+        for site in spec.lora.sites for layer in site.layers for target in site.targets
     }  # fmt: skip
     ranks, alphas = ({name: both[i] for name, both in names.items()} for i in (0, 1))
     return {"target_modules": [*names], "rank_pattern": ranks, "alpha_pattern": alphas}
