@@ -17,7 +17,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.dropout import ADAPTER, Draws, definition
-from hetero_megatron.spec import Lora, ModelSpec, trained_tensors
+from hetero_megatron.spec import ModelSpec, trained_tensors
 from hetero_megatron.spec.adapter_places import modules
 from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS
 
