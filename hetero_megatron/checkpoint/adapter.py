@@ -92,10 +92,15 @@ class AdapterWeights:
         require_regular(path, field)
         try:
             self._file: Any = safe_open(path, "pt")
-            shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
+            stored = list(self._file.keys())
+            shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in stored}
         except (SafetensorError, OSError) as error:
             problem = f"is damaged ({' '.join(str(error).split())[:120]})"
             raise UserError(problem, field=field, value=str(path), accepted=ACCEPTED) from None
+        # Of modules that transformers calls otherwise than files, a model's own code may have either name.
+        names = FAMILIES[spec.hf_model_type].names
+        self._stored = {names.in_transformers(name): name for name in stored}
+        shapes = {names.in_transformers(name): shape for name, shape in shapes.items()}
         self._sources = self._find(spec, any(_SINGLE.search(name) for name in shapes))
         wanted_shapes = {source.name: shape for source, shape in self._sources.values()}
         problems = [
@@ -149,7 +154,7 @@ class AdapterWeights:
         source, _ = self._sources[tensor.name]
         if isinstance(source, ExpertSource):
             return source.read(self._file, box)
-        stored = self._file.get_slice(source.name)
+        stored = self._file.get_slice(self._stored[source.name])
         return torch.cat([stored[slices] for _, slices in source.runs(box)])
 
     def read_masters(self, owned: Iterable[Owned], spec: ModelSpec) -> None:

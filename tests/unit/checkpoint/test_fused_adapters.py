@@ -3,16 +3,17 @@ and is called as there."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hetero_megatron.checkpoint.adapter import AdapterWeights, adapter_table
-from hetero_megatron.checkpoint.adapter_config import WEIGHTS, adapter_config, read_config
+from hetero_megatron.checkpoint.adapter_config import CONFIG, WEIGHTS, adapter_config, read_config
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import Lora, adapted, trained_tensors
@@ -63,6 +64,23 @@ def test_what_peft_writes_counts_as_there(family: str, tmp_path: Path) -> None:
     wanted = names if isinstance(names, list) else {n.removesuffix(".lora_A.weight").rpartition(".")[2] for n in stored
                                                   if n.endswith("lora_A.weight")}  # fmt: skip
     assert set(adapter_config(spec, None)["target_modules"]) == set(wanted)
+
+
+def test_names_of_a_models_own_code_are_read(tmp_path: Path) -> None:
+    """Nemotron-H's before transformers had it: as its files have them."""
+    spec = adapted(from_hf_config(MAMBAS["nemotron_h"]), Lora(2, 2.0, ("in_proj", "up_proj")))
+    table, torch_values = adapter_table(spec), torch.Generator().manual_seed(0)
+    shapes = {table[t.name].name: table[t.name].shape(t.shape) for t in trained_tensors(spec)}
+    assert all(".model.layers." in name for name in shapes)
+    values = {name: torch.rand(shape, generator=torch_values) for name, shape in shapes.items()}
+    (tmp_path / CONFIG).write_text(json.dumps(adapter_config(spec, None)))
+    for prefix in ("model.model.", "model.backbone."):
+        save_file({name.replace("model.model.", prefix): v for name, v in values.items()}, tmp_path / WEIGHTS)
+        weights = AdapterWeights(str(tmp_path), spec)
+        for tensor in trained_tensors(spec):
+            if tensor.name.endswith("lora_A.weight"):
+                whole = weights.read(tensor, Box.whole(tensor.shape))
+                assert torch.equal(whole, values[table[tensor.name].name])
 
 
 def test_parts_are_read_by_rows() -> None:
