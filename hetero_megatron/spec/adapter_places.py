@@ -155,6 +155,7 @@ def chosen(
         if layers:
             raise UserError("says what sites say", field="layers", value=" ".join(layers), accepted="one of the two")
         return _by_words(spec, lora, targets, sites, alpha)
+    named = bool(targets) and ALL_LINEAR not in (targets or ())
     if targets is not None and ALL_LINEAR in targets:
         targets = _all_linear(spec, targets)
     if targets is not None and len(targets) == 1 and not targets[0].replace("_", "").isalnum():
@@ -177,7 +178,8 @@ def chosen(
         numbers = layer_numbers(" ".join(layers).split(), "layers")
         _check_layers(numbers, "layers", spec)
         places = [place for place in _all_places(spec) if place[0] in numbers and place[1] in names]
-        if missing_targets := [name for name in names if name not in {target for _, target in places}]:
+        missing_targets = [name for name in names if name not in {target for _, target in places}]
+        if missing_targets and named:
             raise UserError(
                 f"{spec.name} has no such projection in these layers", field="targets", value=missing_targets[0],
                 accepted=", ".join(dict.fromkeys(target for layer, target in _all_places(spec) if layer in numbers)),

@@ -98,6 +98,11 @@ def test_layers_of_a_hybrid_have_what_their_kind_has() -> None:
     spec = from_hf_config(HYBRIDS["qwen3_next"])
     found = adapted_layers(adapted(spec, Lora(2, 2.0, ("k_proj", "out_proj"))))
     assert sorted((len(tensors), count) for tensors, count in found) == [(2, 1), (2, 3)]
+    dense = from_hf_config(HYBRIDS["qwen3_5"])  # the first layers have no attention
+    some = chosen(dense, Lora(2, 2.0), ["all-linear"], ["0-2"], None)
+    assert some == chosen(dense, Lora(2, 2.0), None, ["0-2"], None) and "q_proj" not in some.targets
+    with pytest.raises(UserError, match="no such projection in these layers"):
+        chosen(dense, Lora(2, 2.0), ["q_proj"], ["0-2"], None)
     sites = (Sites((0,), ("in_proj_ba",), 3, 3.0), Sites((3,), ("q_proj", "o_proj"), 2, 2.0))
     assert trained_count(adapted(spec, Lora(2, 2.0, (), sites=sites))) > 0
 
