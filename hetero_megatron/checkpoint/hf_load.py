@@ -26,7 +26,8 @@ from hetero_megatron.checkpoint.names import (
 from hetero_megatron.checkpoint.typed import is_finite
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
-from hetero_megatron.spec.adapter_modules import Adapter, adapters
+from hetero_megatron.spec.adapter_choice import Adapter
+from hetero_megatron.spec.adapter_modules import adapters
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.families.family import Wrapper
 from hetero_megatron.spec.hf_names import HFSource

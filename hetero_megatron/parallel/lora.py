@@ -24,7 +24,8 @@ from hetero_megatron.ops.dropout import ADAPTER
 from hetero_megatron.ops.int8_weight import dequantize, quantize
 from hetero_megatron.parallel.collectives import sum_over_ranks
 from hetero_megatron.spec import LogicalTensor, ModelSpec
-from hetero_megatron.spec.adapter_modules import Adapter, adapters
+from hetero_megatron.spec.adapter_choice import Adapter
+from hetero_megatron.spec.adapter_modules import adapters
 from hetero_megatron.spec.lora import EVERY_TARGET
 from hetero_megatron.spec.tensors import MAGNITUDE
 

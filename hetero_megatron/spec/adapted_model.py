@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.spec.adapter_modules import Adapter, adapters, choices
+from hetero_megatron.spec.adapter_choice import Adapter, choices
+from hetero_megatron.spec.adapter_modules import adapters
 from hetero_megatron.spec.lora import (
     EVERY_TARGET,
     MLP_TARGETS,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec.adapter_modules import all_modules, choices, default_targets
+from hetero_megatron.spec.adapter_choice import choices
+from hetero_megatron.spec.adapter_modules import all_modules, default_targets
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.spec.lora import (
