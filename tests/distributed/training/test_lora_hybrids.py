@@ -48,7 +48,7 @@ def test_other_ways(case: str) -> None:
     spec = from_hf_config(config)
     lora, made = Lora(2, 3.0, all_modules(spec), dropout=0.2), plan([pipe(2, 2, *cut(spec.num_layers, [2, 1]))])
     if case == "context":
-        groups = [{"ranks": [0], "tokens": [7], "heads": [2]}, {"ranks": [1], "tokens": [3], "heads": [1]}]
+        groups = [{"ranks": [0, 1], "tokens": [7, 3], "heads": [2, 1]}]
         made = plan([pipe(2, 2, stage([0, 1], [0, spec.num_layers], context=groups))])
     elif case == "zero-bubble":
         made |= {"schedule": case}
