@@ -14,9 +14,9 @@ from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.subset import with_more, without
 from hetero_megatron.predictor.cost.rates import capped_bridges
 from hetero_megatron.spec import Lora, ModelSpec, adapted, load_model
+from hetero_megatron.spec.adapter_modules import default_targets
 from hetero_megatron.spec.flops import parameter_count
 from hetero_megatron.spec.hf_config import from_hf_config
-from hetero_megatron.spec.lora import all_linear
 from hetero_megatron.utils.outputs import write_text
 from hetero_megatron.utils.yaml_document import QuotingDumper
 
@@ -86,7 +86,7 @@ class Model:
         """
         from hetero_megatron.spec.adapter_places import chosen
 
-        lora = Lora(rank, float(rank), all_linear(self.spec.gated), dropout=dropout, dora=dora, base_dtype=base_dtype)
+        lora = Lora(rank, float(rank), default_targets(self.spec), dropout=dropout, dora=dora, base_dtype=base_dtype)
         numbers = None if layers is None else list(map(str, layers))
         return Model.of(adapted(self.spec, chosen(self.spec, lora, targets, numbers, sites)), self.source)
 

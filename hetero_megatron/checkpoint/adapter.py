@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +25,10 @@ from hetero_megatron.parallel.empty_stage import BaseWeights
 from hetero_megatron.parallel.grad_sync.routes import OwnedPiece
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors, trained_tensors
 from hetero_megatron.spec.adapted_model import logical_box
+from hetero_megatron.spec.adapter_modules import adapters
+from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
+from hetero_megatron.spec.lora import FUSED_TARGETS
 from hetero_megatron.spec.tensors import expert_tensor
 from hetero_megatron.utils.files import require_regular
 from hetero_megatron.utils.text import plural
@@ -56,14 +60,19 @@ def adapter_table(spec: ModelSpec) -> dict[str, HFSource]:
 
 def _source(spec: ModelSpec, tensor: LogicalTensor, field: str) -> HFSource:
     module, adapter = tensor.name.split(".lora_")
-    source = hf_source(spec, f"{module}.weight")
-    if source != HFSource(source.name):
+    source, fused = hf_source(spec, f"{module}.weight"), adapters(spec)[module].fused
+    if source != HFSource(source.name) and not fused:
+        whole = source.name.removesuffix(".weight").rpartition(".")[2]
+        named = f"adapters of {whole} (--lora-targets), or " if whole in FUSED_TARGETS else ""
         raise UserError(
             f"Hugging Face's {spec.hf_model_type} has no matrix of its own for {module}", field=field,
-            accepted="--merge-lora and --save-hf, which need no adapter file",
+            accepted=f"{named}--merge-lora and --save-hf, which need no adapter file",
         )  # fmt: skip
     adapter = "magnitude_vector" if adapter == "magnitude_vector.weight" else adapter  # peft's name ends there
-    return HFSource(f"{_PREFIX}{source.name.removesuffix('weight')}lora_{adapter}")
+    stored = FAMILIES[spec.hf_model_type].names.in_transformers(source.name).removesuffix("weight")
+    name = f"{_PREFIX}{stored}lora_{adapter}"
+    # B has the rows that the projection has in the matrix; all of them have one A.
+    return replace(source, name=name) if adapter.startswith("B") else HFSource(name)
 
 
 class AdapterWeights:
@@ -83,10 +92,15 @@ class AdapterWeights:
         require_regular(path, field)
         try:
             self._file: Any = safe_open(path, "pt")
-            shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
+            stored = list(self._file.keys())
+            shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in stored}
         except (SafetensorError, OSError) as error:
             problem = f"is damaged ({' '.join(str(error).split())[:120]})"
             raise UserError(problem, field=field, value=str(path), accepted=ACCEPTED) from None
+        # Of modules that transformers calls otherwise than files, a model's own code may have either name.
+        names = FAMILIES[spec.hf_model_type].names
+        self._stored = {names.in_transformers(name): name for name in stored}
+        shapes = {names.in_transformers(name): shape for name, shape in shapes.items()}
         self._sources = self._find(spec, any(_SINGLE.search(name) for name in shapes))
         wanted_shapes = {source.name: shape for source, shape in self._sources.values()}
         problems = [
@@ -140,8 +154,8 @@ class AdapterWeights:
         source, _ = self._sources[tensor.name]
         if isinstance(source, ExpertSource):
             return source.read(self._file, box)
-        values: torch.Tensor = self._file.get_slice(source.name)[box.slices()]
-        return values
+        stored = self._file.get_slice(self._stored[source.name])
+        return torch.cat([stored[slices] for _, slices in source.runs(box)])
 
     def read_masters(self, owned: Iterable[Owned], spec: ModelSpec) -> None:
         """Overwrite master weights, which may be wider than the run's dtype, with what the file says."""
@@ -194,13 +208,13 @@ def merged(
         gains: with DoRA, what rows [outputs] of adapted matrices are multiplied with, by logical name.
         owners: of each tensor of the base, the boxes that this rank writes, inside what it holds.
     """
-    assert spec.lora is not None
+    found = adapters(spec)
     for name, parts in owners.items():
         weight, module = params[name], name.removesuffix(".weight")
-        if (a := params.get(f"{module}.lora_A.weight")) is not None:
+        if (adapter := found.get(module)) is not None:
             wide_dtype = torch.promote_types(weight.dtype, torch.float32)
-            b = params[f"{module}.lora_B.weight"]
-            weight = weight.to(wide_dtype).add(b.to(wide_dtype) @ a.to(wide_dtype), alpha=spec.lora.scale(module))
+            a, b = params[f"{adapter.first}.lora_A.weight"], params[f"{module}.lora_B.weight"]
+            weight = weight.to(wide_dtype).add(b.to(wide_dtype) @ a.to(wide_dtype), alpha=adapter.scale)
             weight = weight if name not in gains else weight * gains[name][:, None]
         held_box = boxes[name]
         for box in parts:
@@ -212,16 +226,15 @@ def merged_pieces(
     spec: ModelSpec, params: BaseWeights, pieces: Iterable[tuple[OwnedPiece, torch.Tensor]]
 ) -> Iterator[Owned]:
     """The same of what a rank owns of matrices that its stage divides: pieces, and their values as they are stored."""
-    assert spec.lora is not None
-    tensors = {t.name: t for t in logical_tensors(spec)}
+    found, tensors = adapters(spec), {t.name: t for t in logical_tensors(spec)}
     for piece, values in pieces:
         rows, columns = piece.slices[0], piece.slices[-1]
         weight, module = params.part(piece.name, values, rows, columns), piece.name.removesuffix(".weight")
         box = logical_box(tensors[piece.name], piece.box)
-        if (a := params.get(f"{module}.lora_A.weight")) is not None:
-            wide_dtype = torch.promote_types(weight.dtype, torch.float32)
+        if (adapter := found.get(module)) is not None:
+            a, wide_dtype = params[f"{adapter.first}.lora_A.weight"], torch.promote_types(weight.dtype, torch.float32)
             held_columns = logical_box(tensors[piece.name], Box((rows.start, columns.start), (rows.stop, columns.stop)))
             a = a[:, held_columns.slices()[1]].to(wide_dtype)
             b = params[f"{module}.lora_B.weight"][rows].to(wide_dtype)
-            weight = weight.to(wide_dtype).add(b @ a, alpha=spec.lora.scale(module))
+            weight = weight.to(wide_dtype).add(b @ a, alpha=adapter.scale)
         yield piece.name, box, weight

@@ -12,7 +12,8 @@ from hetero_megatron.checkpoint.adapter_sites import MIXTRAL, PATTERNS, experts_
 from hetero_megatron.checkpoint.names import module_names
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Lora, ModelSpec
-from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, TARGETS, all_linear
+from hetero_megatron.spec.adapter_modules import all_modules
+from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, TARGETS
 from hetero_megatron.utils.files import read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -88,7 +89,7 @@ def _names(config: Mapping[str, Any], key: str, accepted: str, where: str) -> li
 
 def _target_modules(config: Mapping[str, Any], where: str, spec: ModelSpec) -> list[str]:
     if config.get("target_modules") == "all-linear":
-        return list(all_linear(spec.gated))
+        return list(all_modules(spec))
     if config.get("target_modules") is None and config.get("target_parameters"):
         return []
     if isinstance(config.get("target_modules"), str):  # a regular expression, which with_sites reads

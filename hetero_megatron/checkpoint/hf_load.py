@@ -25,7 +25,9 @@ from hetero_megatron.checkpoint.names import (
 )
 from hetero_megatron.checkpoint.typed import is_finite
 from hetero_megatron.layout import Box
-from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, logical_tensors, trained_tensors
+from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
+from hetero_megatron.spec.adapter_choice import Adapter
+from hetero_megatron.spec.adapter_modules import adapters
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.families.family import Wrapper
 from hetero_megatron.spec.hf_names import HFSource
@@ -284,10 +286,8 @@ class ResidualBase(HFWeights):
     def __init__(self, directory: str, spec: ModelSpec) -> None:
         super().__init__(directory, spec.base)
         assert spec.lora is not None
-        self._lora = spec.lora
-        self._adapted = {
-            t.name.replace(".lora_A.weight", ".weight") for t in trained_tensors(spec) if ".lora_A." in t.name
-        }
+        self._kind = spec.lora.residual
+        self._adapted = {f"{module}.weight": adapter for module, adapter in adapters(spec).items()}
         self._last: tuple[str, torch.Tensor] = ("", torch.empty(0))  # a rank may read a matrix in several boxes
 
     def read(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
@@ -295,19 +295,19 @@ class ResidualBase(HFWeights):
             return super().read(tensor, box)
         if self._last[0] != tensor.name:
             base_weight = super().read(tensor, Box.whole(tensor.shape))
-            self._last = tensor.name, residual(base_weight, self._lora, tensor.name.removesuffix(".weight"))
+            self._last = tensor.name, residual(base_weight, self._kind, self._adapted[tensor.name])
         return self._last[1][box.slices()]
 
 
-def residual(weight: torch.Tensor, lora: Lora, module: str) -> torch.Tensor:
+def residual(weight: torch.Tensor, kind: str | None, adapter: Adapter) -> torch.Tensor:
     """W [outputs, inputs] of a module without the first parts of its decomposition, as many as its adapter has ranks,
     in at least fp32. The adapters' scale cancels in PiSSA, and counts in OLoRA."""
     wide_weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if not wide_weight.isfinite().all():  # neither decomposition exists: whoever reads the weights says so
         return weight
-    rank = lora.site_of(module).rank
-    if lora.residual == "pissa":
+    rank = adapter.rank
+    if kind == "pissa":
         u, s, vh = torch.linalg.svd(wide_weight, full_matrices=False)
         return wide_weight - (u[:, :rank] * s[:rank]) @ vh[:rank]
     q, r = torch.linalg.qr(wide_weight)
-    return torch.sub(wide_weight, q[:, :rank] @ r[:rank], alpha=lora.scale(module))
+    return torch.sub(wide_weight, q[:, :rank] @ r[:rank], alpha=adapter.scale)

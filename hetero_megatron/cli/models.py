@@ -22,9 +22,11 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
 - *CP*: context groups, equal or not in tokens and heads.
 - *EP*: experts divided over ranks, equally or not ([Mixtures of experts](moe.md)).
 - *LoRA*: which projections may have adapters, by the names of Llama's; in files of `peft` they have the family's.
-  *Merged*: the family's files keep several projections in one matrix, or transposed, so that adapters of these are
-  exported with their base (`--merge-lora`), not by themselves. Of a mixture of experts, `gate_proj`, `up_proj` and
-  `down_proj` are the routed experts'.
+  *Fused*: the family's files keep several projections in one matrix, such as `qkv_proj`, `gate_up_proj` or
+  `query_key_value`. By that name they have one adapter, with one A, as in `peft`; by the names of Llama's one each,
+  which is exported with its base (`--merge-lora`), not by itself. *Merged*: only so, as `peft` has others there. Of a
+  mixture of experts, `gate_proj`, `up_proj` and `down_proj` are the routed experts'. Of linear attention and Mamba-2
+  they are as `peft` names them ([Linear attention](linear_attention.md)).
 - Of a `llama4`, `qwen3_5` or `qwen3_5_moe` directory (text and images) the language model is read; an export is of that
   alone, `llama4_text`, `qwen3_5_text` or `qwen3_5_moe_text`. Llama 4's chunks of attention, and the positions with
   which its queries grow, are counted from the start of each document, so that documents packed into one row are what
@@ -55,13 +57,13 @@ Any other `model_type` is refused too, without a reason of its own.
 
 def adapters(family: Family) -> str:
     """Which projections of the family may have adapters."""
-    if family.linear:
-        return "-"
     if family.mixture:
         experts = family.names.experts
         return "attention, experts" + (", merged" if experts is not None and not experts.interleaved else "")
     names = family.names
-    return "all, merged" if names.fused or names.transposed else "all"
+    if family.linear or not (names.fused or names.transposed):
+        return "all"
+    return "all, merged" if names.transposed else "all, fused"
 
 
 def markdown() -> str:

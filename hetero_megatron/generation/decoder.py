@@ -90,7 +90,7 @@ class Decoder:
         self.group, self.vocab = self.comm.group(unit.ranks), share.vocab
         self._norms: RowNorms | None = None
         if spec.lora is not None and spec.lora.dora:
-            self._norms = RowNorms(model, stage_model.tensors, spec.lora, self.group)
+            self._norms = RowNorms(model, stage_model.tensors, spec, self.group)
         self.refresh()
         if unit.tp > 1:
             apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in shares_of_ranks])

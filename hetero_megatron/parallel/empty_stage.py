@@ -177,5 +177,5 @@ def empty_stage(
     if spec.lora is not None:
         from hetero_megatron.parallel.lora import apply_lora
 
-        adapters = apply_lora(module, spec.lora, boxes, dtype, device)
+        adapters = apply_lora(module, spec, boxes, dtype, device)
     return EmptyStage(module, tensors, boxes, scales, adapters)

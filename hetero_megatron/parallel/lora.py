@@ -23,26 +23,35 @@ from hetero_megatron.model.moe import GroupedLinear
 from hetero_megatron.ops.dropout import ADAPTER
 from hetero_megatron.ops.int8_weight import dequantize, quantize
 from hetero_megatron.parallel.collectives import sum_over_ranks
-from hetero_megatron.spec import LogicalTensor, Lora
+from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.spec.adapter_choice import Adapter
+from hetero_megatron.spec.adapter_modules import adapters
 from hetero_megatron.spec.lora import EVERY_TARGET
 from hetero_megatron.spec.tensors import MAGNITUDE
 
 
 def apply_lora(
-    stage: GPTStage, lora: Lora, boxes: Mapping[str, Box], dtype: torch.dtype, device: torch.device | str
+    stage: GPTStage, spec: ModelSpec, boxes: Mapping[str, Box], dtype: torch.dtype, device: torch.device | str
 ) -> AdapterSwitch:
     """Freeze all parameters, and add adapters, uninitialised, where ``boxes`` (of all tensors that the stage holds, by
     logical name) say that there are some; what turns them off."""
     stage.requires_grad_(False)
-    switch = AdapterSwitch()
+    switch, found = AdapterSwitch(), adapters(spec)
+    assert spec.lora is not None
     for layer in stage.layers():
-        dropouts = _Inside(layer, lora.dropout)
+        dropouts, reduced = _Inside(layer, spec.lora.dropout), dict[str, _Reduced]()
         for name, module in list(layer.named_modules()):
             module_name = f"model.layers.{layer.number}.{name}"
-            if (box := boxes.get(f"{module_name}.lora_A.weight")) is not None:
-                assert isinstance(module, Linear | GroupedLinear), name
-                site = ADAPTER + EVERY_TARGET.index(name.rpartition(".")[2])
-                _adapt(module, module_name, lora, switch, partial(dropouts.drop, site, box.lo[-1]), dtype, device)
+            if f"{module_name}.lora_B.weight" not in boxes:
+                continue
+            assert isinstance(module, Linear | GroupedLinear), name
+            adapter = found[module_name]
+            if module_name == adapter.first:
+                site = ADAPTER + EVERY_TARGET.index(adapter.place[1])
+                box = boxes[f"{module_name}.lora_A.weight"]
+                drop = partial(dropouts.drop, site, box.lo[-1])
+                reduced[module_name] = _Reduced(module, drop, len(adapter.parts))
+            _adapt(module, adapter, reduced[adapter.first], spec.lora.dora, switch, dtype, device)
     return switch
 
 
@@ -85,21 +94,43 @@ class _Inside:
         return self._kernels.dropout(x, element_range, self._rate, key, draws.sample, feature)  # type: ignore[no-any-return]
 
 
+class _Reduced:
+    """What A of a matrix makes of its input, for all projections of which the matrix is: the first one, in whose module
+    A is, computes it, and the last one lets go of it."""
+
+    def __init__(self, first: Linear | GroupedLinear, drop: Callable[[torch.Tensor], torch.Tensor], parts: int) -> None:
+        self.first, self._drop, self._parts = first, drop, parts
+        self._values: torch.Tensor | None = None
+        self._left = 0
+
+    def __call__(self, linear: nn.Module, x: torch.Tensor, *ends: torch.Tensor) -> torch.Tensor:
+        if linear is self.first:
+            assert isinstance(self.first.lora_A, nn.Module)
+            self._values, self._left = self.first.lora_A(self._drop(x), *ends), self._parts
+        values, self._left = self._values, self._left - 1
+        assert values is not None, "projections of one matrix run in the order in which they lie"
+        if not self._left:
+            self._values = None
+        return values
+
+
 def _adapt(
-    linear: Linear | GroupedLinear, name: str, lora: Lora, switch: AdapterSwitch,
-    drop: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, device: torch.device | str,
+    linear: Linear | GroupedLinear, adapter: Adapter, reduced: _Reduced, dora: bool, switch: AdapterSwitch,
+    dtype: torch.dtype, device: torch.device | str,
 ) -> None:  # fmt: skip
-    (*experts, outputs, inputs), rank = linear.weight.shape, lora.site_of(name).rank
+    (*experts, outputs, inputs), rank = linear.weight.shape, adapter.rank
     if linear.scales is not None and not isinstance(linear.scales, torch.Tensor):  # in 4 bits, its bytes are no columns
         inputs = linear.scales.columns
     for part, columns, rows in (("lora_A", inputs, rank), ("lora_B", rank, outputs)):
-        adapter = Linear(0, 0, False, linear.kernels) if not experts else GroupedLinear(0, 0, 0, linear.kernels, False)
-        adapter.weight = nn.Parameter(torch.empty(*experts, rows, columns, dtype=dtype, device=device))
-        if isinstance(adapter, Linear):
-            adapter.product = partial(_plain, adapter)  # type: ignore[method-assign]
-        linear.add_module(part, adapter)
-    linear.adapted = partial(_adapted, linear, lora.scale(name), switch, drop)  # type: ignore[method-assign]
-    if lora.dora:
+        if part == "lora_A" and linear is not reduced.first:
+            continue
+        module = Linear(0, 0, False, linear.kernels) if not experts else GroupedLinear(0, 0, 0, linear.kernels, False)
+        module.weight = nn.Parameter(torch.empty(*experts, rows, columns, dtype=dtype, device=device))
+        if isinstance(module, Linear):
+            module.product = partial(_plain, module)  # type: ignore[method-assign]
+        linear.add_module(part, module)
+    linear.adapted = partial(_adapted, linear, adapter.scale, switch, reduced)  # type: ignore[method-assign]
+    if dora:
         assert isinstance(linear, Linear)
         linear.add_module(MAGNITUDE, Magnitude(outputs, dtype, device))
         linear.alone = True
@@ -112,14 +143,14 @@ def _plain(adapter: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch
 
 
 def _adapted(
-    linear: Linear | GroupedLinear, scale: float, switch: AdapterSwitch, drop: Callable[[torch.Tensor], torch.Tensor],
-    base: torch.Tensor, x: torch.Tensor, *ends: torch.Tensor,
+    linear: Linear | GroupedLinear, scale: float, switch: AdapterSwitch, reduced: _Reduced, base: torch.Tensor,
+    x: torch.Tensor, *ends: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """``base`` + scale (B A drop(x)): two products of low rank beside the frozen one."""
     if not switch.on:
         return base
-    assert isinstance(linear.lora_A, nn.Module) and isinstance(linear.lora_B, nn.Module)
-    return base.add(linear.lora_B(linear.lora_A(drop(x), *ends), *ends), alpha=scale)
+    assert isinstance(linear.lora_B, nn.Module)
+    return base.add(linear.lora_B(reduced(linear, x, *ends), *ends), alpha=scale)
 
 
 class Magnitude(nn.Module):
@@ -164,7 +195,7 @@ class RowNorms:
         group: the unit's ranks, which together have all columns of a matrix that is cut along its input.
     """
 
-    def __init__(self, stage: GPTStage, held: Mapping[str, LogicalTensor], lora: Lora, group: Group) -> None:
+    def __init__(self, stage: GPTStage, held: Mapping[str, LogicalTensor], spec: ModelSpec, group: Group) -> None:
         self._group = group
         self._parts: dict[str, tuple[Linear, Magnitude, bool]] = {}
         self._scales: dict[str, float] = {}
@@ -175,7 +206,7 @@ class RowNorms:
                     weight_name = f"model.layers.{layer.number}.{name}.weight"
                     cut = held[weight_name].axes[1].role in CUT and group.size > 1
                     self._parts[weight_name] = module, magnitude, cut
-                    self._scales[weight_name] = lora.scale(weight_name.removesuffix(".weight"))
+                    self._scales[weight_name] = adapters(spec)[weight_name.removesuffix(".weight")].scale
 
     @torch.no_grad()
     def refresh(self) -> None:

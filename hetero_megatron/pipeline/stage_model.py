@@ -122,7 +122,7 @@ class StageModel:
         if spec.lora is not None and spec.lora.dora:
             from hetero_megatron.parallel.lora import RowNorms
 
-            self.row_norms = RowNorms(self.module, empty.tensors, spec.lora, comm.group(here.unit.ranks))
+            self.row_norms = RowNorms(self.module, empty.tensors, spec, comm.group(here.unit.ranks))
         _fill(empty, initialize, divided)
         self._divide()
         self.rows: HostRows | None = None

@@ -21,9 +21,12 @@ from hetero_megatron.spec.flops import (
     mixer_layers,
     mlp_layers,
     module_layer,
+    products_of,
 )
 from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
 from hetero_megatron.spec.tensors import LogicalTensor
+
+CUT_INPUTS = ("q_heads", "ffn", "key_heads", "value_heads")  # of which a rank of a TP group has a part
 
 
 def _most_of_a_layer(spec: ModelSpec, sizes: Callable[[tuple[LogicalTensor, ...]], tuple[int, int]]) -> tuple[int, int]:
@@ -39,7 +42,7 @@ def dropped_inputs(spec: ModelSpec) -> tuple[int, int]:
 
     def sizes(layer: tuple[LogicalTensor, ...]) -> tuple[int, int]:
         inputs = [t for t in layer if t.name.endswith("lora_A.weight")]
-        cut = sum(t.shape[1] for t in inputs if t.axes[1].role in ("q_heads", "ffn"))
+        cut = sum(t.shape[1] for t in inputs if t.axes[1].role in CUT_INPUTS)
         return sum(t.shape[1] for t in inputs) - cut, cut
 
     return _most_of_a_layer(spec, sizes)
@@ -61,7 +64,7 @@ def scaled_outputs(spec: ModelSpec) -> tuple[int, int]:
 
 def adapter_widths(spec: ModelSpec) -> int:
     """What the adapters of one layer keep between A and B, per token: their ranks, in the layer with most."""
-    return _most_of_a_layer(spec, lambda layer: (sum(a.shape[0] for a in layer[::2]), 0))[0]
+    return _most_of_a_layer(spec, lambda layer: (sum(a.shape[0] for a, _ in products_of(layer)), 0))[0]
 
 
 def mlp_widths(spec: ModelSpec) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
+from hetero_megatron.spec.adapter_choice import Adapter, choices
+from hetero_megatron.spec.adapter_modules import adapters
 from hetero_megatron.spec.lora import (
     EVERY_TARGET,
     MLP_TARGETS,
@@ -18,7 +21,7 @@ from hetero_megatron.spec.lora import (
     nf4_blocks,
 )
 from hetero_megatron.spec.model_spec import ModelSpec
-from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors, may_be_adapted
+from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors
 
 
 def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
@@ -44,11 +47,17 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     with_adapters = replace(spec, lora=lora)
     if lora.base_dtype == "nf4":
         _fits_nf4(with_adapters)
-    model_places = {(t.layer, t.name.split(".")[-3]) for t in logical_tensors(with_adapters) if t.trained}
+    found = adapters(with_adapters)
+    _fits_fused(with_adapters, found)
+    model_places = {adapter.place for adapter in found.values()}
     if missing_targets := [name for name in lora.targets if name not in {target for _, target in model_places}]:
-        adaptable = {t.name.split(".")[-2] for t in logical_tensors(spec.base) if may_be_adapted(t, spec)}
+        adaptable = {name for t in logical_tensors(spec.base) for name, _ in choices(spec.base, t)}
+        named_with = next((a for a in found.values() if missing_targets[0] in _own_names(a)), None)
+        problem = f"{spec.name} has no such projection"
+        if named_with is not None:
+            problem = f"is a part of {named_with.place[1]}, which is named, too"
         raise UserError(
-            f"{spec.name} has no such projection", field="targets", value=missing_targets[0],
+            problem, field="targets", value=missing_targets[0],
             accepted=", ".join(name for name in EVERY_TARGET if name in adaptable),
         )  # fmt: skip
     for layer, target in ((n, name) for site in lora.sites for n in site.layers for name in site.targets):
@@ -58,6 +67,30 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
                 value=f"{layer}:{target}", accepted=f"layers 0 to {spec.num_layers - 1}, none of experts",
             )  # fmt: skip
     return with_adapters
+
+
+def _own_names(adapter: Adapter) -> list[str]:
+    return [part.rpartition(".")[2] for part in adapter.parts] if adapter.fused else []
+
+
+def _fits_fused(spec: ModelSpec, found: Mapping[str, Adapter]) -> None:
+    """UserError for what adapters of several projections in one matrix, or of linear attention, do not know."""
+    assert spec.lora is not None
+    lora, fields = spec.lora, (("dora", "DoRA"), ("residual", "first values of the base"))
+    for module, adapter in found.items():
+        if not adapter.fused and ".linear_attn." not in module:
+            continue
+        for field, what in fields:
+            if value := getattr(lora, field):
+                raise UserError(
+                    f"adapters of {adapter.place[1]}, several projections in one matrix or one of linear attention, "
+                    f"know no {what}", field=field, value=value, accepted="other targets, or plain adapters",
+                )  # fmt: skip
+    if lora.base_dtype is not None and spec.hybrid:
+        raise UserError(
+            "projections of linear attention are not stored in few bits", field="base_dtype", value=lora.base_dtype,
+            accepted="the dtype of the run",
+        )  # fmt: skip
 
 
 def evenly_adapted(spec: ModelSpec) -> ModelSpec:

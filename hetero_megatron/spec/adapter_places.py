@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec.adapter_choice import choices
+from hetero_megatron.spec.adapter_modules import all_modules, default_targets
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.spec.lora import (
-    EVERY_TARGET,
     MLP_TARGETS,
     SITE_WORD,
     Lora,
     Place,
-    all_linear,
     grouped,
     layer_numbers,
     sites_of,
@@ -23,22 +23,18 @@ from hetero_megatron.spec.lora import (
 from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.tensors import logical_tensors
 
+ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head
 SECONDS = 1.0  # in which a pattern must have matched a name or not
 
 
 def modules(spec: ModelSpec) -> dict[Place, str]:
-    """Of each projection outside of experts that has a matrix of its own in the family's files, its module's name
-    there."""
-    names, modules_found = FAMILIES[spec.hf_model_type].names, {}
+    """Of each matrix outside of experts in the family's files that may have an adapter, its module's name there."""
+    names, modules_found = FAMILIES[spec.hf_model_type].names, dict[Place, str]()
     for tensor in logical_tensors(spec.base):
-        module, _, kind = tensor.name.rpartition(".")
-        target = module.rpartition(".")[2]
-        mlp_of_experts = spec.moe is not None and target in MLP_TARGETS
-        if kind != "weight" or target not in EVERY_TARGET or mlp_of_experts or not isinstance(tensor.layer, int):
-            continue
-        source = names.source(spec.base, tensor.name)
-        if source == HFSource(source.name):
-            modules_found[tensor.layer, target] = source.name.removesuffix(".weight")
+        for target, fused in () if tensor.per_expert else choices(spec.base, tensor)[:1]:
+            source = names.source(spec.base, tensor.name)
+            if (fused is not None or source == HFSource(source.name)) and isinstance(tensor.layer, int):
+                modules_found[tensor.layer, target] = names.in_transformers(source.name.removesuffix(".weight"))
     return modules_found
 
 
@@ -46,7 +42,7 @@ def other_modules(spec: ModelSpec) -> list[str]:
     """Of the family's modules with a matrix, those of which no adapter may be: embeddings, heads, routers."""
     names, adaptable = FAMILIES[spec.hf_model_type].names, set(modules(spec).values())
     matrices = [
-        names.source(spec.base, t.name).name.removesuffix(".weight")
+        names.in_transformers(names.source(spec.base, t.name).name.removesuffix(".weight"))
         for t in logical_tensors(spec.base) if len(t.shape) == 2 and t.name.endswith(".weight")
     ]  # fmt: skip
     return [name for name in dict.fromkeys(matrices) if name not in adaptable]
@@ -135,12 +131,9 @@ def with_places(spec: ModelSpec, lora: Lora, places: Mapping[Place, tuple[int, f
 
 
 def _all_places(spec: ModelSpec) -> list[Place]:
-    projections = ((t.layer, *t.name.split(".")[-2:]) for t in logical_tensors(spec.base) if not t.per_expert)
-    return [
-        (layer, name) for layer, name, kind in projections
-        if isinstance(layer, int) and kind == "weight" and name in EVERY_TARGET
-        and not (spec.moe is not None and name in MLP_TARGETS)
-    ]  # fmt: skip
+    tensors = [t for t in logical_tensors(spec.base) if not t.per_expert and isinstance(t.layer, int)]
+    places = ((t.layer, name) for t in tensors for name, _ in choices(spec.base, t))
+    return list(dict.fromkeys((layer, name) for layer, name in places if isinstance(layer, int)))
 
 
 def chosen(
@@ -163,6 +156,9 @@ def chosen(
         if layers:
             raise UserError("says what sites say", field="layers", value=" ".join(layers), accepted="one of the two")
         return _by_words(spec, lora, targets, sites, alpha)
+    named = bool(targets) and ALL_LINEAR not in (targets or ())
+    if targets is not None and ALL_LINEAR in targets:
+        targets = _all_linear(spec, targets)
     if targets is not None and len(targets) == 1 and not targets[0].replace("_", "").isalnum():
         places = _by_pattern(spec, targets[0])
         if layers:
@@ -171,7 +167,7 @@ def chosen(
                 accepted="names of projections as targets, or no layers",
             )  # fmt: skip
     else:
-        names = tuple(targets or all_linear(spec.gated))
+        names = _own_names(spec, targets) if targets else default_targets(spec)
         lora = replace(lora, targets=names)  # checks them
         if not layers:
             return lora
@@ -183,12 +179,31 @@ def chosen(
         numbers = layer_numbers(" ".join(layers).split(), "layers")
         _check_layers(numbers, "layers", spec)
         places = [place for place in _all_places(spec) if place[0] in numbers and place[1] in names]
-        if missing_targets := [name for name in names if name not in {target for _, target in places}]:
+        missing_targets = [name for name in names if name not in {target for _, target in places}]
+        if missing_targets and named:
             raise UserError(
                 f"{spec.name} has no such projection in these layers", field="targets", value=missing_targets[0],
                 accepted=", ".join(dict.fromkeys(target for layer, target in _all_places(spec) if layer in numbers)),
             )  # fmt: skip
     return with_places(spec, replace(lora, targets=(places[0][1],)), dict.fromkeys(places, (lora.rank, lora.alpha)))
+
+
+def _own_names(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:
+    """Of what the family's files call a projection, the projection."""
+    known = {name for _, name in _all_places(spec)}
+    called = {stored.rpartition(".")[2]: name for (_, name), stored in modules(spec).items()}
+    return tuple(dict.fromkeys(name if name in known else called.get(name, name) for name in targets))
+
+
+def _all_linear(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:
+    problem, accepted = "", f"{ALL_LINEAR}, or names of projections: {', '.join(all_modules(spec))}"
+    if len(targets) > 1:
+        problem = f"{ALL_LINEAR} is all of them"
+    elif spec.moe is not None:
+        problem = "peft's are of what all tokens share in a mixture of experts, which has none here, and of no experts"
+    if problem:
+        raise UserError(problem, field="targets", value=" ".join(targets), accepted=accepted)
+    return all_modules(spec)
 
 
 def _by_pattern(spec: ModelSpec, pattern: str) -> list[Place]:
@@ -202,7 +217,8 @@ def _by_pattern(spec: ModelSpec, pattern: str) -> list[Place]:
     if not places:
         raise UserError(
             f"no such projection: no module of {spec.name} has such a name", field="targets", value=pattern,
-            accepted=f"{', '.join(EVERY_TARGET)}, or a regular expression over whole names such as "
+            accepted=f"{', '.join(dict.fromkeys(name for _, name in _all_places(spec)))}, or a regular expression over "
+            "whole names such as "
             f"{next(iter(names.values()), 'model.layers.0.self_attn.q_proj')}",
         )  # fmt: skip
     return places

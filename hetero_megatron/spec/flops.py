@@ -210,8 +210,8 @@ def adapter_products(spec: ModelSpec) -> tuple[tuple[int, int, int, float], ...]
     experts."""
     layers_of_sizes: Counter[tuple[int, int, int]] = Counter()
     for layer, layer_count in adapted_layers(spec):
-        for a, b in zip(layer[::2], layer[1::2]):
-            layers_of_sizes[b.shape[0], a.shape[1], a.shape[0]] += layer_count
+        for a, b in products_of(layer):
+            layers_of_sizes[sum(part.shape[0] for part in b), a.shape[1], a.shape[0]] += layer_count
     return tuple((*sizes, count / spec.num_layers) for sizes, count in layers_of_sizes.items())
 
 
@@ -222,14 +222,23 @@ def adapted_layers(spec: ModelSpec) -> tuple[tuple[tuple[LogicalTensor, ...], in
         return ()
     layers: dict[int | str, list[LogicalTensor]] = {}
     for tensor in trained_tensors(spec):
-        if len(tensor.shape) == 2 and (spec.lora.sites or tensor.layer == 0):
+        if len(tensor.shape) == 2:
             layers.setdefault(tensor.layer, []).append(tensor)
-    if not spec.lora.sites:  # all layers have the same
-        return tuple((tuple(tensors), spec.num_layers) for tensors in layers.values())
     kinds: dict[object, list[tuple[LogicalTensor, ...]]] = {}
     for tensors in layers.values():
         kinds.setdefault(tuple((t.shape, t.axes) for t in tensors), []).append(tuple(tensors))
     return tuple((equal_layers[0], len(equal_layers)) for equal_layers in kinds.values())
+
+
+def products_of(layer: Iterable[LogicalTensor]) -> list[tuple[LogicalTensor, list[LogicalTensor]]]:
+    """Of the A's and B's of a layer: each A, with the B's that multiply what it makes."""
+    products: list[tuple[LogicalTensor, list[LogicalTensor]]] = []
+    for tensor in layer:
+        if tensor.name.endswith("lora_A.weight"):
+            products.append((tensor, []))
+        else:
+            products[-1][1].append(tensor)
+    return products
 
 
 def adapter_flops(spec: ModelSpec) -> float:

@@ -129,6 +129,8 @@ class NameTable:
         experts: how they are stored, where not one by one; stacked: how files may have them that store them together,
             though transformers writes them one by one; otherwise: parts of names -> what files may have there.
         outside: logical tensor outside of the layers -> theirs; others have the same name.
+        unadapted: their modules that have no adapters, as peft refuses them.
+        loaded: parts of names in files -> what transformers calls modules there, and peft adapters of them.
     """
 
     layer: str = "model.layers.{}"
@@ -146,6 +148,14 @@ class NameTable:
     otherwise: Mapping[str, str] = field(default_factory=dict)
     within: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
+    unadapted: frozenset[str] = frozenset()
+    loaded: Mapping[str, str] = field(default_factory=dict)
+
+    def in_transformers(self, name: str) -> str:
+        """A name in files, as transformers' modules have it."""
+        for part, other in self.loaded.items():
+            name = name.replace(part, other)
+        return name
 
     def source(self, spec: ModelSpec, name: str) -> HFSource:
         """The Hugging Face tensor that holds logical tensor ``name``."""

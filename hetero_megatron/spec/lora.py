@@ -3,7 +3,6 @@ each of their rows is scaled to a length of its own, which is trained."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +16,14 @@ MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")  # in a mixture of experts, 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_TARGETS)
 # Of multi-head latent attention, where somebody names them.
 LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-EVERY_TARGET = TARGETS + LATENT_TARGETS
+FEW_BITS_TARGETS = TARGETS + LATENT_TARGETS  # the projections that may be stored in few bits
+# What some families keep in one matrix, and modules of linear attention, called as files do.
+FUSED_TARGETS = ("qkv_proj", "gate_up_proj", "query_key_value", "input_linear")
+LINEAR_TARGETS = (
+    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj", "out_proj", "b_proj",
+    "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj",
+)  # fmt: skip
+EVERY_TARGET = FEW_BITS_TARGETS + FUSED_TARGETS + LINEAR_TARGETS
 BASE_DTYPES = ("int8", "nf4")
 NF4_BLOCK = 64  # elements of a row that share a largest magnitude, in 4 bits
 NF4_BYTES = NF4_BLOCK // 2 + 1  # of a block: two elements each, and how large its largest magnitude is
@@ -178,18 +184,6 @@ class Lora:
         if self.sites and not of_experts:
             return _places(self.sites).get((layer, target)) if isinstance(layer, int) else None
         return Sites((), (target,), self.rank, self.alpha) if target in self.targets else None
-
-    def site_of(self, module: str) -> Sites:
-        """Of an adapted module, by its logical name (``model.layers.3.self_attn.q_proj``)."""
-        _, _, layer, *path = module.split(".")
-        site = self.site(int(layer), path[-1], "experts" in path)
-        assert site is not None, module
-        return site
-
-    def scale(self, module: str) -> float:
-        """What B A of an adapted module counts."""
-        site = self.site_of(module)
-        return site.alpha / (math.sqrt(site.rank) if self.rslora else site.rank)
 
 
 def _check_size(rank: Any, alpha: Any) -> None:

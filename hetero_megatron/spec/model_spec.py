@@ -268,11 +268,6 @@ class ModelSpec:
                 "layers of a mixer or an MLP alone have one norm, before it", field="norm_placement, parallel_block",
                 value=[self.norm_placement, self.parallel_block], accepted="pre, none",
             )  # fmt: skip
-        if (self.delta is not None or single) and self.lora is not None:
-            raise UserError(
-                "models with linear attention, or layers without an MLP, have no adapters", field="--lora-rank",
-                value=self.lora.rank, accepted="no adapters, or another model",
-            )  # fmt: skip
         if self.mla is not None and (self.head_dim, self.num_kv_heads) != (self.mla.head_dim, self.num_heads):
             raise UserError(
                 "does not fit its latent attention", field="head_dim, num_kv_heads",
@@ -346,6 +341,11 @@ class ModelSpec:
     def single_blocks(self) -> bool:
         """Some layers are a mixer or an MLP alone."""
         return any(kind.single for kind in self.layer_kinds)
+
+    @property
+    def hybrid(self) -> bool:
+        """Some layers have linear attention, or are of one block: layers have projections of other names."""
+        return self.delta is not None or self.single_blocks
 
     @property
     def moe_share(self) -> float:

@@ -14,12 +14,9 @@ from functools import lru_cache
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut_in_groups, cut_in_tiles
+from hetero_megatron.spec.adapter_choice import adapters_among
 from hetero_megatron.spec.gated_delta import GatedDelta
-from hetero_megatron.spec.lora import (
-    EVERY_TARGET,
-    MLP_TARGETS,
-    Lora,
-)
+from hetero_megatron.spec.lora import FEW_BITS_TARGETS, Lora
 from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.state_space import StateSpace
@@ -101,30 +98,28 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     return tuple(out if spec.lora is None else _with_adapters(out, spec, spec.lora))
 
 
-def _with_adapters(tensors: Iterable[LogicalTensor], spec: ModelSpec, lora: Lora) -> Iterator[LogicalTensor]:
-    """The frozen base, of which projections may be in 8 bits, and after each adapted matrix its A and B, which are cut
-    where it is; of the experts of a layer, one of each per expert. With DoRA also the lengths of its rows."""
+def _with_adapters(tensors: Sequence[LogicalTensor], spec: ModelSpec, lora: Lora) -> Iterator[LogicalTensor]:
+    """The frozen base, of which projections may be in 8 bits, and after each adapted matrix its A, unless one before it
+    has it, and B, which are cut where it is; of the experts of a layer, one of each per expert. With DoRA also the
+    lengths of its rows."""
+    found = adapters_among(tensors, spec, lora)
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")
-        projection = kind == "weight" and module.rpartition(".")[2] in EVERY_TARGET
-        int8, nf4 = (projection and lora.base_dtype == name for name in ("int8", "nf4"))
+        in_few_bits = kind == "weight" and module.rpartition(".")[2] in FEW_BITS_TARGETS
+        int8, nf4 = (in_few_bits and lora.base_dtype == name for name in ("int8", "nf4"))
         yield replace(tensor, trained=False, int8=int8, nf4=nf4)
-        is_adaptable = projection and may_be_adapted(tensor, spec)
-        site = lora.site(tensor.layer, module.rpartition(".")[2], tensor.per_expert) if is_adaptable else None
-        if site is not None:
-            (*experts, outputs, inputs), (*expert_axes, rows, columns) = tensor.shape, tensor.axes
-            for name, shape, axes in (
-                ("lora_A", (site.rank, inputs), (_RANK, columns)), ("lora_B", (outputs, site.rank), (rows, _RANK)),
-            ):  # fmt: skip
+        adapter = found.get(module) if kind == "weight" else None
+        if adapter is None:
+            continue
+        (*experts, outputs, inputs), (*expert_axes, rows, columns) = tensor.shape, tensor.axes
+        for name, shape, axes in (
+            ("lora_A", (adapter.rank, inputs), (_RANK, columns)),
+            ("lora_B", (outputs, adapter.rank), (rows, _RANK)),
+        ):  # fmt: skip
+            if name == "lora_B" or adapter.first == module:
                 yield LogicalTensor(f"{module}.{name}.weight", (*experts, *shape), (*expert_axes, *axes), tensor.layer)
-            if lora.dora:
-                yield LogicalTensor(f"{module}.{MAGNITUDE}.weight", (outputs,), (rows,), tensor.layer)
-
-
-def may_be_adapted(tensor: LogicalTensor, spec: ModelSpec) -> bool:
-    """Of a mixture of experts, adapters of the MLP are the routed experts': peft has no way to name these together with
-    dense layers or what all tokens share."""
-    return tensor.per_expert or spec.moe is None or tensor.name.split(".")[-2] not in MLP_TARGETS
+        if lora.dora:
+            yield LogicalTensor(f"{module}.{MAGNITUDE}.weight", (outputs,), (rows,), tensor.layer)
 
 
 def trained_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
@@ -134,9 +129,10 @@ def trained_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
 
 def untrained_layers(spec: ModelSpec) -> int:
     """The first layers without adapters: nothing before or in them is trained, so that no gradient goes there."""
-    if spec.lora is None or not spec.lora.sites:
+    if spec.lora is None or not (spec.lora.sites or spec.hybrid):
         return 0
-    return min(t.layer for t in trained_tensors(spec) if isinstance(t.layer, int))
+    layers = (t.layer for t in trained_tensors(spec) if isinstance(t.layer, int))
+    return min(layers, default=spec.num_layers)
 
 
 def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:

@@ -11,17 +11,43 @@ import peft
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 
+from hetero_megatron.checkpoint.adapter import adapter_table
+from hetero_megatron.checkpoint.names import module_names
+from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.dropout import ADAPTER, Draws, definition
-from hetero_megatron.spec import Lora, ModelSpec, trained_tensors
+from hetero_megatron.spec import ModelSpec, trained_tensors
+from hetero_megatron.spec.adapter_places import modules
 from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS
 
 
-def peft_name(logical: str) -> str:
-    for name in ("lora_A", "lora_B", "lora_magnitude_vector"):
-        logical = logical.replace(f"{name}.", f"{name}.default.")
-    return "base_model.model." + logical
+def peft_places(spec: ModelSpec) -> dict[str, tuple[str, list[int] | None]]:
+    """Of adapters outside of experts, by logical name: peft's parameter, and rows of it; None: all, in order."""
+    table, found = adapter_table(spec) if has_files(spec) else {}, {}
+    for tensor in trained_tensors(spec):
+        if tensor.per_expert:
+            continue
+        name, rows = f"base_model.model.{tensor.name}", None
+        if tensor.name in table:
+            name, source = table[tensor.name].name, table[tensor.name]
+            name += "" if name.endswith(".weight") else ".weight"
+            if source.rows is not None:
+                runs = [stored[0] for _, stored in source.runs(Box.whole(tensor.shape))]
+                rows = [row for run in runs for row in range(run.start, run.stop)]
+        for kind in ("lora_A", "lora_B", "lora_magnitude_vector"):
+            name = name.replace(f"{kind}.", f"{kind}.default.")
+        found[tensor.name] = name, rows
+    return found
+
+
+def has_files(spec: ModelSpec) -> bool:
+    """Whether peft's form is known of all adapters; of the others, names are Llama's."""
+    try:
+        adapter_table(spec)
+    except UserError:
+        return False
+    return True
 
 
 def peft_model(model: torch.nn.Module, spec: ModelSpec, values: dict[str, np.ndarray]) -> Any:
@@ -30,25 +56,32 @@ def peft_model(model: torch.nn.Module, spec: ModelSpec, values: dict[str, np.nda
     assert lora is not None
     common = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "lora_dropout": 0.0}
     common |= {"use_dora": lora.dora}
-    dense = [t for t in lora.targets if spec.moe is None or t not in MLP_TARGETS]
-    chosen = {"target_modules": dense} | expert_config(spec) | (site_config(lora) if lora.sites else {})
+    names = module_names(spec) if spec.hybrid else {}
+    dense = [names.get(t, t) for t in lora.targets if spec.moe is None or t not in MLP_TARGETS]
+    chosen = {"target_modules": dense} | expert_config(spec) | (site_config(spec) if lora.sites else {})
     config = peft.LoraConfig(task_type="CAUSAL_LM", **common, **chosen)
     wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False).double()
     for param in wrapped.parameters():
         if param.requires_grad and spec.moe is not None:
             param.data.zero_()
-    views = peft_values(wrapped, spec)
+    views, params, places = peft_values(wrapped, spec), dict(wrapped.named_parameters()), peft_places(spec)
     with torch.no_grad():
         for name, view in views.items():
-            view.copy_(torch.from_numpy(values[name]))
+            param, rows = places.get(name, ("", None))
+            if rows is not None:  # no view
+                params[param].data[rows] = torch.from_numpy(values[name])
+            else:
+                view.copy_(torch.from_numpy(values[name]))
     return wrapped
 
 
-def site_config(lora: Lora) -> dict[str, Any]:
-    """Whole names of Llama's modules."""
+def site_config(spec: ModelSpec) -> dict[str, Any]:
+    """Whole names of modules."""
+    assert spec.lora is not None
+    called = modules(spec)
     names = {
-        f"model.layers.{layer}.{'mlp' if target in MLP_TARGETS else 'self_attn'}.{target}": (site.rank, site.alpha)
-        for site in lora.sites for layer in site.layers for target in site.targets
+        called[layer, target]: (site.rank, site.alpha)
+        for site in spec.lora.sites for layer in site.layers for target in site.targets
     }  # fmt: skip
     ranks, alphas = ({name: both[i] for name, both in names.items()} for i in (0, 1))
     return {"target_modules": [*names], "rank_pattern": ranks, "alpha_pattern": alphas}
@@ -67,14 +100,16 @@ def expert_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def peft_values(wrapped: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """By logical name, views of peft's parameters: what its documentation calls delta_weight, taken apart."""
+    """By logical name, views of peft's parameters: what its documentation calls delta_weight, taken apart; of rows
+    of a matrix that holds several projections, copies."""
     assert spec.lora is not None
     params, found, used, r = dict(wrapped.named_parameters()), {}, set(), spec.lora.rank
+    places = peft_places(spec)
     for tensor in trained_tensors(spec):
         if not tensor.per_expert:
-            name = peft_name(tensor.name)
+            name, rows_of_it = places[tensor.name]
             used.add(name)
-            found[tensor.name] = params[name].data
+            found[tensor.name] = params[name].data if rows_of_it is None else params[name].data[rows_of_it]
             continue
         layer, _, projection, kind, _ = tensor.name.rsplit(".", 4)
         nested = projection != "down_proj" and "down_proj" in spec.lora.targets
@@ -102,7 +137,8 @@ class PeftDropout:
         self.seed, self.draws = seed, Draws(seed, 0, 0)
         for name, module in wrapped.named_modules():
             if isinstance(module, LoraLinear):
-                layer, _, projection = name.split(".layers.")[1].split(".")
+                layer, *_, projection = name.split(".layers.")[1].split(".")
+                projection = "down_proj" if projection == "output_linear" else projection
                 place = int(layer), ADAPTER + EVERY_TARGET.index(projection)
                 module.lora_dropout["default"] = _Dropped(self, rate, *place)
 
@@ -124,12 +160,15 @@ class _Dropped(torch.nn.Module):
 
 def keep_apart(wrapped: torch.nn.Module, spec: ModelSpec) -> None:
     """Gradients only of what ``peft_values`` are of: gate's A does not meet up's B."""
-    trained = {n: p for n, p in wrapped.named_parameters() if p.requires_grad}
+    params = dict(wrapped.named_parameters())
+    trained = {n: p for n, p in params.items() if p.requires_grad}
     kept = {n: p.data.clone() for n, p in trained.items()}
     for param in trained.values():
         param.data.zero_()
-    for view in peft_values(wrapped, spec).values():
+    for name, view in peft_values(wrapped, spec).items():
         view.fill_(1.0)
+        if (place := peft_places(spec).get(name)) is not None:
+            params[place[0]].data.fill_(1.0)
     for name, param in trained.items():
         param.register_hook(partial(torch.mul, param.data.clone()))
         param.data.copy_(kept[name])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Lora, ModelSpec, adapted
-from hetero_megatron.spec.lora import all_linear
+from hetero_megatron.spec.adapter_modules import default_targets
 
 # field of Lora -> key of the flag that gives it
 FLAG_KEYS = {
@@ -53,7 +53,7 @@ def _new(args: Arguments, spec: ModelSpec) -> ModelSpec:
     alpha = args["lora_alpha"] if args["lora_alpha"] is not None else float(args["lora_rank"])
     try:
         dropout, dora = args[_DROPOUT] or 0.0, args["use_dora"]
-        lora = Lora(args["lora_rank"], alpha, all_linear(spec.gated), args["use_rslora"], dropout, dora=dora)
+        lora = Lora(args["lora_rank"], alpha, default_targets(spec), args["use_rslora"], dropout, dora=dora)
         place_flags = (args["lora_targets"], args["lora_layers"], args["lora_sites"], args["lora_alpha"])
         return adapted(spec, chosen(spec, lora, *place_flags))
     except UserError as error:

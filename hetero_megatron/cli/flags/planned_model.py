@@ -15,7 +15,8 @@ from hetero_megatron.plans.fp8 import FORMATS, RECIPES, Fp8
 from hetero_megatron.plans.made_for import MadeFor, as_flags
 from hetero_megatron.plans.roles import ROLES
 from hetero_megatron.spec import Lora, ModelSpec, adapted, load_model, preset_names
-from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD, all_linear
+from hetero_megatron.spec.adapter_modules import default_targets
+from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD
 from hetero_megatron.spec.preference import LOSSES, WITHOUT_REFERENCE, Preference
 
 
@@ -74,7 +75,7 @@ def with_lora(args: Namespace, model: ModelSpec, made_for: MadeFor | None = None
 
     try:
         kind = {"dropout": args.lora_dropout or 0.0, "base_dtype": args.lora_base_dtype, "dora": args.use_dora}
-        lora = Lora(args.lora_rank, float(args.lora_rank), all_linear(model.gated), **kind)
+        lora = Lora(args.lora_rank, float(args.lora_rank), default_targets(model), **kind)
         return adapted(model, chosen(model, lora, args.lora_targets, args.lora_layers, args.lora_sites))
     except UserError as error:
         flag_of_field = {"dropout": "--lora-dropout", "base_dtype": "--lora-base-dtype"}

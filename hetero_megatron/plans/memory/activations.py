@@ -281,6 +281,11 @@ def forward_bytes(spec: ModelSpec, held: RankWork) -> tuple[int, ...]:
     spec = held.layers_spec or spec
     if _runs_forward_alone(held):
         whole = layer_activation_bytes(spec, held.tokens, "none", held.item, held.tp, held.shards, held.load)
+        if spec.delta is not None and spec.delta.rule == "state_space_rule":
+            # Its forward works with half of what its backward does, that of the gated delta rule with less than a
+            # layer would keep.
+            core = linear_cores(spec, replace(held, recompute="none", first=0))
+            whole += 0 if core is None else round(core.linear / 2)
         return (whole,) * held.layers
     layers = layer_bytes(spec, held)
     row = held.tokens * held.item

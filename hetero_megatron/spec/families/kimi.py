@@ -183,5 +183,6 @@ FAMILY = Family(
         },
         filters=frozenset(f"self_attn.{letter}_conv1d" for letter in "qkv"), within={"self_attn.A_log": (2, 1)},
         otherwise={".mlp.": f".{_MOE}."},  # of dense layers, as transformers writes them
+        loaded={f"self_attn.f_{letter}_": f"self_attn.forget_gate.f_{letter}_" for letter in "ab"},
     ),
 )  # fmt: skip

@@ -141,6 +141,7 @@ FAMILY = Family(
             "mixer.conv1d": tuple(f"linear_attn.{letter}_conv" for letter in "vkq"),
         },
         filters=frozenset({"mixer.conv1d"}), otherwise={"backbone.": "model."},
+        loaded={"backbone.": "model."}, unadapted=frozenset({"mixer.out_proj"}),
         outside={
             "model.embed_tokens.weight": "backbone.embeddings.weight", "model.norm.weight": "backbone.norm_f.weight",
         },

@@ -184,19 +184,30 @@ def test_a_native_checkpoint_gives_the_same(plan: str, models: Callable[[str], P
 
 @pytest.mark.parametrize("plan", quick(PLANS, ["one"]))
 def test_adapters_are_those_of_peft(plan: str, models: Callable[[str], Path], tmp_path: Path) -> None:
+    check_adapters("llama", ["q_proj", "v_proj", "down_proj"], plan, models, tmp_path)
+
+
+@pytest.mark.parametrize("family", quick(["qwen3_5", "granitemoehybrid", "phi3"], [], []))
+def test_adapters_of_fused_projections(family: str, models: Callable[[str], Path], tmp_path: Path) -> None:
+    check_adapters(family, "all-linear", "uneven", models, tmp_path)
+
+
+def check_adapters(
+    family: str, targets: list[str] | str, plan: str, models: Callable[[str], Path], tmp_path: Path
+) -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(2)
-    base = AutoModelForCausalLM.from_pretrained(models("llama"))
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    base = AutoModelForCausalLM.from_pretrained(models(family))
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(base, config)
     for name, param in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(param, 0, 0.1)
     model.save_pretrained(tmp_path / "adapter")
-    wanted = expected(models("llama"), PROMPTS, model)
-    assert wanted != expected(models("llama"), PROMPTS)
-    words = ["--load-hf", str(models("llama")), "--load-adapter", str(tmp_path / "adapter")]
+    wanted = expected(models(family), PROMPTS, model)
+    assert wanted != expected(models(family), PROMPTS)
+    words = ["--load-hf", str(models(family)), "--load-adapter", str(tmp_path / "adapter")]
     assert answers(words, PROMPTS, plan, tmp_path) == wanted
 
 

@@ -88,7 +88,6 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
     params = [p for p in wrapped.parameters() if p.requires_grad]
     groups = [{"params": [p for p in params if (p.dim() > 1) == wide], "weight_decay": WEIGHT_DECAY * wide}
               for wide in (True, False)]  # lengths of rows are one-dimensional: not decayed, as norms
-    trained = peft_values(wrapped, spec)
     optimizer = build(case.optimizer)([group for group in groups if group["params"]])
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
@@ -105,6 +104,7 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
         optimizer.step()
         wanted.append([loss.item(), float(norm)])
     ranks = [r for r in shared_pool().run(run_rank, case, plan, spec, initial) if r[0]]
+    trained = peft_values(wrapped, spec)
     assert len(ranks) == len(plan.ranks)
     for stats, weights, changed in ranks:
         np.testing.assert_allclose(stats, wanted, rtol=1e-10, err_msg=str(made))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from hetero_megatron.checkpoint.adapter import AdapterWeights
+from hetero_megatron.checkpoint.adapter import AdapterWeights, adapter_table
 from hetero_megatron.checkpoint.adapter_config import adapter_config, read_config
 from hetero_megatron.checkpoint.adapter_keys import INIT, KEYS
 from hetero_megatron.checkpoint.hf_load import base_weights
@@ -20,8 +20,10 @@ from hetero_megatron.checkpoint.names import module_names, name_table
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import adapted, load_model, logical_tensors, trained_tensors
+from hetero_megatron.spec.adapter_modules import adapters
 from tests.support.families import DENSE
 from tests.support.hf_reference import make_hf
+from tests.support.moe_models import MAMBAS
 from tests.support.small_plans import LLAMA
 
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -157,7 +159,7 @@ def test_projections_have_the_familys_names_in_files(family: str, tmp_path: Path
         assert torch.equal(weights.read(tensor, Box.whole(tensor.shape)), want), tensor.name
 
 
-MODELS = DENSE | {"llama": LLAMA}
+MODELS = DENSE | MAMBAS | {"llama": LLAMA}
 CHOICES: dict[str, list[dict[str, Any]]] = {
     "llama": [
         {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
@@ -177,6 +179,14 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "gptj": [
         {"target_modules": ["fc_in"], "layers_to_transform": [0], "layers_pattern": "h"},
         {"target_modules": r"transformer\.h\.1\..*_proj"},
+    ],
+    "phi3": [
+        {"target_modules": ["qkv_proj", "o_proj"], "layers_to_transform": [0, 2], "rank_pattern": {"qkv_proj": 2}},
+        {"target_modules": "all-linear", "exclude_modules": r".*\.1\.mlp\..*"},
+    ],
+    "granite_hybrid": [
+        {"target_modules": ["in_proj", "q_proj"], "layers_to_transform": [1, 2], "layers_pattern": "layers"},
+        {"target_modules": r".*layers\.[02]\..*(in|q|input)_(proj|linear)", "alpha_pattern": {"in_proj": 3}},
     ],
     "falcon_three_heads": [{"target_modules": ["dense_h_to_4h"], "rank_pattern": {r"h\.1\.mlp\.dense_h_to_4h": 1}}],
 }  # fmt: skip
@@ -205,11 +215,10 @@ def test_the_same_modules_have_the_same_adapters_as_in_peft(tmp_path: Path) -> N
             wanted = adapters_of(theirs)
             spec = adapted(plain, read_config(str(folder), "--load-adapter", plain))
             assert spec.lora is not None
-            found = {}
+            found, table = {}, adapter_table(spec)
             for tensor in trained_tensors(spec):
-                module, adapter = tensor.name.split(".lora_")
-                stored = name_table(plain)[f"{module}.weight"].name.removesuffix(".weight")
-                found[f"base_model.model.{stored}.lora_{adapter}"] = tensor.shape, spec.lora.scale(module)
+                module, source = tensor.name.split(".lora_")[0], table[tensor.name]
+                found[source.name] = source.shape(tensor.shape), adapters(spec)[module].scale
             assert found == wanted, (family, choice)
             AdapterWeights(str(folder), spec)
             said = {k: v for k, v in adapter_config(spec, None).items() if k not in ("peft_type", "inference_mode")}

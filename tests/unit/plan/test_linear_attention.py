@@ -12,7 +12,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.fp8_checks import fp8_fits
-from hetero_megatron.spec import ModelSpec, logical_tensors
+from hetero_megatron.spec import ModelSpec, adapted, logical_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.lora import Lora
 from tests.support.moe_models import HYBRIDS, MAMBAS
@@ -22,12 +22,15 @@ SPEC = from_hf_config(HYBRIDS["qwen3_next"])  # three layers of linear attention
 
 
 @pytest.mark.parametrize("spec", [SPEC, from_hf_config(MAMBAS["granite_hybrid"])], ids=["qwen3_next", "granite_hybrid"])
-def test_fp8_adapters_and_checkpoints_of_megatron_are_refused(spec: ModelSpec) -> None:
+def test_fp8_few_bits_and_checkpoints_of_megatron_are_refused(spec: ModelSpec) -> None:
     made = plan_from_dict(plan([pipe(1, 1, stage([0], [0, spec.num_layers]))], 10), spec)
     with pytest.raises(UserError, match="linear attention.* compute nothing in fp8"):
         fp8_fits(made, spec, Fp8("e4m3", "tensorwise"), "bf16", None)
-    with pytest.raises(UserError, match="no adapters"):
-        replace(spec, lora=Lora(2, 2.0, ("q_proj",)))
+    for change, field in (({"base_dtype": "int8"}, "base_dtype"), ({"dora": True}, "dora"),
+                          ({"residual": "pissa"}, "residual")):  # fmt: skip
+        with pytest.raises(UserError, match="linear attention") as caught:
+            adapted(spec, replace(Lora(2, 2.0, ("out_proj",)), **change))
+        assert caught.value.field == field
     for tensor in logical_tensors(spec):
         if ".linear_attn." in tensor.name:
             with pytest.raises(UserError, match="is not read from Megatron"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import LayerKind, Lora, shares
+from hetero_megatron.spec import LayerKind, shares
 from hetero_megatron.spec.flops import delta_flops
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config
@@ -60,8 +60,6 @@ def test_letters_and_names_say_the_same_layers() -> None:
         LayerKind(mixer="none", mlp="none")
     with pytest.raises(UserError, match="have one norm, before it"):
         replace(named, parallel_block="one_norm")
-    with pytest.raises(UserError, match="have no adapters"):
-        replace(named, lora=Lora(4, 4.0))
 
 
 def test_limits_of_step_sizes_come_back() -> None:

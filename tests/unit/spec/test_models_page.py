@@ -12,10 +12,12 @@ from hetero_megatron.checkpoint.adapter import adapter_table
 from hetero_megatron.cli.models import adapters, markdown
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Lora, adapted
+from hetero_megatron.spec.adapter_modules import all_modules, default_targets
+from hetero_megatron.spec.adapter_places import modules
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.families.refused import REFUSED
 from hetero_megatron.spec.hf_config import from_hf_config
-from hetero_megatron.spec.lora import MLP_TARGETS, all_linear
+from hetero_megatron.spec.lora import FUSED_TARGETS, LINEAR_TARGETS, MLP_TARGETS, all_linear
 from tests.support.families import BASE, DENSE
 from tests.support.moe_models import HYBRIDS, MAMBAS, MOE_FAMILIES
 
@@ -46,8 +48,14 @@ def test_adapters_and_experts_are_as_the_page_says(family: str) -> None:
             return False
         return True
 
-    if said == "-":
-        assert not any(map(works, all_linear(spec.gated))) and spec.delta is not None
+    if spec.hybrid:
+        assert works(*default_targets(spec))
+        outside = tuple(name for name in default_targets(spec) if spec.moe is None or name not in MLP_TARGETS)
+        assert {*FUSED_TARGETS, *LINEAR_TARGETS} & set(outside)
+        table = adapter_table(adapted(spec, Lora(2, 2.0, outside)))
+        assert {source.name for source in table.values()} == {
+            f"base_model.model.{name}.lora_{part}.weight" for name in modules(spec).values() for part in "AB"
+        }
         return
     latent = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     outside = ATTENTION if spec.mla is None else latent
@@ -66,6 +74,13 @@ def test_adapters_and_experts_are_as_the_page_says(family: str) -> None:
         if said.endswith("merged"):
             with pytest.raises(UserError, match="no matrix of its own"):
                 adapter_table(model)
+        elif said.endswith("fused"):
+            with pytest.raises(UserError, match="no matrix of its own"):
+                adapter_table(model)
+            whole = adapter_table(adapted(spec, Lora(2, 2.0, all_modules(spec))))
+            assert {source.name for source in whole.values()} == {
+                f"base_model.model.{name}.lora_{part}.weight" for name in modules(spec).values() for part in "AB"
+            }
         else:
             assert len(adapter_table(model)) == 2 * len(all_linear(spec.gated)) * spec.num_layers
 

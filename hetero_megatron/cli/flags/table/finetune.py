@@ -4,7 +4,7 @@ scores in a file."""
 from hetero_megatron.cli.flags.flag import count, needs, switch, value
 from hetero_megatron.data.config import OVERLONG
 from hetero_megatron.spec.distillation import LOSSES as DISTILLATION_LOSSES
-from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, LEAST_ALPHA, MAX_RANK, MOST_ALPHA, SITE_WORD
+from hetero_megatron.spec.lora import BASE_DTYPES, FEW_BITS_TARGETS, LEAST_ALPHA, MAX_RANK, MOST_ALPHA, SITE_WORD
 from hetero_megatron.spec.preference import LOSSES, UNPAIRED
 
 _PAIRS = needs("--preference")
@@ -139,8 +139,9 @@ FLAGS = (
         least=LEAST_ALPHA, most=MOST_ALPHA, needs=_LORA,
     ),
     value(
-        "--lora-targets", str, None, f"projections with an adapter ({', '.join(EVERY_TARGET)}), or one regular "
-        "expression over whole names of modules in the model's files; all linear layers if left out", nargs="+",
+        "--lora-targets", str, None, f"projections with an adapter ({', '.join(FEW_BITS_TARGETS)}, or modules "
+        "of linear attention and of several projections, as peft names them), all-linear, or one regular expression "
+        "over whole names of the model's modules; all linear layers if left out", nargs="+",
         needs=_LORA,
     ),
     value(
