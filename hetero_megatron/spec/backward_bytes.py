@@ -92,6 +92,16 @@ def layer_backward_bytes(
     return round(shard + max(x.allocated - x.freed + x.weight for x in moments))
 
 
+def adapters_again_bytes(spec: ModelSpec, tokens: int, itemsize: int, tp: float, shards: int, head: bool) -> int:
+    """Bytes beside what a layer keeps when forward has made all of it again, in ``down_proj`` of a dense MLP with an
+    adapter: what base and adapter put out; the gradient that goes around the block, and (no ``head``) as it came from
+    another stage; over a TP group, that gathered, and what both norms put out, before it was."""
+    if spec.lora is None or spec.moe is not None or "down_proj" not in spec.lora.targets:
+        return 0
+    whole, split = tokens * itemsize * spec.hidden_size, tp > 1
+    return round((2 + split) * whole + (1 + split * (3 - head)) * whole / shards)
+
+
 def norm_backward_bytes(norm_bytes: float, itemsize: int) -> int:
     """Gradients and helpers of a norm of ``norm_bytes``: the gradient of its output, and three that are as large, of 16
     bits four, which are wide."""

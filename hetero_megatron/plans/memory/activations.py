@@ -25,6 +25,7 @@ from hetero_megatron.spec.activation_bytes import (
 )
 from hetero_megatron.spec.backward_bytes import (
     Cores,
+    adapters_again_bytes,
     head_backward_bytes,
     layer_backward_bytes,
     norm_backward_bytes,
@@ -214,7 +215,8 @@ def backward_moments(
         id(x): layer_backward_bytes(x, tokens, *sizes, load_of(x, held), in_fp8, cores)
         for x in {id(x): x for x in models}.values()
     }
-    backward = [max(of_models[id(x)], made_again_bytes(x, held) * (i < held.full)) for i, x in enumerate(models)]
+    again = [adapters_again_bytes(x, tokens, *sizes, held.head) if i < held.full else 0 for i, x in enumerate(models)]
+    backward = [max(of_models[id(x)], size) for x, size in zip(models, again, strict=True)]
     in_layers = [round(x) for x in layer_moments(layers, held.ahead, backward, passed)]
     coming_back = round(coming(layers, held.ahead))
     if held.layers and held.tp > 1:  # or in forward, where the last layer's sums meet
@@ -234,17 +236,6 @@ def backward_moments(
     brought, of_embedding = embedding_gradients(spec, held)
     in_embedding = of_embedding + boundary - head - sum(kept[1])
     return ChunkMoments(logits, in_head, tuple(in_layers), kept, passing, boundary, brought, in_embedding)
-
-
-def made_again_bytes(spec: ModelSpec, held: RankWork) -> int:
-    """Bytes beside what a layer keeps when forward has made all of it again, in ``down_proj`` of a dense MLP with an
-    adapter: what base and adapter put out; the gradient that goes around the block, and as it came from another stage;
-    over a TP group, that gathered, and what both norms put out, before it was."""
-    if spec.lora is None or spec.moe is not None or "down_proj" not in spec.lora.targets:
-        return 0
-    whole = held.tokens * held.item * spec.hidden_size
-    split = held.tp > 1
-    return round((2 + split) * whole + (1 + split * (3 - held.head)) * whole / held.shards)
 
 
 def embedding_gradients(spec: ModelSpec, held: RankWork) -> tuple[int, int]:

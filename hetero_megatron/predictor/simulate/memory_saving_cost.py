@@ -1,5 +1,5 @@
 """What saving memory adds to the forwards and backwards of a stage: gathering divided weights and summing up their
-gradients, and copies of activations to host memory and back.
+gradients, copies of activations to host memory and back, and recomputing first layers that are not like the others.
 
 A step of a chunk (embedding, layer, head) gathers while the step before it computes, and its gradients travel while the
 next one does; packing and adding up take the host, or the compute stream, in any case.
@@ -8,17 +8,20 @@ next one does; packing and adding up take the host, or the compute stream, in an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hetero_megatron.plans import Stage
 from hetero_megatron.plans.buckets import Bucket
+from hetero_megatron.plans.canonical import Recompute
 from hetero_megatron.plans.islands import hop_elements
 from hetero_megatron.plans.memory.micro_batches import host_layers
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import waits_coming, waits_leaving
 from hetero_megatron.predictor.cost.rates import ChipRates
 from hetero_megatron.schedule.simulate import ChunkSeconds
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import layers_cost_unlike, layers_differ
 
 Step = int | str
 
@@ -180,3 +183,19 @@ class OffloadCost:
             coming = max((waits_coming(beside(row, a), backward, ahead, head) for row in rows), default=0.0)
             out[c] = out[c]._replace(forward=out[c].forward + leaving, backward=out[c].backward + coming)
         return out
+
+
+def with_first_layers(
+    seconds_of: Callable[[Stage], UnitSeconds], stage: Stage, spec: ModelSpec, length: int
+) -> UnitSeconds:
+    """``seconds_of(stage)``, with ``again`` of the first layers, where these alone are recomputed."""
+    seconds, count = seconds_of(stage), stage.recomputed
+    alike = not layers_differ(spec) and not layers_cost_unlike(spec, length)
+    if alike or not 0 < count < stage.num_layers:
+        return seconds
+    runs, missing = [], count
+    for a, b in stage.layers:
+        runs.append((a, min(b, a + missing)))
+        missing -= runs[-1][1] - a
+    first = replace(stage, layers=tuple(runs), recompute=Recompute())
+    return replace(seconds, again=seconds_of(first).layer[0] - seconds.layer[0])

@@ -20,9 +20,8 @@ from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Flow
 from hetero_megatron.predictor.cost.operator_cost import heads_and_columns
-from hetero_megatron.predictor.simulate.first_layers import with_first_layers
 from hetero_megatron.predictor.simulate.grad_sync import SyncStructure
-from hetero_megatron.predictor.simulate.memory_saving_cost import DividedCost
+from hetero_megatron.predictor.simulate.memory_saving_cost import DividedCost, with_first_layers
 from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.schedule import Costs, Schedule

@@ -23,8 +23,8 @@ from tests.support.small_plans import pipe, plan, stage
 CARDS = """\
 version: 1
 nodes:
-  - {name: big, chip: card24, chips_per_node: 2}
-  - {name: small, chip: card16}
+  - {name: big, chip: card24, chips_per_node: 2, host_memory: 128 GiB}
+  - {name: small, chip: card16, host_memory: 56 GiB}
 chips:
   card24: {memory: 24 GiB, tflops: {bf16: 140}, memory_bandwidth: 900 GB/s}
   card16: {memory: 16 GiB, tflops: {bf16: 60}, memory_bandwidth: 450 GB/s}
@@ -206,7 +206,8 @@ def command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, s
 def test_adapters_fit_where_full_fine_tuning_fits_nowhere(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """7B with optimizers on the cards, 13B with optimizers in host memory, too; the dry run agrees with the plan."""
+    """7B with optimizers on the cards, 13B with optimizers in host memory, too, which has no room for all weights and
+    gradients besides; the dry run agrees with the plan."""
     (tmp_path / "cards.yaml").write_text(CARDS)
     offload = "never" if model == "llama2-7b" else "auto"
     words = f"plan --model {model} --cluster {tmp_path}/cards.yaml {SIZES} --offload {offload} --quiet --no-baselines"
