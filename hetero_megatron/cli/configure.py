@@ -27,7 +27,6 @@ from hetero_megatron.cli.flags.parse import (
 )
 from hetero_megatron.cli.flags.plan import build_plan, take_defaults
 from hetero_megatron.cli.flags.training import build_checkpoint, build_elastic, build_failure, build_graphs
-from hetero_megatron.cli.peer_copies import with_room_for_copies
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig, build_datasets, reads_text, refuse_bytes
 from hetero_megatron.data.config import choose_type
@@ -102,6 +101,10 @@ def configure(
     args, errors = parse_all(argv)
     args.generates = generates
     config = configure_arguments(args, errors, environment, model, early)
+    if config.elastic is None:
+        return config
+    from hetero_megatron.cli.peer_copies import with_room_for_copies
+
     return with_room_for_copies(config, args.has("peer_replicas_every"))
 
 

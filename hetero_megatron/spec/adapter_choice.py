@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, Lora, Place
 from hetero_megatron.spec.model_spec import ModelSpec
@@ -57,6 +56,8 @@ def choices(spec: ModelSpec, tensor: Parameter) -> list[tuple[str, str | None]]:
         return []
     if tensor.per_expert:
         return [(own, None)] if own in EVERY_TARGET else []
+    from hetero_megatron.spec.families import FAMILIES  # only models with adapters need them all
+
     names = FAMILIES[spec.hf_model_type].names
     source = names.source(spec, tensor.name)
     stored = source.name.removesuffix(".weight")

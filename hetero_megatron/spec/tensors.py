@@ -14,7 +14,6 @@ from functools import lru_cache
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut_in_groups, cut_in_tiles
-from hetero_megatron.spec.adapter_choice import adapters_among
 from hetero_megatron.spec.gated_delta import GatedDelta
 from hetero_megatron.spec.lora import FEW_BITS_TARGETS, Lora
 from hetero_megatron.spec.mla import MLA
@@ -102,6 +101,8 @@ def _with_adapters(tensors: Sequence[LogicalTensor], spec: ModelSpec, lora: Lora
     """The frozen base, of which projections may be in 8 bits, and after each adapted matrix its A, unless one before it
     has it, and B, which are cut where it is; of the experts of a layer, one of each per expert. With DoRA also the
     lengths of its rows."""
+    from hetero_megatron.spec.adapter_choice import adapters_among  # which knows all families
+
     found = adapters_among(tensors, spec, lora)
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")

@@ -22,7 +22,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.reporter import Reporter
 from hetero_megatron.monitoring.stragglers import StragglerReport, say_joined
 from hetero_megatron.ops.optimizer_ops import adamw_aten
-from hetero_megatron.parallel.host_adam import check_offload, cpu_adam
 from hetero_megatron.parallel.optimizer import SGD, AdamW, Optimizer, OptimizerFactory
 from hetero_megatron.pipeline.stage_model import Initialize
 from hetero_megatron.plans import all_ranks, locate, stage_at
@@ -73,7 +72,7 @@ def optimizer_factory(
         kernel: operator ``adamw`` that updates on the device; not used where ``offload`` or SGD.
 
     Raises:
-        UserError: by the factory, where the host's Adam cannot be compiled; see :func:`cpu_adam`.
+        UserError: by the factory, where the host's Adam cannot be compiled (``parallel/host_adam.py``).
     """
 
     def build(groups: list[dict[str, object]]) -> Optimizer:
@@ -85,6 +84,8 @@ def optimizer_factory(
             adam = partial(AdamW, kernel=kernel, betas=(config.beta1, config.beta2), eps=config.eps)
             return Muon(groups, config.muon, adam)
         if offload:
+            from hetero_megatron.parallel.host_adam import cpu_adam
+
             return cpu_adam(groups, (config.beta1, config.beta2), config.eps)
         return AdamW(groups, kernel, (config.beta1, config.beta2), config.eps)
 
@@ -139,7 +140,10 @@ def set_up(
         from hetero_megatron.training.score import use_scores
 
         scored_by, known_samples = use_scores(config, comm, node_data)
-    check_offload(config.plan, config.optimizer.name, config.dtype)
+    if config.plan.offloading:
+        from hetero_megatron.parallel.host_adam import check_offload
+
+        check_offload(config.plan, config.optimizer.name, config.dtype)
     alignment = Alignment(config.alignment) if config.alignment.asked else None
     initialize = weights.values if resume is None else weights.blank
     reference = None

@@ -232,10 +232,13 @@ def test_equal_nodes_are_interchangeable() -> None:
             "1.129 TiB of states, and all chips together have",
         ),
         pytest.param(
-            {"model": "gpt3-175b"}, "(the optimizer in host memory): 975.7 GiB of states, and all chips",
+            {"model": "gpt3-175b", "space": SearchSpace(weights="never")},
+            "(the optimizer in host memory): 975.7 GiB of states, and all chips",
             marks=pytest.mark.slow,
         ),
-        pytest.param({"model": "gpt3-175b"}, "more node", marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"model": "gpt3-175b", "space": SearchSpace(weights="never")}, "more node", marks=pytest.mark.exhaustive
+        ),
         ({"dtype": "fp64", "chips": {"A100-80-SXM": {"dtypes": ["bf16"]}}}, "no chip of the cluster computes in fp64"),
     ],
 )
