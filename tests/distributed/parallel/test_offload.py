@@ -74,7 +74,8 @@ def run(
     if path is not None:
         save(runtime, path, 3, asynchronous=False)
     kinds = {type(runtime.optimizer.inner).__name__, str(runtime.optimizer.masters[0][0].device)}
-    return {"steps": seen, "weights": weights(runtime), "kinds": kinds}
+    with runtime.whole_weights():
+        return {"steps": seen, "weights": weights(runtime), "kinds": kinds}
 
 
 def build_with(comm: Comm, case: Case, chosen: Plan, spec: ModelSpec, initial: Any, factory: Any) -> Runtime | None:
