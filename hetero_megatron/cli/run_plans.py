@@ -18,7 +18,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.supervise import Planner, Replanner
 from hetero_megatron.monitoring.record import expectation
-from hetero_megatron.planner.whatif.drift import with_slow_nodes, worst_by_node
+from hetero_megatron.planner.whatif.drift import slow_nodes_text, with_slow_nodes, worst_by_node
 from hetero_megatron.plans import Plan, all_ranks
 from hetero_megatron.plans.dump import dump_yaml
 from hetero_megatron.plans.made_for import lora_words
@@ -98,12 +98,12 @@ def replanned(words: Sequence[str], scratch: Path) -> Replanner:
     def choose(setup: Setup, drift: Mapping[str, Any], number: int) -> tuple[Setup, str]:
         assert setup.cluster is not None, "--replan-on-drift needs --cluster"
         old_cluster = load_cluster(str(setup.cluster))
-        factors = worst_by_node(old_cluster, drift["ratios"])
+        factors = worst_by_node(old_cluster.ranks, drift["ratios"])
         cluster = scratch / f"cluster-round-{number}.yaml"
         _write_slow(setup.cluster, cluster, factors, drift["dtype"])
         path = scratch / f"plan-round-{number}.yaml"
         gain = _better_plan(words, scratch, setup, cluster, path)
-        slow = ", ".join(f"{node} takes {factor:.2f} times as long" for node, factor in sorted(factors.items()))
+        slow = slow_nodes_text(factors)
         if gain is None:
             return replace(setup, plan=path, cluster=cluster), f"{slow}; the plan stays: no other is predicted to gain"
         return replace(setup, plan=path, cluster=cluster), f"{slow}; plan {path}{gain}"

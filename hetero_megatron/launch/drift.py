@@ -11,6 +11,7 @@ from hetero_megatron.comm.epochs import Drifted, EpochStore
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.plan_search import Search
 from hetero_megatron.launch.supervise import Planner, left_without
+from hetero_megatron.planner.whatif.drift import slow_nodes_text, worst_by_node
 from hetero_megatron.utils.text import plural
 
 
@@ -85,15 +86,11 @@ class DriftWatch:
             self._under_way, self._seen = None, None
 
     def _begin(self, number: int, drift: Drifted, present: Setup, whole: Path) -> None:
-        factors: dict[str, float] = {}
-        for rank, ratio in drift.ratios.items():
-            node = present.seats[int(rank)].node
-            factors[node] = max(ratio, factors.get(node, 0.0))
+        factors = worst_by_node(present.seats, {int(rank): ratio for rank, ratio in drift.ratios.items()})
         slow = self.scratch / f"cluster-drift-{number}.yaml"
         self.planner.slow(whole, slow, factors, drift.dtype)
         absent = {rank.node for rank in load_cluster(slow).ranks} - {seat.node for seat in present.seats}
         _, cluster = left_without(Setup(present.plan, present.seats, slow), absent, self.scratch, f"drifted-{number}")
         assert cluster is not None
-        text = ", ".join(f"{node} takes {factor:.2f} times as long" for node, factor in sorted(factors.items()))
         search = self.search(self.planner.better(present, number), present.seats, cluster)
-        self._under_way = number, Around(present.plan, cluster, slow, text), search
+        self._under_way = number, Around(present.plan, cluster, slow, slow_nodes_text(factors)), search

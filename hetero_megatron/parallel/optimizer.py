@@ -165,8 +165,9 @@ class ShardedOptimizer:
             if exchange.bucket.weights is not None:
                 assert divided is not None
                 values = divided(exchange.bucket.names, exchange.pieces)
-                self.masters.append(self._at_home([_widened(x) for x in values], host))
-                same = host is None or all(_widened(x) is x for x in values)
+                wide = [_widened(x) for x in values]
+                self.masters.append(self._at_home(wide, host))
+                same = host is None or all(a is b for a, b in zip(wide, values, strict=True))
                 self.kept[exchange.bucket.index] = self.masters[-1] if same else self._at_home(values, host)
             else:
                 self.masters.append([self._master(exchange, piece, divided) for piece in exchange.pieces])

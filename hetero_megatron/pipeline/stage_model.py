@@ -127,11 +127,12 @@ class StageModel:
         self._divide()
         self.rows: HostRows | None = None
         self.offloaded: OffloadedActivations | None = None
-        if (stage.weights is not None and stage.optimizer.offload) or stage.activations is not None:
+        keeps_rows = stage.weights is not None and stage.optimizer.offload
+        if keeps_rows or stage.activations is not None:
             from hetero_megatron.parallel.host_memory import HostLink, HostRows
 
             link = HostLink(comm)
-            self.rows = HostRows(link) if stage.weights is not None and stage.optimizer.offload else None
+            self.rows = HostRows(link) if keeps_rows else None
         if stage.activations is not None:
             from hetero_megatron.parallel.offload import OffloadedActivations
 

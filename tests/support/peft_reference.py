@@ -18,8 +18,14 @@ from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.dropout import ADAPTER, Draws, definition
 from hetero_megatron.spec import ModelSpec, trained_tensors
+from hetero_megatron.spec.adapter_modules import all_modules
 from hetero_megatron.spec.adapter_places import modules
 from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS
+
+
+def targets_outside_experts(spec: ModelSpec) -> list[str]:
+    """All that may have an adapter; of a mixture of experts, what tokens do not choose or share."""
+    return [name for name in all_modules(spec) if spec.moe is None or name not in MLP_TARGETS]
 
 
 def peft_places(spec: ModelSpec) -> dict[str, tuple[str, list[int] | None]]:

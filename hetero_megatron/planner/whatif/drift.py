@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.edit import with_nodes
@@ -75,10 +75,22 @@ def _entry(entry: dict[str, Any], cluster: Cluster, chip: str, factor: float) ->
     return entry
 
 
-def worst_by_node(cluster: Cluster, ratios: Mapping[int, float]) -> dict[str, float]:
+class OnNode(Protocol):
+    """A rank, of a cluster or of a job."""
+
+    @property
+    def node(self) -> str: ...
+
+
+def worst_by_node(ranks: Sequence[OnNode], ratios: Mapping[int, float]) -> dict[str, float]:
     """Ratios by rank -> by node: that of its slowest chip."""
     by_node: dict[str, float] = {}
     for rank, ratio in ratios.items():
-        node = cluster.ranks[rank].node
+        node = ranks[rank].node
         by_node[node] = max(by_node.get(node, 0.0), ratio)
     return by_node
+
+
+def slow_nodes_text(factors: Mapping[str, float]) -> str:
+    """Text such as ``a takes 1.50 times as long, b takes 2.00 times as long``."""
+    return ", ".join(f"{node} takes {factor:.2f} times as long" for node, factor in sorted(factors.items()))

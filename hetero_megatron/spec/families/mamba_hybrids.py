@@ -40,11 +40,24 @@ _MODULES = {
     f"linear_attn.{name}": f"mamba.{name.replace('o_proj', 'out_proj')}"
     for name in ("A_log", "dt_bias", "D", "norm", "o_proj")
 }
-_FUSED = {
-    "mamba.in_proj": tuple(f"linear_attn.{letter}_proj" for letter in "zvkqa"),
-    "mamba.conv1d": tuple(f"linear_attn.{letter}_conv" for letter in "vkq"),
-}
+
+
+def fused_in(module: str) -> dict[str, tuple[str, ...]]:
+    """What a file's module of Mamba-2 keeps of several projections, and convolutions, in one tensor."""
+    return {
+        f"{module}.in_proj": tuple(f"linear_attn.{letter}_proj" for letter in "zvkqa"),
+        f"{module}.conv1d": tuple(f"linear_attn.{letter}_conv" for letter in "vkq"),
+    }
+
+
+_FUSED = fused_in("mamba")
 _FILTERS = frozenset({"mamba.conv1d"})
+
+
+def groups_serve_heads(read: ConfigReader, key: str, groups: int, heads: int) -> None:
+    """Refuse ``key`` where groups have unlike numbers of heads."""
+    if heads % groups:
+        raise read.refuse(f"its groups cannot serve {heads} heads evenly", key, f"a divisor of {heads}")
 
 
 def _state_space(read: ConfigReader, eps: float) -> StateSpace:
@@ -54,8 +67,7 @@ def _state_space(read: ConfigReader, eps: float) -> StateSpace:
     width = read.integer("mamba_expand", 2) * read.integer("hidden_size")
     if width % heads:
         raise read.refuse(f"does not divide the {width} features of mamba_expand", "mamba_n_heads", "a divisor of them")
-    if heads % groups:
-        raise read.refuse(f"its groups cannot serve {heads} heads evenly", "mamba_n_groups", f"a divisor of {heads}")
+    groups_serve_heads(read, "mamba_n_groups", groups, heads)
     if read.value("mamba_d_head", "auto") != "auto" and read.integer("mamba_d_head") * heads != width:
         accepted = f'{width // heads}, or "auto"'
         raise read.refuse(f"{heads} heads have {width} features by mamba_expand", "mamba_d_head", accepted)

@@ -14,6 +14,7 @@ from hetero_megatron.spec.families.family import (
     decoder_config,
     read_activation,
 )
+from hetero_megatron.spec.families.mamba_hybrids import fused_in, groups_serve_heads
 from hetero_megatron.spec.hf_names import NameTable
 from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.hf_rope import ROPE_KEYS
@@ -85,9 +86,7 @@ def _state_space(read: ConfigReader, eps: float) -> StateSpace:
     """transformers keeps to ``time_step_min`` as the least step size, and to no most one, whatever
     ``time_step_limit``."""
     sizes: dict[str, Any] = {field: read.integer(key, absent) for key, (field, absent) in _SIZES.items()}
-    if sizes["value_heads"] % sizes["key_heads"]:
-        heads = sizes["value_heads"]
-        raise read.refuse(f"its groups cannot serve {heads} heads evenly", "n_groups", f"a divisor of {heads}")
+    groups_serve_heads(read, "n_groups", sizes["key_heads"], sizes["value_heads"])
     return StateSpace(
         **sizes, norm_eps=eps, conv_bias=read.flag("use_conv_bias", True), proj_bias=read.flag("use_bias"),
         step_limits=(read.positive("time_step_min", 0.001), None),
@@ -136,10 +135,7 @@ FAMILY = Family(
             **{f"linear_attn.{name}": f"mixer.{name}" for name in ("A_log", "dt_bias", "D", "norm")},
             "linear_attn.o_proj": "mixer.out_proj",
         },
-        fused={
-            "mixer.in_proj": tuple(f"linear_attn.{letter}_proj" for letter in "zvkqa"),
-            "mixer.conv1d": tuple(f"linear_attn.{letter}_conv" for letter in "vkq"),
-        },
+        fused=fused_in("mixer"),
         filters=frozenset({"mixer.conv1d"}), otherwise={"backbone.": "model."},
         loaded={"backbone.": "model."}, unadapted=frozenset({"mixer.out_proj"}),
         outside={

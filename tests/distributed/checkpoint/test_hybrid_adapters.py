@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hetero_megatron.checkpoint.adapter_config import WEIGHTS
-from hetero_megatron.spec.adapter_modules import all_modules
-from hetero_megatron.spec.lora import MLP_TARGETS
 from tests.distributed.checkpoint.test_adapter import close, losses, run
 from tests.support.families import DENSE
 from tests.support.hf_reference import make_hf
 from tests.support.moe_models import HYBRIDS, MAMBAS
+from tests.support.peft_reference import targets_outside_experts
 from tests.support.programs import start_ranks
 from tests.support.selection import quick
 
@@ -48,7 +47,7 @@ def test_exports_load_in_peft_and_runs_go_on_under_another_plan(family: str, tmp
     base, config = tmp_path / "base", MODELS[family]
     model, spec = make_hf(config, 3, torch.float32)
     model.save_pretrained(base)
-    targets = [name for name in all_modules(spec) if spec.moe is None or name not in MLP_TARGETS]
+    targets = targets_outside_experts(spec)
     words = f"--load-hf {base} --lr 1e-2 --mock-data --log-interval 1 --seed 5 --train-iters 5"
     words += f" --lr-decay-style constant --lora-rank 3 --lora-alpha 6 --lora-targets {' '.join(targets)}"
     words += f" --save {tmp_path}/run --load {tmp_path}/run"

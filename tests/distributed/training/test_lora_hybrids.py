@@ -9,11 +9,12 @@ import pytest
 from hetero_megatron.spec import Lora
 from hetero_megatron.spec.adapter_modules import all_modules
 from hetero_megatron.spec.hf_config import from_hf_config
-from hetero_megatron.spec.lora import MLP_TARGETS, Sites
+from hetero_megatron.spec.lora import Sites
 from tests.distributed.training.test_lora import check
 from tests.support.families import DENSE
 from tests.support.moe_models import HYBRIDS, MAMBAS
 from tests.support.parity import Case
+from tests.support.peft_reference import targets_outside_experts
 from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
 
@@ -32,11 +33,10 @@ def test_hybrids(family: str) -> None:
     """Every matrix that may have an adapter, under TP of 2 and 3 and two stages, and recompute."""
     config, number = ALL[family], [*ALL].index(family)
     spec = from_hf_config(config)
-    targets = [name for name in all_modules(spec) if spec.moe is None or name not in MLP_TARGETS]
     split, kinds = [2, 1] if number // 2 % 2 else [2, 1, 1], ["none", "full", "selective", "elementwise"]
     stages = cut(spec.num_layers, split, recompute=kinds[number % 4])
     made = plan([pipe(2, 2, *stages)])
-    lora = Lora(3, 5.0, tuple(targets), rslora=number % 2 == 1, dropout=0.3 * (number % 4 == 2))
+    lora = Lora(3, 5.0, tuple(targets_outside_experts(spec)), rslora=number % 2 == 1, dropout=0.3 * (number % 4 == 2))
     check(config, made, lora, Case(number, 4, config, made, optimizer="sgd" if number % 2 else "adamw"))
 
 

@@ -17,14 +17,15 @@ from hetero_megatron.checkpoint.adapter_config import CONFIG, WEIGHTS, adapter_c
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import Lora, adapted, trained_tensors
-from hetero_megatron.spec.adapter_modules import adapters, all_modules
+from hetero_megatron.spec.adapter_modules import adapters
 from hetero_megatron.spec.adapter_places import chosen
 from hetero_megatron.spec.flops import adapted_layers, trained_count
 from hetero_megatron.spec.hf_config import from_hf_config
-from hetero_megatron.spec.lora import MLP_TARGETS, Sites
+from hetero_megatron.spec.lora import Sites
 from tests.support.families import DENSE
 from tests.support.hf_reference import hf_to_logical, make_hf
 from tests.support.moe_models import HYBRIDS, MAMBAS
+from tests.support.peft_reference import targets_outside_experts
 from tests.support.selection import quick
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ def test_what_peft_writes_counts_as_there(family: str, tmp_path: Path) -> None:
     base = {name: values.clone() for name, values in hf_to_logical(hf, plain).items()}
     names: Any = "all-linear"
     if plain.moe is not None or family.startswith("nemotron_h"):  # peft's own word includes what it refuses
-        names = [name for name in all_modules(plain) if plain.moe is None or name not in MLP_TARGETS]
+        names = targets_outside_experts(plain)
     torch.manual_seed(2)
     model = peft.get_peft_model(hf, peft.LoraConfig(r=3, lora_alpha=5, target_modules=names, task_type="CAUSAL_LM"))
     for name, param in model.named_parameters():

@@ -106,7 +106,7 @@ def test_a_chip_of_the_catalogue_is_written_out() -> None:
         "links": {"inter_node": {"bandwidth": "25 GB/s"}},
     }
     before = cluster_from_dict(plain)
-    after = cluster_from_dict(with_slow_nodes(plain, before, worst_by_node(before, {3: 1.5, 5: 2.0}), "bf16"))
+    after = cluster_from_dict(with_slow_nodes(plain, before, worst_by_node(before.ranks, {3: 1.5, 5: 2.0}), "bf16"))
     assert after.chips["A100-80-SXM on n-0"].memory == before.chips["A100-80-SXM"].memory
     assert [r.chip for r in after.ranks] == ["A100-80-SXM on n-0"] * 8 + ["A100-80-SXM"] * 8
 
