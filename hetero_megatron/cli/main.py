@@ -13,7 +13,7 @@ from hetero_megatron.cli.arguments import version_line
 from hetero_megatron.cli.log import say_error
 from hetero_megatron.cli.output import json_alone, while_read
 from hetero_megatron.errors import INTERRUPTED, UserError
-from hetero_megatron.training.exit import at_once, outlive_terminal
+from hetero_megatron.training.exit import outlive_terminal
 from hetero_megatron.utils.out_of_memory import out_of_memory
 from hetero_megatron.utils.text import did_you_mean
 
@@ -135,8 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def load_command(name: str) -> Callable[[Sequence[str]], int]:
     """The function of a command, whose module is imported now; UserError for an unknown one."""
     if name in COMMANDS:
-        with at_once():
-            command = entry(name)
+        command = entry(name)  # until then Ctrl-C ends the process
         hetero_megatron.environment.interrupt.release()
         return command
     problem = f"no such command{did_you_mean(name, COMMANDS)}"

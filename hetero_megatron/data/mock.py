@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetero_megatron.data.packing import PackedDataset, document_starts
-from hetero_megatron.data.sample import Dataset, Sample
+from hetero_megatron.data.packing import PackedDataset
+from hetero_megatron.data.sample import Dataset, Sample, document_starts
 from hetero_megatron.errors import UserError
 
 _STEPS, _CHANCES = (1, 2, 5, 11), (0.7, 0.15, 0.1, 0.05)  # entropy 0.91 nats

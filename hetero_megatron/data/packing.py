@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hetero_megatron.data.cache import Log, cache_key, cached_arrays, say
-from hetero_megatron.data.sample import Sample
+from hetero_megatron.data.sample import Sample, document_starts
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.text import WorkLine, plural
 
@@ -168,18 +168,6 @@ class PackedDataset:
                     f" in document {int(np.searchsorted(self.store.offsets, index, side='right')) - 1} (counted from 0)"
                 )
         return ""
-
-
-def document_starts(tokens: np.ndarray, starts: np.ndarray, eod: int | None) -> np.ndarray:
-    """Starts of documents in ``tokens[:-1]``, int32: 0, the known ``starts``, and every position after an ``eod``.
-
-    An end-of-document token belongs to the document that it ends.
-    """
-    starts_found = [np.zeros(1, np.int64), starts]
-    if eod is not None:
-        starts_found.append(np.flatnonzero(tokens == eod) + 1)
-    merged = np.unique(np.concatenate(starts_found))
-    return merged[merged < len(tokens) - 1].astype(np.int32)
 
 
 def check_tokens(

@@ -41,6 +41,18 @@ class Sample(NamedTuple):
     judged: tuple[float, float] | None = None
 
 
+def document_starts(tokens: np.ndarray, starts: np.ndarray, eod: int | None) -> np.ndarray:
+    """Starts of documents in ``tokens[:-1]``, int32: 0, the known ``starts``, and every position after an ``eod``.
+
+    An end-of-document token belongs to the document that it ends.
+    """
+    starts_found = [np.zeros(1, np.int64), starts]
+    if eod is not None:
+        starts_found.append(np.flatnonzero(tokens == eod) + 1)
+    merged = np.unique(np.concatenate(starts_found))
+    return merged[merged < len(tokens) - 1].astype(np.int32)
+
+
 class Dataset(Protocol):
     """Samples by global index, independent of the caller."""
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from hetero_megatron.data.corpus import START, Corpus, Cursor
-from hetero_megatron.data.packing import document_starts
-from hetero_megatron.data.sample import Sample
+from hetero_megatron.data.sample import Sample, document_starts
 from hetero_megatron.data.tokenize import empty_corpus, encoded_documents
 from hetero_megatron.data.tokenizers import Tokenizer
 from hetero_megatron.errors import UserError

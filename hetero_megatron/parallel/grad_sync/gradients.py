@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -89,7 +89,7 @@ class GradientSync:
         ])  # fmt: skip
         self.sums = GradientSums(params, [e.bucket for e in self.all_exchanges if e.bucket.index not in kept])
         self._reduction: StepReduction | None = None
-        self._aside = SideStream(comm.accelerator)
+        self._accelerator = comm.accelerator
         self.divided_names = {name for e in self.divided.values() for name in e.bucket.names}
         self.divided_sums = DividedSums(self.divided, self.sums, host) if self.divided else None
         self._divided_owned: dict[int, list[torch.Tensor]] | None = None  # by bucket, once backward is over
@@ -192,6 +192,10 @@ class GradientSync:
         """A graph has added them."""
         for name in names:
             self._has_come(name)
+
+    @cached_property
+    def _aside(self) -> SideStream:
+        return SideStream(self._accelerator)
 
     def begin(self, reduces: Iterable[Action]) -> None:
         """The last gradients of the first chunk will come: from now on the ``reduces`` start, in this order, each as

@@ -12,13 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.planner.problem import PlanningProblem, batch_sizes, tp_degrees
-from hetero_megatron.planner.search.graph_partition import MOST_GROUPS
-from hetero_megatron.planner.search.incumbent import Incumbent
-from hetero_megatron.planner.search.layers_program import RATIO, LayersProgram, PipelineFamily
-from hetero_megatron.planner.search.materialize import PipelineOutline, ProgramInputs
-from hetero_megatron.planner.search.pipeline_dp import Programs
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
-from hetero_megatron.planner.template.plan_template import PlanTemplate
 
 CUTS = (1, 2, 4, 8)  # numbers of equal stages per group of chips
 LARGEST = 32  # sequences of a micro-batch
@@ -124,42 +118,3 @@ def _tp_sizes(problem: PlanningProblem, pool: DevicePool, ranks: StageRanks) -> 
     for tp in (1, 2, 4, 8):
         if all(size % tp == 0 for size in sizes) and all(tp in a for a in allowed):
             yield tp
-
-Structure = tuple[tuple[int, int, int], ...]  # (replicas, stages, sequences per micro-batch) of each kind of pipeline
-FILL = 1 / 3  # of 1F1B's bubble, that is left under a good schedule: that of zero-bubble with its memory
-
-
-def structure(template: PlanTemplate) -> Structure:
-    """What a template has in common with those that differ in chips and layers only."""
-    counts: dict[tuple[int, int], int] = {}
-    for part in template.parts:
-        key = len(part.shape.stages), part.shape.micro_batch_size
-        counts[key] = counts.get(key, 0) + part.copies
-    return tuple(sorted((n, stages, size) for (stages, size), n in counts.items()))
-
-
-def pipelines_of_each_structure(
-    problem: PlanningProblem, incumbent: Incumbent, limit: float
-) -> Iterator[list[PlanTemplate]]:
-    """Templates of equal pipelines of several stages under 1F1B, in both placement orders; for every structure its
-    fastest, in the order of what they may take under a good schedule.
-
-    Args:
-        limit: seconds of a step; structures whose bottleneck alone takes longer are left out.
-    """
-    if len(incumbent.scorer.pool.groups) > MOST_GROUPS:
-        return
-    programs = Programs(ProgramInputs(problem, incumbent.scorer), incumbent.should_stop)
-    best: dict[Structure, tuple[float, PipelineFamily, LayersProgram]] = {}
-    for nominal, program in programs.all():
-        if incumbent.should_stop():
-            return
-        for family in program.families_by_stages(limit * RATIO / nominal):
-            key = ((family.replicas, family.stages, family.size),)
-            seconds = (nominal + FILL * (family.stages - 1)) * family.tau + family.sync
-            if key not in best or seconds < best[key][0]:
-                best[key] = seconds, family, program
-    for _, family, program in sorted(best.values(), key=lambda row: (row[0], row[1].stages, row[1].size)):
-        outline = PipelineOutline(program.trace(family), family.size, family.replicas)
-        if templates := list(incumbent.builder.templates([outline], "1f1b")):
-            yield templates

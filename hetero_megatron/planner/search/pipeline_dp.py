@@ -20,14 +20,17 @@ import numpy as np
 
 from hetero_megatron.planner.problem import PlanningProblem, ShouldStop, batch_sizes, never
 from hetero_megatron.planner.search.incumbent import Incumbent
-from hetero_megatron.planner.search.layers_program import LayersProgram, PipelineFamily
+from hetero_megatron.planner.search.layers_program import RATIO, LayersProgram, PipelineFamily
 from hetero_megatron.planner.search.materialize import PipelineOutline, ProgramInputs, added_seconds
+from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.utils.cached_method import cached_method
 
 HALVINGS, NEAR = 30, 2e-3  # most steps and relative precision of the bisection over islands
 CUT = 1.03  # programs with a lower bound above this multiple of the best so far are skipped
 SLOW = 2.0  # families whose estimate with gradient reduction is above this multiple of the least are not proposed
 FAR = 1.5  # the same for pipelines over a single group, as long as none was found
+FILL = 1 / 3  # of 1F1B's bubble, that is left under a good schedule: that of zero-bubble with its memory
+Structure = tuple[tuple[int, int, int], ...]  # (replicas, stages, sequences per micro-batch) of each kind of pipeline
 
 
 class PipelineDP:
@@ -248,3 +251,37 @@ class IslandCover:
                 chosen.append(self.families[self.starts[i] + int(np.argmax(totals_of_mask))])
             mask &= ~(sub or mask & -mask)
         return chosen
+
+
+def structure(template: PlanTemplate) -> Structure:
+    """What a template has in common with those that differ in chips and layers only."""
+    counts: dict[tuple[int, int], int] = {}
+    for part in template.parts:
+        key = len(part.shape.stages), part.shape.micro_batch_size
+        counts[key] = counts.get(key, 0) + part.copies
+    return tuple(sorted((n, stages, size) for (stages, size), n in counts.items()))
+
+
+def pipelines_of_each_structure(
+    problem: PlanningProblem, incumbent: Incumbent, limit: float
+) -> Iterator[list[PlanTemplate]]:
+    """Templates of equal pipelines of several stages under 1F1B, in both placement orders; for every structure its
+    fastest, in the order of what they may take under a good schedule.
+
+    Args:
+        limit: seconds of a step; structures whose bottleneck alone takes longer are left out.
+    """
+    programs = Programs(ProgramInputs(problem, incumbent.scorer), incumbent.should_stop)
+    best: dict[Structure, tuple[float, PipelineFamily, LayersProgram]] = {}
+    for nominal, program in programs.all():
+        if incumbent.should_stop():
+            return
+        for family in program.families_by_stages(limit * RATIO / nominal):
+            key = ((family.replicas, family.stages, family.size),)
+            seconds = (nominal + FILL * (family.stages - 1)) * family.tau + family.sync
+            if key not in best or seconds < best[key][0]:
+                best[key] = seconds, family, program
+    for _, family, program in sorted(best.values(), key=lambda row: (row[0], row[1].stages, row[1].size)):
+        outline = PipelineOutline(program.trace(family), family.size, family.replicas)
+        if templates := list(incumbent.builder.templates([outline], "1f1b")):
+            yield templates

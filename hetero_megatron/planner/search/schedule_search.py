@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchSpace, SearchWork
-from hetero_megatron.planner.search.chip_structures import Structure, pipelines_of_each_structure, structure
+from hetero_megatron.planner.search.graph_partition import MOST_GROUPS
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulate_template
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
+from hetero_megatron.planner.search.pipeline_dp import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.search.schedule_times import (
     CHUNKED,
     SCHEDULE_NEAR,
@@ -222,6 +223,8 @@ class ScheduleSearch:
     def _untried(
         problem: PlanningProblem, incumbent: Incumbent, limit: float, tried: set[Structure]
     ) -> Iterator[list[PlanTemplate]]:
+        if len(incumbent.scorer.pool.groups) > MOST_GROUPS:
+            return
         for templates in pipelines_of_each_structure(problem, incumbent, limit):
             if len(tried) >= STRUCTURES:
                 return

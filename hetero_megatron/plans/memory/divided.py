@@ -59,10 +59,8 @@ def frozen_bytes(buckets: Iterable[Bucket], item: int, offloading: Collection[in
     return by_rank
 
 
-def in_device(bucket: Bucket, plan: Plan, onward: Collection[int | None]) -> Ints | int:
+def in_device(bucket: Bucket, plan: Plan) -> Ints:
     """[ranks] 0 where what a rank holds of a bucket in which sums of divided weights go on is in host memory."""
-    if bucket.index not in onward or not plan.offloading:
-        return 1
     return np.array([not (r in plan.offloading and r in plan.sharding_stages) for r in bucket.ranks], np.int64)
 
 

@@ -183,7 +183,9 @@ def estimate_memory(
         if bucket.weights is not None:
             owned_divided[rank_indices] += bucket_owned * (bucket.onward is None)
             continue
-        held_elements[rank_indices] += bucket_held * in_device(bucket, plan, onward)
+        if bucket.index in onward and plan.offloading:
+            bucket_held = bucket_held * in_device(bucket, plan)
+        held_elements[rank_indices] += bucket_held
         owned[rank_indices] += bucket_owned
         copied[rank_indices] += apart
         if bucket.matrices and matrices is not None:

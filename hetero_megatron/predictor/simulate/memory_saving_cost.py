@@ -190,8 +190,7 @@ def with_first_layers(
 ) -> UnitSeconds:
     """``seconds_of(stage)``, with ``again`` of the first layers, where these alone are recomputed."""
     seconds, count = seconds_of(stage), stage.recomputed
-    alike = not layers_differ(spec) and not layers_cost_unlike(spec, length)
-    if alike or not 0 < count < stage.num_layers:
+    if not layers_differ(spec) and not layers_cost_unlike(spec, length):
         return seconds
     runs, missing = [], count
     for a, b in stage.layers:

@@ -171,7 +171,8 @@ class StageCosts:
         return PipelineCosts(costs, tuple(stage_seconds))
 
     def _unit_seconds(self, stage: Stage) -> UnitSeconds:
-        return with_first_layers(self._slowest, stage, self.model.model, self.plan.seq_length)
+        some, (model, length) = 0 < stage.recomputed < stage.num_layers, (self.model.model, self.plan.seq_length)
+        return with_first_layers(self._slowest, stage, model, length) if some else self._slowest(stage)
 
     def _slowest(self, stage: Stage) -> UnitSeconds:
         """Per part, the time of the slowest rank of the stage: collectives and boundaries make the others wait."""

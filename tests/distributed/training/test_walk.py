@@ -22,7 +22,7 @@ pipelines:
 """
 RUN = ("--model", "tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3")
 # What it takes today; lower them with the walk.
-ENTERED_BY_A_RANK, IMPORTED_BY_A_RANK, ENTERED_BY_A_SEARCH = 112, 250, 103
+ENTERED_BY_A_RANK, IMPORTED_BY_A_RANK, ENTERED_BY_A_SEARCH = 110, 250, 101
 
 
 def start(out: Path, until: str, *words: str, **environment: str) -> subprocess.Popen[bytes]:
