@@ -1,6 +1,6 @@
 """Loss with outer steps beside synchronous training: the same tokens, seed, schedule and inner plans.
 
-    python benchmarks/bench_outer.py --work DIR [--size 10M] [--steps 320] [--only NAME …]
+    python benchmarks/bench_outer.py --work DIR [--size 10M] [--steps 320] [--rows 1] [--begin 0] [--only NAME …]
 
 Two unequal islands of one rank each (3 and 1 of 4 sequences: what an island's inner plan is changes no number) train a
 Llama of 1.1 or 10.8 M parameters on the standard library's sources, cut into tokens by a BPE that was trained on them,
@@ -11,8 +11,9 @@ token. ``synchronous, other seed`` has other initial weights and another order o
 that is complete in DIR is read, not repeated.
 
 Settings are those of the papers and were chosen before: AdamW inside; outside SGD of lr 0.7 with Nesterov momentum 0.9
-(DiLoCo); the islands begin apart from the first step on. ``outer, averages`` takes the weighted mean of the islands'
-weights instead (lr 1, no momentum), which tells what the outer momentum does.
+(DiLoCo); the islands begin apart from the first step on, or, with ``--begin``, from a checkpoint of so many synchronous
+steps, which all variants but the one with another seed share. ``outer, averages`` takes the weighted mean of the
+islands' weights instead (lr 1, no momentum), which tells what the outer momentum does.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ def model_of(size: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plan_of(size: str, outer: dict[str, Any] | None) -> dict[str, Any]:
-    """Each island in one micro-batch."""
+def plan_of(size: str, outer: dict[str, Any] | None, rows: int) -> dict[str, Any]:
+    """Each island in micro-batches of its share, ``rows`` of them."""
     layers = [0, model_of(size)["num_hidden_layers"]]
     pipelines = [
-        {"micro_batch_size": share, "num_micro_batches": 1, "stages": [{"ranks": [rank], "layers": layers}]}
+        {"micro_batch_size": share, "num_micro_batches": rows, "stages": [{"ranks": [rank], "layers": layers}]}
         for rank, share in enumerate(SHARES)
     ]
-    plan = {"version": 1, "seq_length": LENGTH, "global_batch_size": sum(SHARES), "pipelines": pipelines}
+    plan = {"version": 1, "seq_length": LENGTH, "global_batch_size": rows * sum(SHARES), "pipelines": pipelines}
     return plan if outer is None else {**plan, "outer": {"islands": [0, 1], **OUTER, **outer}}
 
 
@@ -87,11 +88,21 @@ def make_tokenizer(folder: Path) -> None:
 def run(name: str, variant: dict[str, Any], work: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Lines of ``metrics.jsonl`` of a variant's run."""
     folder = work / name.replace(", ", "-").replace(" ", "_")
-    metrics = folder / "metrics.jsonl"
+    begin = work / "begin" if args.begin and "seed" not in variant else None
+    if begin is not None:
+        train("begin", {}, begin, work, args, "--exit-interval", str(args.begin), "--save-interval", str(args.begin))
+    load = ("--load", str(begin)) if begin is not None else ()
+    return train(name, variant, folder, work, args, *load)
+
+
+def train(
+    name: str, variant: dict[str, Any], folder: Path, work: Path, args: argparse.Namespace, *more: str
+) -> list[dict[str, Any]]:
+    """Lines of ``metrics.jsonl`` of one run of ``pretrain_gpt.py``."""
     if not (folder / "complete").exists():
         folder.mkdir(parents=True, exist_ok=True)
         lr = SIZES[args.size][-1]
-        (folder / "plan.json").write_text(json.dumps(plan_of(args.size, variant.get("outer"))))
+        (folder / "plan.json").write_text(json.dumps(plan_of(args.size, variant.get("outer"), args.rows)))
         words = (
             f"--split 90,10,0 --train-iters {args.steps} --lr {lr} --min-lr {lr / 10} "
             f"--lr-decay-style cosine --lr-warmup-iters {args.steps // 10} "
@@ -100,14 +111,14 @@ def run(name: str, variant: dict[str, Any], work: Path, args: argparse.Namespace
         )
         job = [str(ROOT / "pretrain_gpt.py"), "--model", str(work / "model"), "--plan", str(folder / "plan.json")]
         job += ["--data-path", "stdlib", "--tokenizer-model", str(work / "tokenizer"), "--save", str(folder)]
-        job += ["--data-cache-path", str(work / "cache"), *words.split()]
+        job += ["--data-cache-path", str(work / "cache"), *words.split(), *more]
         with open(folder / "log", "w") as log:
             command = [sys.executable, *ranks(len(SHARES), *job)]
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **rank_env()})
         if done.returncode:
             raise SystemExit(f"{name} failed:\n{(folder / 'log').read_text()[-4000:]}")
         (folder / "complete").touch()
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def evaluations(lines: list[dict[str, Any]]) -> dict[int, float]:
@@ -119,17 +130,17 @@ def crossing(size: str, variant: dict[str, Any]) -> float:
     """Bytes that leave an island per step, each way: gradients of weights that the other owns and these weights back,
     or differences."""
     spec = from_hf_config(model_of(size))
-    plan = plan_from_dict(plan_of(size, variant.get("outer")), spec)
+    plan = plan_from_dict(plan_of(size, variant.get("outer"), 1), spec)
     if plan.outer is None:
         return 4.0 * parameter_count(spec)
     return sum(bytes_per_exchange(plan, spec, 4)) / plan.outer.every
 
 
-def report(model: str, found: dict[str, dict[int, float]]) -> None:
+def report(model: str, found: dict[str, dict[int, float]], rows: int) -> None:
     """A row per variant."""
     exact = found.get("synchronous", {})
     steps = sorted(set.intersection(*(set(losses) for losses in found.values())))
-    tokens = LENGTH * sum(SHARES)
+    tokens = LENGTH * sum(SHARES) * rows
     heads = " | ".join(f"{step * tokens / 1e6:.2f} M tokens" for step in steps)
     print(f"\n| variant | {heads} | bytes across per step | of synchronous |\n|{'---|' * (len(steps) + 3)}")
     for name, losses in found.items():
@@ -145,19 +156,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="runs, tokenizer and tokens")
     parser.add_argument("--size", choices=SIZES, default="10M", help="of the model; of each a DIR of its own")
-    parser.add_argument("--steps", type=int, default=320, help="of 512 tokens; a multiple of 32")
+    parser.add_argument("--steps", type=int, default=320, help="of 512 x rows tokens; a multiple of 32")
+    parser.add_argument("--rows", type=int, default=1, help="micro-batches of 3 and of 1 sequences in a step")
+    parser.add_argument("--begin", type=int, default=0, help="synchronous steps first; a multiple of 32")
     parser.add_argument("--evaluate", type=int, default=160, help="steps between evaluations")
     parser.add_argument("--eval-iters", type=int, default=32, help="batches of an evaluation")
     parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(VARIANTS), help="some of the variants")
     args = parser.parse_args()
-    if args.steps % OUTER["every"] or args.evaluate % OUTER["every"]:
-        parser.error(f"--steps and --evaluate: multiples of {OUTER['every']}, for global weights change at exchanges")
+    if any(steps % OUTER["every"] for steps in (args.steps, args.evaluate, args.begin)):
+        parser.error(f"steps: multiples of {OUTER['every']}, for global weights change at exchanges")
     args.work.mkdir(parents=True, exist_ok=True)
     make_tokenizer(args.work / "tokenizer")
     (args.work / "model").mkdir(exist_ok=True)
     (args.work / "model" / "config.json").write_text(json.dumps(model_of(args.size)))
     size = parameter_count(from_hf_config(model_of(args.size))) / 1e6
-    print(f"{machine()}; {size:.1f} M parameters, {args.steps} steps of {LENGTH * sum(SHARES)} tokens, "
+    print(f"{machine()}; {size:.1f} M parameters, {args.steps} steps of {LENGTH * sum(SHARES) * args.rows} tokens, "
+          f"{args.begin} of them synchronous, "
           f"AdamW lr {SIZES[args.size][-1]:g}, outer steps {OUTER}", flush=True)  # fmt: skip
     found = {}
     for name in args.only or VARIANTS:
@@ -166,7 +180,7 @@ def main() -> None:
         rates = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
         print(f"{name}: {rates[len(rates) // 2]:,.0f} tokens/s (median), held-out loss {list(found[name].values())}",
               flush=True)  # fmt: skip
-    report(args.size, found)
+    report(args.size, found, args.rows)
 
 
 if __name__ == "__main__":

@@ -119,8 +119,8 @@ def calibrate(
         ranks = [rank.rank for rank in cluster.ranks if rank.chip == chip and rank.rank not in out]
         rates = _stage_rates([o for o in stages if o.chip == chip], network, (fixed or {}).get(chip), *shape)
         for kind, again in recomputed.items():
-            own, own_again = ([o for o in row if o.chip == chip] for row in (stages, again))
-            if rows := _recomputed(own, own_again, options.seq_length):
+            plain, with_recompute = ([o for o in row if o.chip == chip] for row in (stages, again))
+            if rows := _recomputed(plain, with_recompute, options.seq_length):
                 rates[kind] = rows
         tables, spread = operators[ranks[0]]
         of_experts, varied = experts[ranks[0]]

@@ -208,10 +208,10 @@ def merged(
         gains: with DoRA, what rows [outputs] of adapted matrices are multiplied with, by logical name.
         owners: of each tensor of the base, the boxes that this rank writes, inside what it holds.
     """
-    found = adapters(spec)
+    adapter_of = adapters(spec)
     for name, parts in owners.items():
         weight, module = params[name], name.removesuffix(".weight")
-        if (adapter := found.get(module)) is not None:
+        if (adapter := adapter_of.get(module)) is not None:
             wide_dtype = torch.promote_types(weight.dtype, torch.float32)
             a, b = params[f"{adapter.first}.lora_A.weight"], params[f"{module}.lora_B.weight"]
             weight = weight.to(wide_dtype).add(b.to(wide_dtype) @ a.to(wide_dtype), alpha=adapter.scale)
@@ -226,12 +226,12 @@ def merged_pieces(
     spec: ModelSpec, params: BaseWeights, pieces: Iterable[tuple[OwnedPiece, torch.Tensor]]
 ) -> Iterator[Owned]:
     """The same of what a rank owns of matrices that its stage divides: pieces, and their values as they are stored."""
-    found, tensors = adapters(spec), {t.name: t for t in logical_tensors(spec)}
+    adapter_of, tensors = adapters(spec), {t.name: t for t in logical_tensors(spec)}
     for piece, values in pieces:
         rows, columns = piece.slices[0], piece.slices[-1]
         weight, module = params.part(piece.name, values, rows, columns), piece.name.removesuffix(".weight")
         box = logical_box(tensors[piece.name], piece.box)
-        if (adapter := found.get(module)) is not None:
+        if (adapter := adapter_of.get(module)) is not None:
             a, wide_dtype = params[f"{adapter.first}.lora_A.weight"], torch.promote_types(weight.dtype, torch.float32)
             held_columns = logical_box(tensors[piece.name], Box((rows.start, columns.start), (rows.stop, columns.stop)))
             a = a[:, held_columns.slices()[1]].to(wide_dtype)

@@ -118,8 +118,8 @@ class HFWeights:
             stacked = replace(table, experts=table.stacked).source(self.spec, name)
             source = stacked if stacked.name in self._shapes else source
         for part, other in table.otherwise.items():
-            if source.name not in self._shapes and (found := source.name.replace(part, other)) in self._shapes:
-                source = replace(source, name=found)
+            if source.name not in self._shapes and (other_name := source.name.replace(part, other)) in self._shapes:
+                source = replace(source, name=other_name)
         source = replace(source, name=self._prefix + source.name)
         if name == HEAD and source.name not in self._shapes and self._prefix + HEAD in self._shapes:
             source = replace(source, name=self._prefix + HEAD)  # as transformers calls it in memory

@@ -101,12 +101,12 @@ def check_outer(checkpoint: Checkpoint, plan: Plan) -> None:
 def other_islands(was: Mapping[str, Any], outer: Outer | None) -> list[str]:
     """What a run says that goes on with another number of islands than the checkpoint's."""
     before, now = was["islands"], 1 if outer is None else len(outer.islands)
-    made = f"the checkpoint is one of outer steps between {plural(before, 'island')}, "
+    origin = f"the checkpoint is one of outer steps between {plural(before, 'island')}, "
     if outer is None:
-        return [f"{made}and the plan has none: it goes on from the global weights, with the first island's moments"]
+        return [f"{origin}and the plan has none: it goes on from the global weights, with the first island's moments"]
     if now > before:
-        return [f"{made}here are {now}: the others begin from the global weights, with the first one's moments"]
-    return [f"{made}here are {now}: what the others went since the last exchange is left out"] if now < before else []
+        return [f"{origin}here are {now}: the others begin from the global weights, with the first one's moments"]
+    return [f"{origin}here are {now}: what the others went since the last exchange is left out"] if now < before else []
 
 
 def other_rates(was: Mapping[str, Any], outer: Outer) -> list[str]:
@@ -147,11 +147,11 @@ def load_outer(checkpoint: Checkpoint, outer: OuterSteps, spec: ModelSpec, group
     _make_states(checkpoint, outer.optimizer)
     tensors, _ = outer_tensors(outer, spec, True, reading=True)
     is_new = outer.index >= saved["islands"]
-    own, source = f"island.{outer.index}.", f"island.{0 if is_new else outer.index}."
-    left_out = [f"{own}{LOST}."] if is_new or _compress(saved) == Outer.compress else []  # nothing was lost
-    left_out += [f"{own}{MODEL}."] if is_new else []
+    prefix, saved_prefix = f"island.{outer.index}.", f"island.{0 if is_new else outer.index}."
+    left_out = [f"{prefix}{LOST}."] if is_new or _compress(saved) == Outer.compress else []  # nothing was lost
+    left_out += [f"{prefix}{MODEL}."] if is_new else []
     _read(checkpoint, {
-        key.replace(own, source, 1) if key.startswith(own) else key: tensor
+        key.replace(prefix, saved_prefix, 1) if key.startswith(prefix) else key: tensor
         for key, tensor in tensors.items() if not key.startswith(tuple(left_out))
     }, group)  # fmt: skip
     if is_new:

@@ -34,8 +34,8 @@ def typed(value: Any, kind: Any, field: str) -> Any:
             return None
         kinds = [k for k in arguments if k is not type(None)]
         assert len(kinds) == 1 or all(map(dataclasses.is_dataclass, kinds)), f"{kind}: one kind, or dataclasses"
-        known = (k for k in kinds[:-1] if isinstance(value, dict) and value.keys() <= _hints(k).keys())
-        return typed(value, next(known, kinds[-1]), field)
+        fitting = (k for k in kinds[:-1] if isinstance(value, dict) and value.keys() <= _hints(k).keys())
+        return typed(value, next(fitting, kinds[-1]), field)
     if origin is tuple and Ellipsis not in arguments and isinstance(value, list) and len(value) == len(arguments):
         return tuple(typed(item, k, f"{field}[{i}]") for i, (item, k) in enumerate(zip(value, arguments, strict=True)))
     if origin in (list, tuple) and isinstance(value, list) and (origin is list or Ellipsis in arguments):

@@ -120,21 +120,21 @@ class Connectivity:
         cut: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         self.rank, self.beacon, self.cut = rank, beacon, cut
-        self._known = {r: a for r, a in enumerate(addresses) if a is not None and r != rank}
+        self._addresses = {r: a for r, a in enumerate(addresses) if a is not None and r != rank}
 
     def look(self, peers: Iterable[int], patience: float = PATIENCE) -> dict[int, str]:
         """State of ``peers`` and of some other ranks, so that the launcher learns who can reach whom."""
-        dialled = self._choose([p for p in peers if p in self._known], self._known)
+        dialled = self._choose([p for p in peers if p in self._addresses], self._addresses)
         if not dialled:
             return {}
-        return {**self._dial(dialled, patience), **dict.fromkeys(set(self.cut()) & self._known.keys(), UNREACHABLE)}
+        return {**self._dial(dialled, patience), **dict.fromkeys(set(self.cut()) & self._addresses.keys(), UNREACHABLE)}
 
     def gone(self, peers: Sequence[int], turn: int) -> list[int]:
         """Those of ``peers``, of which this rank is none, whose processes have ended: of ``AT_MOST`` of them, others in
         every turn (0, 1, 2, …) and on every rank."""
         start = (self.rank + turn * AT_MOST) % len(peers)
         peers_dialled = [*peers[start:], *peers[:start]][:AT_MOST]
-        answers = self._dial([p for p in peers_dialled if p in self._known], PATIENCE)
+        answers = self._dial([p for p in peers_dialled if p in self._addresses], PATIENCE)
         return [peer for peer, word in answers.items() if word == GONE]
 
     def _dial(self, ranks: Sequence[int], patience: float) -> dict[int, str]:
@@ -142,7 +142,7 @@ class Connectivity:
         if not ranks:
             return {}
         with ThreadPoolExecutor(len(ranks)) as pool:
-            states = pool.map(lambda r: dial(self._known[r], patience), ranks)
+            states = pool.map(lambda r: dial(self._addresses[r], patience), ranks)
             return {rank: word for rank, word in zip(ranks, states, strict=True) if word is not None}
 
     @staticmethod

@@ -23,7 +23,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self.host = False
-        self._known: dict[int, Any] = {}
+        self._alive: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -34,7 +34,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known:
+        if key in self._alive:
             return
         # What does not count is known as well: an operator in place returns it again.
         size = 0 if self.host else storage.nbytes()
@@ -44,12 +44,12 @@ class MemoryTracker(TorchDispatchMode):
 
     def _remember(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata
-        self._known[key] = weakref.ref(storage, lambda _: self._freed(key, size)), size
+        self._alive[key] = weakref.ref(storage, lambda _: self._freed(key, size)), size
 
     def resized(self, tensor: torch.Tensor) -> None:
         """The memory of a tensor was given back, or is there again."""
         storage = tensor.untyped_storage()
-        size, (_, known_size) = storage.nbytes(), self._known[storage._cdata]
+        size, (_, known_size) = storage.nbytes(), self._alive[storage._cdata]
         self.live += size - known_size
         self.peak = max(self.peak, self.live)
         self._remember(storage, size)
@@ -58,11 +58,11 @@ class MemoryTracker(TorchDispatchMode):
         """These are in the host's memory: they do not count, nor does what was the peak with them."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata in self._known:
-                self.live -= self._known[storage._cdata][1]
+            if storage._cdata in self._alive:
+                self.live -= self._alive[storage._cdata][1]
                 self._remember(storage, 0)
         self.peak = self.live
 
     def _freed(self, key: int, size: int) -> None:
-        if self._known.pop(key, None) is not None:
+        if self._alive.pop(key, None) is not None:
             self.live -= size

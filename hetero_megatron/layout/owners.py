@@ -57,13 +57,13 @@ class SharedLayouts:
     compared with others once."""
 
     def __init__(self) -> None:
-        self._known: dict[object, Layout] = {}
+        self._layout_of: dict[object, Layout] = {}
 
     def __call__(self, shape: tuple[int, ...], boxes: Mapping[int, tuple[Box, ...]]) -> Layout:
         key = shape, tuple(boxes.items())
-        if key not in self._known:
-            self._known[key] = Layout(shape, boxes)
-        return self._known[key]
+        if key not in self._layout_of:
+            self._layout_of[key] = Layout(shape, boxes)
+        return self._layout_of[key]
 
 
 def _pour(sizes: Mapping[Ranks, int], weight: Mapping[int, float]) -> Iterator[tuple[Ranks, Shares]]:

@@ -86,20 +86,20 @@ class Angles:
         spans = -(-length // self.SPAN) or self.SPAN
         self._freqs, self._device = freqs, device
         self._starts = torch.arange(spans) * self.SPAN
-        self._made: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
+        self._tables: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
         """As of :func:`rope_tables`."""
         wide_dtype = torch.promote_types(dtype, torch.float32)
-        if wide_dtype not in self._made:
+        if wide_dtype not in self._tables:
             rows = [
                 rope_tables(starts[None], self._freqs, wide_dtype) for starts in (self._starts, torch.arange(self.SPAN))
             ]
-            self._made[wide_dtype] = tuple(x[0, :, 0].to(self._device) for pair in rows for x in pair)
+            self._tables[wide_dtype] = tuple(x[0, :, 0].to(self._device) for pair in rows for x in pair)
         span, within = positions // self.SPAN, positions % self.SPAN
         cos_a, sin_a, cos_b, sin_b = (
             table[index][..., None, :]
-            for table, index in zip(self._made[wide_dtype], (span, span, within, within), strict=True)
+            for table, index in zip(self._tables[wide_dtype], (span, span, within, within), strict=True)
         )
         cos, sin = cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
         return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)

@@ -187,7 +187,7 @@ class KeyValueRing:
         sends, arriving = self._post(0, None)
         for t in range(-1, rounds):
             for block in program.own_blocks(t + 1):
-                yield RingBlock(t, block, None, self._own(block))
+                yield RingBlock(t, block, None, self._own_block(block))
             if t < 0:
                 continue
             hop = program.schedule.arrival(t, program.group)
@@ -202,7 +202,7 @@ class KeyValueRing:
         for handle in sends:
             handle.wait()
 
-    def _own(self, block: int) -> Pair:
+    def _own_block(self, block: int) -> Pair:
         return part_of_block(self.k, self._at(block)), part_of_block(self.v, self._at(block))
 
     def _at(self, block: int) -> tuple[Interval, ...]:
@@ -216,7 +216,7 @@ class KeyValueRing:
         for hop in hops:
             if hop.source == program.group:
                 is_own = program.schedule.blocks[hop.block].group == program.group
-                pair = self._own(hop.block) if is_own else held
+                pair = self._own_block(hop.block) if is_own else held
                 assert pair is not None, f"{hop} before its block is here"
                 sends.append((pair, hop.source, hop.to))
         receives = [(hop.block, hop.source, hop.to) for hop in hops if hop.to == program.group]

@@ -200,8 +200,8 @@ class Slot:
             with torch.enable_grad():
                 return layer.run(self.inputs[0], self.context, *self.inputs[1:])
 
-        self.forward, self._made = layer.capture(layer.graphs.forward(layer.chunk, len(layer.slots)), run)
-        self.outputs = [tensor.detach() for tensor in self._made]
+        self.forward, self._outputs = layer.capture(layer.graphs.forward(layer.chunk, len(layer.slots)), run)
+        self.outputs = [tensor.detach() for tensor in self._outputs]
         self.backward: Graph | None = None
         self.names: Sequence[str] = ()  # of the parameters whose gradients backward adds
         self.grads: list[Tensor] = []  # of the outputs
@@ -264,7 +264,7 @@ class Slot:
         def run() -> list[Tensor | None]:
             # Kept, though nobody goes through it again: what it saved is what the graph reads.
             gradients = torch.autograd.grad(
-                self._made, [*wanted_inputs, *params], self.grads, retain_graph=True, allow_unused=True
+                self._outputs, [*wanted_inputs, *params], self.grads, retain_graph=True, allow_unused=True
             )
             for param, grad in zip(params, gradients[len(wanted_inputs) :], strict=True):
                 if grad is not None:  # its product was not taken

@@ -96,12 +96,12 @@ class GatheredPart:
             return
         with self._memory():
             self._resize(self._bytes)
-            own = {e.bucket.index: [self._views[x.name][x.slices] for x in e.pieces] for e in self._exchanges}
-            views, rows = ([x for index in self.buckets for x in of[index]] for of in (own, self.masters))
+            owned = {e.bucket.index: [self._views[x.name][x.slices] for x in e.pieces] for e in self._exchanges}
+            views, rows = ([x for index in self.buckets for x in of[index]] for of in (owned, self.masters))
             if self._host is not None:
                 self._loaded = self._host.load(views, rows)
                 with self._host.after_load():
-                    self._start_spread(own)
+                    self._start_spread(owned)
             else:
                 if views:  # one launch, however many pieces
                     torch._foreach_copy_(views, rows)

@@ -86,7 +86,7 @@ class Results:
 
     def __init__(self, keep: Keep = Tensor.detach) -> None:
         self._keep_else = keep
-        self._known: dict[int, tuple[StorageWeakRef, _Result]] = {}
+        self._results: dict[int, tuple[StorageWeakRef, _Result]] = {}
 
     def during(self, forward: Callable[..., Any], *args: Any) -> Any:
         """``forward(*args)`` of the layer."""
@@ -96,7 +96,7 @@ class Results:
             with saved_tensors_hooks(self._keep, _take):
                 return forward(*args)
         finally:
-            self._known.clear()
+            self._results.clear()
 
     def of(self, run: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """``run(*args)``; it keeps ``args``, or they are such results themselves."""
@@ -122,11 +122,11 @@ class Results:
         inputs = tuple(
             self._keep_else(arg) if maker is None else maker for arg, maker in zip(args, makers, strict=True)
         )
-        self._known[storage._cdata] = StorageWeakRef(storage), _Result(run, inputs, result._version)
+        self._results[storage._cdata] = StorageWeakRef(storage), _Result(run, inputs, result._version)
 
     def _find(self, tensor: Tensor) -> _Result | None:
         """The result whose memory ``tensor`` is, or a view of; None where it was written to since it was made."""
-        _, maker = self._known.get(tensor.untyped_storage()._cdata, (None, None))
+        _, maker = self._results.get(tensor.untyped_storage()._cdata, (None, None))
         return None if maker is None or maker.version != tensor._version else maker
 
     def _keep(self, tensor: Tensor) -> Any:

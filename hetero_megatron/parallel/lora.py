@@ -36,7 +36,7 @@ def apply_lora(
     """Freeze all parameters, and add adapters, uninitialised, where ``boxes`` (of all tensors that the stage holds, by
     logical name) say that there are some; what turns them off."""
     stage.requires_grad_(False)
-    switch, found = AdapterSwitch(), adapters(spec)
+    switch, adapter_of = AdapterSwitch(), adapters(spec)
     assert spec.lora is not None
     for layer in stage.layers():
         dropouts, reduced = _Inside(layer, spec.lora.dropout), dict[str, _Reduced]()
@@ -45,7 +45,7 @@ def apply_lora(
             if f"{module_name}.lora_B.weight" not in boxes:
                 continue
             assert isinstance(module, Linear | GroupedLinear), name
-            adapter = found[module_name]
+            adapter = adapter_of[module_name]
             if module_name == adapter.first:
                 site = ADAPTER + EVERY_TARGET.index(adapter.place[1])
                 box = boxes[f"{module_name}.lora_A.weight"]

@@ -185,7 +185,7 @@ class DistillationLoss(ComparedLoss):
         losses = (1 - d.weight) * share.label_loss + d.weight * d.temperature**2 * divergence
         slopes.mul_(d.weight * d.temperature)
         if d.weight < 1:
-            mine, local = _own(rows.labels, start, logits.shape[1])
+            mine, local = _shard_ids(rows.labels, start, logits.shape[1])
             slopes.add_((logits - share.normalizer[:, None]).exp_(), alpha=1 - d.weight)
             if logits.shape[1]:
                 slopes.scatter_add_(1, local[:, None], mine[:, None].to(slopes.dtype) * (d.weight - 1))
@@ -193,7 +193,7 @@ class DistillationLoss(ComparedLoss):
 
     def _shares(self, logits: torch.Tensor, labels: torch.Tensor) -> _Share:
         """Log-probabilities over the whole vocabulary, of this rank's part of it."""
-        t, (mine, local) = self.distillation.temperature, _own(labels, self._vocab[0], logits.shape[1])
+        t, (mine, local) = self.distillation.temperature, _shard_ids(labels, self._vocab[0], logits.shape[1])
         target = torch.zeros_like(labels, dtype=logits.dtype)
         if logits.shape[1]:
             target = torch.where(mine, logits.gather(1, local[:, None]).squeeze(1), 0.0)
@@ -216,7 +216,7 @@ class DistillationLoss(ComparedLoss):
     def _beside_likeliest(self, student: torch.Tensor, said: Known) -> tuple[torch.Tensor, torch.Tensor]:
         """The same over k + 1 outcomes: the teacher's likeliest tokens, and any other."""
         assert said.ids is not None and said.logps is not None and said.rest is not None
-        mine, local = _own(said.ids, self._vocab[0], student.shape[1])
+        mine, local = _shard_ids(said.ids, self._vocab[0], student.shape[1])
         at, other, others = torch.zeros_like(said.logps), torch.full_like(said.rest, -torch.inf), student
         if student.shape[1]:
             at = torch.where(mine, student.gather(1, local), 0.0)
@@ -237,7 +237,7 @@ class DistillationLoss(ComparedLoss):
         return terms.sum(1), gradient
 
 
-def _own(ids: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _shard_ids(ids: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Whether they are among the ``size`` tokens from ``start`` on, and where; of others any place there."""
     return (ids >= start) & (ids < start + size), (ids - start).clamp(0, max(size - 1, 0))
 

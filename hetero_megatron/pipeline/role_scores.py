@@ -84,7 +84,7 @@ class ScoreTransfer:
 
     def __init__(self, comm: Comm, source: Plan, target: Plan, words: int, whole: bool = False) -> None:
         self._comm, self._plans, self._width, self._whole = comm, (source, target), words, whole
-        self._known: dict[int, Transfer] = {}
+        self._transfers: dict[int, Transfer] = {}
         self._connected: set[int] = set()
         self._sent: list[Work] = []
 
@@ -124,9 +124,9 @@ class ScoreTransfer:
 
     def _boxes(self, batch_size: int, sends: bool) -> dict[int, list[Box]]:
         """By peer, what goes to it, or comes from it."""
-        if batch_size not in self._known:
-            self._known[batch_size] = score_transfer(*self._plans, batch_size, self._whole)
-        moves, rank = self._known[batch_size], self._comm.rank
+        if batch_size not in self._transfers:
+            self._transfers[batch_size] = score_transfer(*self._plans, batch_size, self._whole)
+        moves, rank = self._transfers[batch_size], self._comm.rank
         by_peer: dict[int, list[Box]] = {}
         for piece in moves.sends(rank) if sends else moves.receives(rank):
             by_peer.setdefault(piece.dst if sends else piece.src, []).append(piece.box)

@@ -47,12 +47,12 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     with_adapters = replace(spec, lora=lora)
     if lora.base_dtype == "nf4":
         _fits_nf4(with_adapters)
-    found = adapters(with_adapters)
-    _fits_fused(with_adapters, found)
-    model_places = {adapter.place for adapter in found.values()}
+    adapter_of = adapters(with_adapters)
+    _fits_fused(with_adapters, adapter_of)
+    model_places = {adapter.place for adapter in adapter_of.values()}
     if missing_targets := [name for name in lora.targets if name not in {target for _, target in model_places}]:
         adaptable = {name for t in logical_tensors(spec.base) for name, _ in choices(spec.base, t)}
-        named_with = next((a for a in found.values() if missing_targets[0] in _own_names(a)), None)
+        named_with = next((a for a in adapter_of.values() if missing_targets[0] in _own_names(a)), None)
         problem = f"{spec.name} has no such projection"
         if named_with is not None:
             problem = f"is a part of {named_with.place[1]}, which is named, too"
@@ -73,11 +73,11 @@ def _own_names(adapter: Adapter) -> list[str]:
     return [part.rpartition(".")[2] for part in adapter.parts] if adapter.fused else []
 
 
-def _fits_fused(spec: ModelSpec, found: Mapping[str, Adapter]) -> None:
+def _fits_fused(spec: ModelSpec, adapter_of: Mapping[str, Adapter]) -> None:
     """UserError for what adapters of several projections in one matrix, or of linear attention, do not know."""
     assert spec.lora is not None
     lora, fields = spec.lora, (("dora", "DoRA"), ("residual", "first values of the base"))
-    for module, adapter in found.items():
+    for module, adapter in adapter_of.items():
         if not adapter.fused and ".linear_attn." not in module:
             continue
         for field, what in fields:

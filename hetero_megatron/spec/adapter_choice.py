@@ -51,11 +51,11 @@ def choices(spec: ModelSpec, tensor: Parameter) -> list[tuple[str, str | None]]:
     """What targets may call a tensor of the base, as it would have an adapter: (target, the family's module, if that
     holds several projections, of which this is one; else None), the family's first."""
     module, _, kind = tensor.name.rpartition(".")
-    own = module.rpartition(".")[2]
+    projection = module.rpartition(".")[2]
     if kind != "weight" or not isinstance(tensor.layer, int) or not may_be_adapted(tensor, spec):
         return []
     if tensor.per_expert:
-        return [(own, None)] if own in EVERY_TARGET else []
+        return [(projection, None)] if projection in EVERY_TARGET else []
     from hetero_megatron.spec.families import FAMILIES  # only models with adapters need them all
 
     names = FAMILIES[spec.hf_model_type].names
@@ -63,13 +63,13 @@ def choices(spec: ModelSpec, tensor: Parameter) -> list[tuple[str, str | None]]:
     stored = source.name.removesuffix(".weight")
     if any(stored.endswith(f".{name}") for name in names.unadapted):
         return []
-    theirs, found = stored.rpartition(".")[2], list[tuple[str, str | None]]()
-    if source.rows is not None and not source.transpose and theirs in EVERY_TARGET:
-        found.append((theirs, stored))
-    name = theirs if ".linear_attn." in module else own
-    if name in EVERY_TARGET and (name == own or source == HFSource(source.name)):
-        found.append((name, None))
-    return found
+    stored_projection, targets = stored.rpartition(".")[2], list[tuple[str, str | None]]()
+    if source.rows is not None and not source.transpose and stored_projection in EVERY_TARGET:
+        targets.append((stored_projection, stored))
+    name = stored_projection if ".linear_attn." in module else projection
+    if name in EVERY_TARGET and (name == projection or source == HFSource(source.name)):
+        targets.append((name, None))
+    return targets
 
 
 def may_be_adapted(tensor: Parameter, spec: ModelSpec) -> bool:
@@ -80,16 +80,16 @@ def may_be_adapted(tensor: Parameter, spec: ModelSpec) -> bool:
 
 def adapters_among(tensors: Iterable[Parameter], spec: ModelSpec, lora: Lora) -> Mapping[str, Adapter]:
     """By logical module, the adapters of the tensors of a base."""
-    parts, found = dict[str, list[str]](), dict[str, tuple[Place, str | None]]()
+    parts, place_of = dict[str, list[str]](), dict[str, tuple[Place, str | None]]()
     for tensor in tensors:
         module = tensor.name.rpartition(".")[0]
         for target, fused in choices(spec, tensor):
             if lora.site(tensor.layer, target, tensor.per_expert) is not None and isinstance(tensor.layer, int):
                 parts.setdefault(fused or module, []).append(module)
-                found[module] = (tensor.layer, target), fused
+                place_of[module] = (tensor.layer, target), fused
                 break
     out = {}
-    for module, ((layer, target), fused) in found.items():
+    for module, ((layer, target), fused) in place_of.items():
         site = lora.site(layer, target, ".experts." in module)
         assert site is not None
         scale = site.alpha / (math.sqrt(site.rank) if lora.rslora else site.rank)

@@ -190,9 +190,9 @@ def chosen(
 
 def _own_names(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:
     """Of what the family's files call a projection, the projection."""
-    known = {name for _, name in _all_places(spec)}
+    projections = {name for _, name in _all_places(spec)}
     called = {stored.rpartition(".")[2]: name for (_, name), stored in modules(spec).items()}
-    return tuple(dict.fromkeys(name if name in known else called.get(name, name) for name in targets))
+    return tuple(dict.fromkeys(name if name in projections else called.get(name, name) for name in targets))
 
 
 def _all_linear(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:

@@ -103,13 +103,13 @@ def _with_adapters(tensors: Sequence[LogicalTensor], spec: ModelSpec, lora: Lora
     lengths of its rows."""
     from hetero_megatron.spec.adapter_choice import adapters_among  # which knows all families
 
-    found = adapters_among(tensors, spec, lora)
+    adapter_of = adapters_among(tensors, spec, lora)
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")
         in_few_bits = kind == "weight" and module.rpartition(".")[2] in FEW_BITS_TARGETS
         int8, nf4 = (in_few_bits and lora.base_dtype == name for name in ("int8", "nf4"))
         yield replace(tensor, trained=False, int8=int8, nf4=nf4)
-        adapter = found.get(module) if kind == "weight" else None
+        adapter = adapter_of.get(module) if kind == "weight" else None
         if adapter is None:
             continue
         (*experts, outputs, inputs), (*expert_axes, rows, columns) = tensor.shape, tensor.axes

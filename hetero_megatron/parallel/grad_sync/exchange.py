@@ -216,11 +216,11 @@ class HopExchange:
             self._handle = self.group.all_to_all(send, self.routes.take_counts, self.routes.give_counts)
             return
         assert memory is not None
-        own, parts = memory[self.runs[self.group.index]], [memory[run] for run in self.runs]
+        own_part, parts = memory[self.runs[self.group.index]], [memory[run] for run in self.runs]
         if self.equal_runs:
-            self._handle = self.group.all_gather(own, memory)
+            self._handle = self.group.all_gather(own_part, memory)
         else:
-            self._handle = self.group.exchange([own] * self.group.size, parts)
+            self._handle = self.group.exchange([own_part] * self.group.size, parts)
 
     def finish_back(self, arrays: Sequence[torch.Tensor]) -> None:
         """Write what came into my sources; the parts that are my own targets are there already. ``arrays``: one per

@@ -114,7 +114,7 @@ class StageTables:
         self.links = costs.links
         self.communicators = StageCommunicators(costs, pool)
         self._layers = np.arange(layers + 1)
-        self._made: dict[tuple[StageKind, int], StageTable] = {}
+        self._tables: dict[tuple[StageKind, int], StageTable] = {}
         self.first = supports("recompute.first")
 
     def for_pool(
@@ -164,10 +164,10 @@ class StageTables:
     def tables(self, kinds: Sequence[StageKind], depth: int | None = None) -> list[StageTable]:
         """Those of many kinds with the same ``recompute``."""
         rows = self.depth if depth is None else min(depth, self.depth)
-        missing = [kind for kind in dict.fromkeys(kinds) if (kind, rows) not in self._made]
+        missing = [kind for kind in dict.fromkeys(kinds) if (kind, rows) not in self._tables]
         if missing:
-            self._made.update(zip(((kind, rows) for kind in missing), self._make(missing, rows), strict=True))
-        return [self._made[kind, rows] for kind in kinds]
+            self._tables.update(zip(((kind, rows) for kind in missing), self._make(missing, rows), strict=True))
+        return [self._tables[kind, rows] for kind in kinds]
 
     @cached_method
     def fastest(

@@ -104,7 +104,7 @@ class MemoryFit:
     def __init__(self, scorer: TemplateScorer, recompute: str | None = None) -> None:
         self.scorer, self.recompute = scorer, recompute
         self.computed = 0
-        self._known: dict[Key, dict[int, MemoryBytes]] = {}
+        self._memory: dict[Key, dict[int, MemoryBytes]] = {}
 
     def best_case(self, placed: PlacedTemplate) -> tuple[PlanTemplate | None, bool]:
         """(the template with the fastest recompute that could fit if other ranks owned all states, None if nothing
@@ -159,15 +159,15 @@ class MemoryFit:
             tuple(tuple(tuple(number[r] for r in u) for u in stage) for stage in x) for _, _, x in placed.pipelines
         )
         stage_keys = tuple(tuple((s.layers, s.share) for s in shape.stages) for shape, _, _ in placed.pipelines)
-        if (layout, stage_keys) not in self._known:
+        if (layout, stage_keys) not in self._memory:
             self.computed += 1
             # Neither recompute nor the number of micro-batches changes states.
             pipelines = tuple((x.plain, 1, units) for (x, _, _), units in zip(placed.pipelines, layout, strict=True))
             plan = to_plan(replace(placed, pipelines=pipelines), costs.cluster, costs.seq_length, costs.model.num_heads)
-            self._known[layout, stage_keys] = estimate_memory(
+            self._memory[layout, stage_keys] = estimate_memory(
                 plan, costs.model, costs.dtype, costs.options.moments, muon=costs.options.muon
             )
-        memory_of, rooms = self._known[layout, stage_keys], {}
+        memory_of, rooms = self._memory[layout, stage_keys], {}
         for rank, i in number.items():
             chip, needs = costs.cluster.ranks[rank].chip, memory_of[i]
             optimizer = needs.optimizer

@@ -161,14 +161,14 @@ class ScheduleScorer:
             return infeasible
         slowest, best = 0.0, list[ListRule | ChunkRule]()
         for (times, count, after_pipeline), rule in itertools.zip_longest(rows, rules[: len(rows)]):
-            seconds, rule_used = self._made(times, count, effort, rule)
+            seconds, rule_used = self._scheduled(times, count, effort, rule)
             slowest = max(slowest, seconds + after_pipeline)
             if slowest >= limit:
                 return infeasible
             best.append(rule_used)
         return slowest, tuple(best)
 
-    def _made(
+    def _scheduled(
         self, times: PipelineTimes | ChunkedTimes, count: int, effort: int, rule: ListRule | ChunkRule | None
     ) -> tuple[float, ListRule | ChunkRule]:
         """(seconds, rule) of a schedule made for one pipeline."""

@@ -58,7 +58,7 @@ class ForwardPlans:
         options = CostOptions(margin=asked.options.margin, logits_bytes=asked.options.logits_bytes)
         self._asked, self._cluster = asked, cluster
         self._costs = CostModel(asked.model, cluster, asked.seq_length, asked.dtype, options)
-        self._known: dict[tuple[str, int, int], UnitSeconds] = {}
+        self._unit_seconds: dict[tuple[str, int, int], UnitSeconds] = {}
         self._weights = parameter_count(asked.model) * self._costs.item
 
     def best(self) -> ForwardPlan:
@@ -130,10 +130,10 @@ class ForwardPlans:
     def _seconds(self, cell: Cell, size: int) -> UnitSeconds:
         place = self._cluster.ranks[cell[0]]
         key = place.group, len(cell), size
-        if key not in self._known:
+        if key not in self._unit_seconds:
             stage = StageChoice(place.chip, len(cell), 1, 1, True, True, home=place.group)
-            self._known[key] = self._costs.parts(stage, size)
-        return self._known[key]
+            self._unit_seconds[key] = self._costs.parts(stage, size)
+        return self._unit_seconds[key]
 
     def _estimated(self, pipelines: Sequence[Sequence[Cell]], size: int) -> tuple[float, dict[str, Any]] | None:
         """(seconds without messages, the plan's spelling) with layers by speed and memory, and micro-batches of

@@ -79,7 +79,7 @@ class _Search:
         made_for = problem.model, problem.cluster, problem.seq_length, problem.dtype
         self._costs = CostModel(*made_for, problem.options.costs)
         self._speeds = ChipSpeeds(self._costs)
-        self._found: dict[tuple[tuple[int, ...], int, float | None], SimulatedPlan] = {}
+        self._simulated: dict[tuple[tuple[int, ...], int, float | None], SimulatedPlan] = {}
 
     def best(self) -> IslandsApart:
         cluster, why = self._problem.cluster, "no link is slower than others"
@@ -158,11 +158,11 @@ class _Search:
 
     def _of_island(self, ranks: tuple[int, ...], batch: int, margin: float | None) -> SimulatedPlan:
         key = ranks, batch, margin
-        if key not in self._found:
+        if key not in self._simulated:
             problem = self._problem.on(shrink(self._problem.cluster, ranks)).with_batch(batch)
             asked = problem if margin is None else problem.with_margin(margin)
-            self._found[key] = search(asked, budget=self._budget).best
-        return self._found[key]
+            self._simulated[key] = search(asked, budget=self._budget).best
+        return self._simulated[key]
 
     def _with_exchanges(self, plan: Plan) -> Plan:
         """The plan with the first settings under which steps hardly wait, else with those under which they wait
@@ -191,11 +191,11 @@ def _slowest(plans: Sequence[SimulatedPlan]) -> float:
     return max(one.step_seconds for one in plans)
 
 
-def _better(found: tuple[Plan, Prediction], than: tuple[Plan, Prediction]) -> bool:
+def _better(candidate: tuple[Plan, Prediction], than: tuple[Plan, Prediction]) -> bool:
     """Whether it is faster; by enough, where it has more islands, which changes training more."""
-    counts = [len(plan.outer.islands) for plan, _ in (found, than) if plan.outer is not None]
+    counts = [len(plan.outer.islands) for plan, _ in (candidate, than) if plan.outer is not None]
     more, fewer = counts[0] > counts[1], counts[0] < counts[1]
-    ratio = than[1].step_seconds / found[1].step_seconds
+    ratio = than[1].step_seconds / candidate[1].step_seconds
     return ratio >= WORTH if more else ratio > (1 / WORTH if fewer else 1)
 
 

@@ -216,10 +216,10 @@ class RoleSearch:
                 continue
             left = sum(self._speeds.of(rank.rank) for rank in cluster.ranks if rank.rank not in ranks)
             estimated.append((max(forward.seconds, work / left), i, ranks, forward))
-        found: list[tuple[float, int, frozenset[int], ForwardPlan]] = []
+        searched_rows: list[tuple[float, int, frozenset[int], ForwardPlan]] = []
         searched = 0
         for _, i, ranks, forward in sorted(estimated, key=lambda row: row[:2])[:MOST_SEARCHED]:
-            fastest = min((row[0] for row in found), default=math.inf)
+            fastest = min((row[0] for row in searched_rows), default=math.inf)
             if forward.seconds >= fastest or self._budget.over():
                 continue
             searched += 1
@@ -231,10 +231,10 @@ class RoleSearch:
             step = max(trained.step_seconds, forward.seconds)
             if step < fastest:
                 self._say(f"{step:.3g} s with the {self._asked.name} on {len(ranks)} chips")
-            found.append((step, i, ranks, forward))
+            searched_rows.append((step, i, ranks, forward))
         if estimated and not searched:
             problem = "the time limit was over before any of them was searched"
-        for _, _, ranks, forward in sorted(found, key=lambda row: row[:2]):
+        for _, _, ranks, forward in sorted(searched_rows, key=lambda row: row[:2]):
             joined = self._joined(ranks, forward)
             if joined.step_seconds < math.inf:
                 return joined, searched
@@ -258,11 +258,11 @@ class RoleSearch:
                 if margin is None:
                     raise
                 break
-            found = [self._beside(choice.plan, ranks, forward) for choice in (result.best, *result.others)]
-            best = min(found, key=lambda one: one.step_seconds)
+            joined = [self._beside(choice.plan, ranks, forward) for choice in (result.best, *result.others)]
+            best = min(joined, key=lambda one: one.step_seconds)
             if best.step_seconds < math.inf:
                 return best
-            excess = excess or found[0].problem
+            excess = excess or joined[0].problem
         return Alternative("own chips", math.inf, problem=excess)
 
     def _beside(self, trained: Plan, ranks: frozenset[int], forward: ForwardPlan) -> Alternative:

@@ -52,8 +52,8 @@ def frozen_bytes(buckets: Iterable[Bucket], item: int, offloading: Collection[in
     that are ``offloading`` in host memory."""
     by_rank: dict[int, int] = defaultdict(int)
     for bucket, held_elements, owned_elements in with_counts(b for b in buckets if not b.trained):
-        own = owned_elements * [rank not in offloading for rank in bucket.ranks]
-        away = (held_elements - own) * (1 if bucket.in_bytes else item)
+        kept = owned_elements * [rank not in offloading for rank in bucket.ranks]
+        away = (held_elements - kept) * (1 if bucket.in_bytes else item)
         for rank, bytes_of_rank in zip(bucket.ranks, away.tolist(), strict=True):
             by_rank[rank] += bytes_of_rank
     return by_rank

@@ -82,7 +82,7 @@ class StageCosts:
         self.network = model.links
         self.prepared = prepared or PreparedPlan(CompiledPlan(plan, model.model, muon=model.options.muon))
         self.sharing = self._sharing()
-        self._known: dict[tuple[object, ...], PipelineCosts] = {}
+        self._priced: dict[tuple[object, ...], PipelineCosts] = {}
 
     @cached_property
     def context(self) -> ContextSeconds:
@@ -126,9 +126,9 @@ class StageCosts:
 
     def of(self, pipeline: Pipeline) -> PipelineCosts:
         key = self.signature(pipeline)
-        if key not in self._known:
-            self._known[key] = self._costs(pipeline)
-        return self._known[key]
+        if key not in self._priced:
+            self._priced[key] = self._costs(pipeline)
+        return self._priced[key]
 
     def _costs(self, pipeline: Pipeline) -> PipelineCosts:
         stage_seconds = [self._unit_seconds(stage) for stage in pipeline.stages]

@@ -55,9 +55,9 @@ def _of_linear(read: ConfigReader) -> ConfigReader:
     """``linear_attn_config``."""
     key = "linear_attn_config"
     inner = read.value(key, {})
-    known = {*_LISTS, *(name for name, _ in _SIZES.values())}
-    if not isinstance(inner, Mapping) or inner.keys() - known:
-        raise read.refuse("is not what linear attention has", key, f"an object with {', '.join(sorted(known))}")
+    keys = {*_LISTS, *(name for name, _ in _SIZES.values())}
+    if not isinstance(inner, Mapping) or inner.keys() - keys:
+        raise read.refuse("is not what linear attention has", key, f"an object with {', '.join(sorted(keys))}")
     return ConfigReader(inner, read.where, f"{key}.")
 
 

@@ -116,8 +116,8 @@ def _types(read: ConfigReader) -> list[str]:
     if "layers_block_type" in read.config and key == "layer_types":
         read.must_be("layers_block_type", read.config["layer_types"], None)
     types = read.value(key, [LINEAR] * layers, nullable=True)
-    known = isinstance(types, list) and all(isinstance(kind, str) and kind in _KINDS for kind in types)
-    if not known or len(types) != layers:
+    valid = isinstance(types, list) and all(isinstance(kind, str) and kind in _KINDS for kind in types)
+    if not valid or len(types) != layers:
         accepted = " or ".join(f'"{kind}"' for kind in _KINDS) + " for every layer, or null"
         raise read.refuse(f"does not name the mixer of {layers} layers", key, accepted)
     return [_KINDS[kind] for kind in types]

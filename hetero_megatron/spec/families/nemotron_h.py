@@ -40,8 +40,8 @@ def _types(read: ConfigReader) -> list[str]:
     listed = "layer_types" if read.config.get("layers_block_type") is None else "layers_block_type"
     types, pattern = read.value(listed, None, nullable=True), read.value("hybrid_override_pattern", None, nullable=True)
     if types is None:
-        known = isinstance(pattern, str) and bool(pattern) and all(letter in _LETTERS for letter in pattern)
-        if not known:
+        valid = isinstance(pattern, str) and bool(pattern) and all(letter in _LETTERS for letter in pattern)
+        if not valid:
             accepted = "layers_block_type, or a letter for each layer: M (Mamba-2), * (attention), - (MLP)"
             raise read.refuse("does not say what the layers are", "hybrid_override_pattern", accepted)
         key, types = "hybrid_override_pattern", [_LETTERS[letter] for letter in pattern]
