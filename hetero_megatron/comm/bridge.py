@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -185,12 +186,14 @@ class Bridge:
         copies: of this rank's device; None: tensors are in host memory and go to gloo directly.
         timeout: seconds per message, from the start of waiting for it.
         chunk_bytes: largest chunk; equal on all ranks.
+        near_network: context in which threads start, and with them their buffers: on CPUs near the network card.
     """
 
     def __init__(
         self, groups: Sequence[dist.ProcessGroup], copies: Copies | None, timeout: float,
-        chunk_bytes: int = BRIDGE_CHUNK,
+        chunk_bytes: int = BRIDGE_CHUNK, near_network: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
+        self._near_network = near_network
         self._groups, self._copies, self._timeout, self._chunk_bytes = tuple(groups), copies, timeout, chunk_bytes
         self._channels: dict[tuple[int, bool, int], _Channel] = {}
 
@@ -221,7 +224,8 @@ class Bridge:
         key = (peer, sends, stripe)
         if key not in self._channels:
             assert self._copies is not None
-            self._channels[key] = _Channel(self._copies, sends, self._transfer(*key))
+            with self._near_network():
+                self._channels[key] = _Channel(self._copies, sends, self._transfer(*key))
         return self._channels[key]
 
     def _transfer(self, peer: int, sends: bool, stripe: int) -> Callable[[torch.Tensor, int], dist.Work]:

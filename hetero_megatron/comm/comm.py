@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import threading
 import time
 from collections import Counter, defaultdict
@@ -28,7 +29,7 @@ from hetero_megatron.comm.hooks import Hooks, TorchWork
 from hetero_megatron.comm.islands import Islands
 from hetero_megatron.comm.watchdog import TransferWatch
 from hetero_megatron.comm.work import CommError, Waiter, Work, Works, with_timeout, within
-from hetero_megatron.environment.launcher import LauncherEnvironment
+from hetero_megatron.environment.launcher import GLOO_INTERFACE, LauncherEnvironment, gloo_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.platform.platform import backend_of
@@ -174,7 +175,26 @@ class Comm:
         stripes = [handle, *(self._new_gloo_group(ranks, self.timeout) for _ in extra_stripes)]
         if self.rank not in ranks:
             return None, None
-        return handle, Bridge(stripes, self.copies, self.timeout.total_seconds()) if bridged else None
+        if not bridged:
+            return handle, None
+        return handle, Bridge(stripes, self.copies, self.timeout.total_seconds(), near_network=self._near_network)
+
+    def _near_network(self) -> AbstractContextManager[None]:
+        """Context in which threads start that move data over the network: on CPUs near its card."""
+        if not self._network_cpus:
+            return nullcontext()
+        from hetero_megatron.environment.network_cpus import on_cpus
+
+        return on_cpus(self._network_cpus)
+
+    @functools.cached_property
+    def _network_cpus(self) -> frozenset[int]:
+        if self.launcher.one_host:
+            return frozenset()
+        from hetero_megatron.environment.network_cpus import network_cpus
+
+        variables = {**gloo_towards(self.launcher.address), **os.environ}
+        return network_cpus(variables.get(GLOO_INTERFACE, "").split(",")[0])
 
     def _new_gloo_group(self, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
         """A gloo group for these ranks; of no use on others."""
@@ -194,7 +214,7 @@ class Comm:
             return lost_ranks or (other_ranks if self.over() else lost_ranks)
 
         def run() -> T:
-            with self.hooks.on_other_cores():
+            with self.hooks.on_other_cores(), self._near_network():
                 return connect()
 
         start = time.perf_counter()
