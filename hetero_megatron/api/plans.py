@@ -331,7 +331,7 @@ def memory(plan: Plan, cluster: Cluster | None = None) -> Mapping[int, Memory]:
     needs = estimate_memory(plan.canonical, spec, plan.dtype, moments_of(plan.optimizer), buckets, fp8=plan.fp8)
     described, role = None if cluster is None else cluster.described, plan.role(cluster)
     if described is not None:
-        needs = with_communicators(needs, plan.canonical, spec, buckets, described)
+        needs = with_communicators(needs, plan.canonical, spec, buckets, described, plan.dtype)
     return needs if role is None else with_role(needs, plan.canonical, role, plan.dtype, LOGITS_BYTES, described)
 
 

@@ -203,7 +203,7 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
         graphs=config.graphs_after is not None,
     )  # fmt: skip
     if config.cluster is not None:
-        memory = with_communicators(memory, config.plan, config.spec, buckets, config.cluster)
+        memory = with_communicators(memory, config.plan, config.spec, buckets, config.cluster, config.dtype)
     if config.forward_role is None:
         return memory
     from hetero_megatron.plans.memory.forward_only import with_role

@@ -133,6 +133,10 @@ class Comm:
                 move = self.isend if (self.rank < peer) == upward else self.irecv
                 move(torch.zeros(1, device=self.device), peer, 0).wait()
 
+    def through_host(self, peer: int) -> bool:
+        """Whether messages from a rank come through host memory, and take no execution slots of this device."""
+        return not isinstance(self._channel(peer, self.rank), dist.ProcessGroup)
+
     def _channel(self, src: int, dst: int) -> Channel:
         if self.islands is None:
             return None

@@ -54,6 +54,9 @@ class FakeComm(Comm):
     def _create(self, key: tuple[int, ...]) -> Group:
         return FakeGroup(self, key, None)
 
+    def through_host(self, peer: int) -> bool:
+        return False  # what others allocate depends on the vendors
+
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         self.sent_bytes[dst] += tensor.numel() * tensor.element_size()
         return Work(self, None, None, (), tensor)

@@ -27,7 +27,7 @@ from hetero_megatron.pipeline.stage_work import (
     WeightGatherer,
 )
 from hetero_megatron.schedule import Action
-from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
+from hetero_megatron.schedule.actions import HOST_LOOKAHEAD, LOOKAHEAD, SEND_LAG
 
 
 @dataclass
@@ -69,7 +69,7 @@ class PipelineExecutor:
         live, step_result = Live(), StepResult()
         receives = [a for a in work.actions if a.kind.startswith("RECV")] if work.receives is None else work.receives
         reduces = [a for a in work.actions if a.kind == "REDUCE"]
-        posted, receives_done = 0, 0
+        posted, receives_done, lookahead = 0, 0, self._lookahead(work)
         last = {a.chunk: i for i, a in enumerate(work.actions) if a.kind in ("B", "W")}
         # A pipeline without samples has no B: its gradients are zero, and its REDUCEs all that begins.
         begin_at, last_of = min(last.values(), default=0), {i: chunk for chunk, i in last.items()}
@@ -85,7 +85,7 @@ class PipelineExecutor:
             self.comm.activity = f"{self.place}, action {action}"
             receiving = action.kind.startswith("RECV")
             while posted < len(receives) and (
-                posted < receives_done + LOOKAHEAD or receiving and action not in live.receives
+                posted < receives_done + lookahead or receiving and action not in live.receives
             ):
                 self._post(receives[posted], work, live)
                 posted += 1
@@ -111,6 +111,12 @@ class PipelineExecutor:
         step_result.whole = started, clock.moment()
         self.comm.activity = f"{self.place}, after its last action"
         return step_result
+
+    def _lookahead(self, work: StageWork) -> int:
+        """How many receives are posted before they are needed."""
+        sides = [side for chunk in self.chunks for side in (chunk.before, chunk.after) if side is not None]
+        neighbours = {peer for side in sides for peer in side(work.sizes[0]).peers} if work.sizes else ()
+        return HOST_LOOKAHEAD if all(map(self.comm.through_host, neighbours)) else LOOKAHEAD
 
     def rehearse(self, work: StageWork) -> None:
         """Run every chunk forward, and backward unless gradients are off, once for each size of micro-batch, with no

@@ -12,9 +12,10 @@ import numpy as np
 COMPUTE = ("F", "B", "B_INPUT", "W")
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 SYNCHRONISATION = ("REDUCE", "UPDATE", "ALL_GATHER")
-# Receives posted before they are needed. Each waits on the device, where it takes execution slots from compute: one
-# is under way while a micro-batch is computed.
-LOOKAHEAD = 1
+# Receives posted before they are needed. One of a device's library waits on the device, where it takes execution slots
+# from compute: one is under way while a micro-batch is computed. Through host memory (gloo, the bridge) they only take
+# memory, and a message travels when both its ends are there: of two neighbours two each keep slow links busy.
+LOOKAHEAD, HOST_LOOKAHEAD = 1, 4
 SEND_LAG = 4  # gradient sends that may be under way; their buffers live that long
 _OTHER_END = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
 KINDS = (*COMPUTE, *COMMUNICATION, *SYNCHRONISATION)

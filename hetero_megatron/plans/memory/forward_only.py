@@ -25,7 +25,7 @@ def with_role(
         return all_memory
     compiled = role.compiled
     apart = {rank: all_memory[rank] for rank in compiled.plan.ranks}
-    return {**all_memory, **with_communicators(apart, compiled.plan, compiled.spec, (), cluster)}
+    return {**all_memory, **with_communicators(apart, compiled.plan, compiled.spec, (), cluster, dtype)}
 
 
 def _on_the_same_ranks(

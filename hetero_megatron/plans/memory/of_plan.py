@@ -31,6 +31,7 @@ from hetero_megatron.plans.memory.micro_batches import stage_work
 from hetero_megatron.plans.program import held_by_stages, moments_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing
 from hetero_megatron.plans.shares import has_context, rank_shares
+from hetero_megatron.schedule.actions import HOST_LOOKAHEAD, LOOKAHEAD
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.adapted_model import stored_bytes
 from hetero_megatron.spec.flops import LOGITS_BYTES
@@ -338,16 +339,40 @@ def communicators(
 
 
 def with_communicators(
-    memory: Mapping[int, MemoryBytes], plan: Plan, spec: ModelSpec, buckets: Sequence[Bucket], cluster: Cluster
-) -> dict[int, MemoryBytes]:
-    """``memory`` of all ranks with that of their communicators."""
+    memory: Mapping[int, MemoryBytes], plan: Plan, spec: ModelSpec, buckets: Sequence[Bucket], cluster: Cluster,
+    dtype: str,
+) -> dict[int, MemoryBytes]:  # fmt: skip
+    """``memory`` of all ranks with that of their communicators, and of the receives that are posted further ahead where
+    they come through host memory."""
     chips = {rank: cluster.chip_of(rank) for rank in plan.ranks}
-    counts = communicators(plan, spec, buckets, {rank: library(chip) for rank, chip in chips.items()})
+    libraries = {rank: library(chip) for rank, chip in chips.items()}
+    counts = communicators(plan, spec, buckets, libraries)
+    ahead = _receives_through_host(plan, spec, libraries, ITEM_BYTES[dtype])
     return {
-        rank: replace(needs, communicators=max(communicator.bytes(*counts[rank]), communicator.least))
+        rank: replace(
+            needs, communicators=max(communicator.bytes(*counts[rank]), communicator.least),
+            activations=needs.activations + ahead.get(rank, 0),
+        )
         for rank, needs in memory.items()
         for communicator in [chips[rank].communicator]
-    }
+    }  # fmt: skip
+
+
+def _receives_through_host(
+    plan: Plan, spec: ModelSpec, libraries: Mapping[int, str], item: int
+) -> dict[int, int]:
+    """By rank that has no library in common with any rank of the stages beside its own: bytes of the receives that it
+    posts more than others."""
+    if len({*libraries.values()}) == 1 and all(libraries.values()):
+        return {}
+    more = dict[int, int]()
+    for stages in (pipeline.stages for pipeline in plan.pipelines):
+        for s, stage in enumerate(stages):
+            beside = {libraries[rank] for x in (stages[s - 1], stages[(s + 1) % len(stages)]) for rank in x.ranks}
+            for unit in stage.units if len(stages) > 1 else ():
+                posted = (HOST_LOOKAHEAD - LOOKAHEAD) * unit.micro_batch_tokens * spec.hidden_size * item
+                more |= {r: posted // unit.tp for r in unit.ranks if not libraries[r] or libraries[r] not in beside}
+    return more
 
 
 def format_communicators(ranks: Sequence[int], cluster: Cluster) -> list[str]:

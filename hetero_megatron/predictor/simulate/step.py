@@ -389,7 +389,7 @@ class StepSimulator:
                 optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
             overhead = int(costs.chip_rates(self.chips[rank]).overhead_bytes)
             memory[rank] = replace(needs, optimizer=optimizer, overhead=overhead)
-        return with_communicators(memory, self.plan, costs.model, buckets, costs.cluster)
+        return with_communicators(memory, self.plan, costs.model, buckets, costs.cluster, costs.dtype)
 
     def _mfu(self, seconds: float) -> float | None:
         peaks = [self.costs.cluster.chips[c].flops.get(self.costs.dtype) for c in self.chips.values()]

@@ -15,7 +15,7 @@ from hetero_megatron.plans import Pipeline, Plan, plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.memory.micro_batches import micro_batch_bytes
 from hetero_megatron.plans.memory.of_plan import estimate_memory
-from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
+from hetero_megatron.schedule.actions import HOST_LOOKAHEAD, SEND_LAG
 from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes
@@ -98,7 +98,7 @@ def test_in_flight_memory_is_what_was_estimated_and_below_the_cap(case: str) -> 
     chosen = under(name, caps)
     peaks = shared_pool().run(peak_bytes, chosen, SPEC)
     estimates = estimate_memory(chosen, SPEC, "fp32")
-    messages = (LOOKAHEAD + SEND_LAG) * 2 * 32 * SPEC.hidden_size * 4  # of other micro-batches, under way
+    messages = (HOST_LOOKAHEAD + SEND_LAG) * 2 * 32 * SPEC.hidden_size * 4  # of other micro-batches, under way
     for s, at in enumerate(chosen.pipelines[0].stages):
         activations, (rank,) = estimates[s].activations, at.ranks
         assert 0.9 * activations <= peaks[rank] <= activations + messages

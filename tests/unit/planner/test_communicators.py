@@ -63,3 +63,21 @@ def test_the_cluster_file_overrides_them_and_emulated_chips_have_none() -> None:
     found = predict(plan_from_dict(PLAN, SPEC), SPEC, emulated, "bf16")
     assert not any(needs.communicators for needs in found.memory.values()) and not found.communicators
     assert "communicators" not in format_memory(found.memory)
+
+
+@pytest.mark.parametrize(
+    ("chips", "waiting"),
+    [
+        (("A100-80-SXM", "A100-80-SXM", "H100-SXM"), (0, 0, 0)),
+        (("A100-80-SXM", "A100-80-SXM", "MI300X"), (1, 1, 2)),  # the bridge
+        (("A100-80-SXM", "MI300X", "A100-80-SXM"), (0, 1, 0)),  # the first rank shares a library with the last
+    ],
+)
+def test_receives_through_host_memory_are_posted_further_ahead(
+    chips: tuple[str, ...], waiting: tuple[int, ...]
+) -> None:
+    """Three more of a micro-batch's activations (64 tokens), of which a rank of TP 2 gets half."""
+    through = predict(plan_from_dict(PLAN, SPEC), SPEC, cluster(*chips), "bf16").memory
+    alike = predict(plan_from_dict(PLAN, SPEC), SPEC, cluster(*["A100-80-SXM"] * 3), "bf16").memory
+    half = 3 * 64 * SPEC.hidden_size * 2 // 2
+    assert [through[r].activations - alike[r].activations for r in range(3)] == [n * half for n in waiting]

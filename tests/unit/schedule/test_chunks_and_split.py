@@ -24,7 +24,7 @@ from hetero_megatron.schedule import (
     simulate,
     validate,
 )
-from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
+from hetero_megatron.schedule.actions import HOST_LOOKAHEAD, LOOKAHEAD, SEND_LAG
 from tests.support.selection import each
 
 SHAPES = [(p, m, v) for p, m, v in product((1, 2, 3, 4, 5, 7), range(12), (1, 2, 3, 4))]
@@ -183,6 +183,11 @@ def test_uneven_chunks_take_what_the_path_takes() -> None:
 
 
 def finishes(schedule: Schedule) -> bool:
+    """Whether stages end with as many receives posted ahead as devices and hosts have."""
+    return all(finishes_with(schedule, lookahead) for lookahead in (LOOKAHEAD, HOST_LOOKAHEAD))
+
+
+def finishes_with(schedule: Schedule, lookahead: int) -> bool:
     """Whether stages end that post receives ahead, and whose gradient sends wait for the one ``SEND_LAG`` before."""
     rows, orders = schedule.stages, [receive_order(schedule, s) for s in range(len(schedule.stages))]
     at, taken, sent = [0] * len(rows), [0] * len(rows), [list[tuple[int, Action]]() for _ in rows]
@@ -195,7 +200,7 @@ def finishes(schedule: Schedule) -> bool:
             while at[s] < len(row):
                 action = row[at[s]]
                 ahead = orders[s].index(action) + 1 if action.kind.startswith("RECV") else 0
-                posted[s] |= set(orders[s][: max(taken[s] + LOOKAHEAD, ahead)])
+                posted[s] |= set(orders[s][: max(taken[s] + lookahead, ahead)])
                 if action.kind.startswith("RECV") and action not in arrived[s]:
                     break
                 if action.kind.startswith("SEND"):
