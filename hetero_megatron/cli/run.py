@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from hetero_megatron.cli.run_plans import (
     replanned,
     searched,
 )
-from hetero_megatron.environment.launcher import refuse_copies
+from hetero_megatron.environment.launcher import refuse_copies, started_by_torchrun
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat, Setup, SupervisedJob, TestbedJob
 from hetero_megatron.launch.supervise import DRIFT_FLAG, Supervisor, Watch
@@ -27,6 +27,7 @@ from hetero_megatron.testbed.settings import CHIPS, LINKS
 from hetero_megatron.training.config import RunConfig
 
 if TYPE_CHECKING:
+    from hetero_megatron.launch.attached import Attached
     from hetero_megatron.launch.job import Access
 
 USAGE = """\
@@ -84,9 +85,18 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     refuse_copies("hetero-megatron run", "starts all ranks by itself")
+    if started_by_torchrun():
+        from hetero_megatron.cli.run_torchrun import run_worker
+
+        return run_worker(argv)
     if any(word == "--join" or word.startswith("--join=") for word in argv):
         return join(argv, PRETRAIN)
-    options, fallbacks, words = _parse(argv)
+    return launch(argv)
+
+
+def launch(argv: Sequence[str], attach: Callable[[RunConfig], Attached] | None = None) -> int:
+    """``attach``: gives the hosts that torchrun has started; None: this process starts all ranks."""
+    options, fallbacks, words = parse(argv)
     if "--elastic" in words:
         raise UserError("belongs before --", field="--elastic", accepted="hetero-megatron run --elastic ... -- FLAGS")
     refuse_empty(argv[: argv.index("--")])
@@ -103,7 +113,8 @@ def main(argv: Sequence[str]) -> int:
     testbed = _testbed(options, cluster)
     access = _access(options, cluster)
     config = configured(words, Path(options["--plan"]), cluster, None)
-    seats = _seats(config)
+    attached = attach(config) if attach is not None else None
+    seats = attached.seats if attached is not None else _seats(config)
     if config.plan.roles and policy == "replan" and not fallbacks:
         raise UserError("the planner finds no ranks for the roles of a plan", field="--on-failure", value=policy,
                         accepted="--fallback-plan FILE beside it, or restart")  # fmt: skip
@@ -131,7 +142,8 @@ def main(argv: Sequence[str]) -> int:
         limits = ElasticLimits(int(restarts), grace, least_speed, wait)
         kinds = testbed[len(TESTBED_RUN) :] if testbed is not None else None
         return run_elastic(setup, words, planner, limits, scratch, log, options.get("--address"), config, kinds,
-                           drift_in_place(words, scratch, replans) if config.failure.replan_on_drift else None)
+                           drift_in_place(words, scratch, replans) if config.failure.replan_on_drift else None,
+                           attached)  # fmt: skip
     replanner = replanned(words, scratch) if config.failure.replan_on_drift else None
     def on_testbed(setup: Setup, words: Sequence[str], number: int) -> SupervisedJob:
         assert testbed is not None
@@ -253,7 +265,7 @@ def _number(options: Mapping[str, str], name: str, default: float) -> float:
     return value
 
 
-def _parse(argv: Sequence[str]) -> tuple[dict[str, str], list[Path], list[str]]:
+def parse(argv: Sequence[str]) -> tuple[dict[str, str], list[Path], list[str]]:
     if "--" not in argv:
         raise UserError("missing", field="--", accepted="-- and then the flags of pretrain_gpt.py")
     split = list(argv).index("--")

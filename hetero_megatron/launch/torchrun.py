@@ -1,0 +1,197 @@
+"""An elastic job under torchrun, whose own agent ends all workers of a host with one: the workers do not train.
+
+The first worker of each host is the host's agent (``launch.joining``), on the first host the launcher; the ranks are
+its children. The other workers wait for its end. What hosts must know of each other passes through torchrun's store:
+what each of them has, and where the launcher's store is.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.comm.job_store import LastingStore, Records, StoreGone, open_listener, serve
+from hetero_megatron.environment.launcher import LauncherEnvironment, address_towards, interface_of, is_loopback
+from hetero_megatron.errors import UserError
+from hetero_megatron.launch.attached import Attached
+from hetero_megatron.launch.jobs import Seat
+from hetero_megatron.utils.text import plural
+
+MEET_SECONDS = 120.0  # that the hosts may take to start, after torchrun has brought them together
+PATIENCE = 20.0  # seconds that torchrun's store may not answer
+LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class HostOffer:
+    """What torchrun has started on a host: ``chips`` workers, the first of them is rank ``first``."""
+
+    node: str
+    first: int
+    chips: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the launcher's store is; ``refused``: why there is none."""
+
+    host: str
+    port: int
+    secret: str
+    refused: str
+
+
+class HostRecords:
+    """What hosts leave in torchrun's store: of one start of its workers, which may be started again."""
+
+    def __init__(self, launcher: LauncherEnvironment) -> None:
+        scope = f"elastic-hosts/{launcher.restarts}"
+        self._world = launcher.world_size
+        host, port = launcher.rendezvous_address
+        if launcher.rank == 0 and not launcher.agent_store:
+            self._served = serve(open_listener(launcher), host, timedelta(seconds=PATIENCE))
+        self._records = Records(LastingStore(host, port, PATIENCE, scope), launcher.secret, scope)
+
+    def offer(self, offer: HostOffer) -> None:
+        self._records.set(f"host/{offer.first}", offer)
+
+    def offers(self) -> list[HostOffer]:
+        """Of all hosts, in the order of their ranks.
+
+        Raises:
+            UserError: one does not come.
+        """
+        offers, end = list[HostOffer](), time.monotonic() + MEET_SECONDS
+        while (first := sum(offer.chips for offer in offers)) < self._world:
+            key = f"host/{first}"
+            if self._records.store.check([key]):
+                offers += self._records.get([key], HostOffer)
+            elif time.monotonic() > end:
+                raise UserError(f"the host of rank {first} does not say what it has within {MEET_SECONDS:g} s",
+                                field="torchrun", accepted="the same command on all hosts")  # fmt: skip
+            else:
+                time.sleep(LOOK_SECONDS)
+        return offers
+
+    def publish(self, meeting: Meeting) -> None:
+        self._records.set("launcher", meeting)
+
+    def meeting(self) -> Meeting:
+        """UserError: the launcher refused, or says nothing."""
+        end = time.monotonic() + MEET_SECONDS + PATIENCE
+        while not self._records.store.check(["launcher"]):
+            if time.monotonic() > end:
+                raise UserError("the launcher, which is the worker of rank 0, says nothing", field="torchrun",
+                                accepted="the same command on all hosts")  # fmt: skip
+            time.sleep(LOOK_SECONDS)
+        (meeting,) = self._records.get(["launcher"], Meeting)
+        assert isinstance(meeting, Meeting)
+        if meeting.refused:
+            raise UserError(f"the launcher, on the host of rank 0, refused: {meeting.refused}", field="torchrun")
+        return meeting
+
+
+class TorchrunAgents:
+    """See :class:`~hetero_megatron.launch.attached.Agents`."""
+
+    def __init__(self, records: HostRecords) -> None:
+        self._records, self._told = records, False
+        self.address: str | None = None
+
+    def offers(self) -> list[HostOffer]:
+        return self._records.offers()
+
+    def open(self, host: str, port: int, secret: str) -> None:
+        self._told = True
+        self._records.publish(Meeting(host, port, secret, ""))
+
+    def lost(self) -> dict[str, int]:
+        return {}  # an agent that is gone is noticed by the ranks that miss its own
+
+    def close(self, problem: str = "") -> None:
+        if not self._told:
+            self._told = True
+            with suppress(StoreGone):
+                self._records.publish(Meeting("", 0, "", problem or "the job did not begin"))
+
+
+def node_of(launcher: LauncherEnvironment, cluster: bool) -> str:
+    """What a host is called: in the cluster file, else by its name and first rank."""
+    return launcher.node or socket.gethostname() + ("" if cluster else f"-{launcher.rank}")
+
+
+def attach(
+    launcher: LauncherEnvironment, agents: TorchrunAgents, cluster: Cluster | None, ranks: int, address: str | None
+) -> Attached:
+    """All hosts that torchrun has started, for the launcher, which is one of them.
+
+    Args:
+        ranks: of the plan.
+        address: of this host, as others reach it; None: as the hosts reach torchrun's store, or as it reaches that.
+
+    Raises:
+        UserError: they do not fit the cluster file, or the plan.
+    """
+    offers = agents.offers()
+    chips = {offer.node: offer.chips for offer in offers}
+    twice = next((offer.node for offer in offers if sum(other.node == offer.node for other in offers) > 1), None)
+    if twice is not None:
+        raise UserError("two hosts of torchrun have this name", field="HETERO_NODE", value=twice,
+                        accepted="another one on each host")  # fmt: skip
+    own_node = node_of(launcher, cluster is not None)
+    if cluster is not None:
+        seats = tuple(Seat(r.node, r.local) for r in cluster.ranks)
+        _check_nodes(chips, cluster)
+    elif len(offers) == 1:  # a node each, as with hetero-megatron run
+        seats = tuple(Seat(f"rank{rank}", 0, rank) for rank in range(launcher.world_size))
+    else:
+        seats = tuple(Seat(offer.node, local, local) for offer in offers for local in range(offer.chips))
+    if len(seats) < ranks:
+        problem = f"the plan is for {plural(ranks, 'rank')}, and torchrun has started {len(seats)}"
+        raise UserError(problem, field="--nproc-per-node", accepted=f"{ranks} workers on all hosts together")
+    here = [member for member, seat in enumerate(seats) if seat.node == own_node or len(offers) == 1]
+    agents.address = address or (own_address(launcher.address) if len(offers) > 1 else None)
+    return Attached(seats, range(here[0], here[-1] + 1), agents)
+
+
+def _check_nodes(chips: dict[str, int], cluster: Cluster) -> None:
+    """The hosts of torchrun are the nodes of the cluster file, with their chips."""
+    expected: dict[str, int] = {}
+    for rank in cluster.ranks:
+        expected[rank.node] = expected.get(rank.node, 0) + 1
+    for node, count in chips.items():
+        if node not in expected:
+            problem = "the cluster file has no such node, and torchrun has started workers on it"
+            raise UserError(problem, field="HETERO_NODE", value=node, accepted=", ".join(list(expected)[:8]),
+                            where=cluster.file)  # fmt: skip
+        if count != expected[node]:
+            problem = f"the cluster file gives {node} {plural(expected[node], 'chip')}, and torchrun has started"
+            raise UserError(f"{problem} {plural(count, 'worker')} there", field="--nproc-per-node", value=count,
+                            accepted=f"{expected[node]} on that host", where=cluster.file)  # fmt: skip
+    if missing := [node for node in expected if node not in chips]:
+        raise UserError(
+            f"torchrun has started no workers on {', '.join(missing[:8])}", field="--nnodes", value=len(chips),
+            accepted=f"all {len(expected)} nodes of the cluster file; hosts that come later: hetero-megatron run --join",
+            where=cluster.file,
+        )  # fmt: skip
+
+
+def own_address(store: str) -> str:
+    """By which other hosts reach this one: the address of torchrun's store where that is this host, else the one on the
+    way to it.
+
+    Raises:
+        UserError: there is no way.
+    """
+    try:
+        address = socket.getaddrinfo(store, None, type=socket.SOCK_STREAM)[0][4][0]
+        if is_loopback(str(address)) or interface_of(str(address)) is not None:
+            return str(address)
+        return address_towards(store)
+    except OSError as error:
+        problem = f"no way to it: {error.strerror or error}"
+        raise UserError(problem, field="MASTER_ADDR", value=store, accepted="an address that this host reaches") from None
