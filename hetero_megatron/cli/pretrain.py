@@ -54,9 +54,10 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, comma
     try:
         launcher = read_launcher(environment, joins="--dry-run" not in argv)
         if "--elastic" in argv and started_by_torchrun(environment) and not {"--dry-run", "--write-config"} & set(argv):
-            from hetero_megatron.cli.run_torchrun import pretrain_worker
+            from hetero_megatron.cli.run import as_worker
+            from hetero_megatron.cli.run_torchrun import run_words
 
-            return pretrain_worker(argv, launcher)
+            return as_worker(run_words(argv))
         with at_once(launcher.rank == 0):  # until training catches it: nothing is written before
             from hetero_megatron.cli.configure import configure
 

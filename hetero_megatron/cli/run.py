@@ -86,12 +86,20 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     refuse_copies("hetero-megatron run", "starts all ranks by itself")
     if started_by_torchrun():
-        from hetero_megatron.cli.run_torchrun import run_worker
+        from hetero_megatron.cli.run_torchrun import check_worker
 
-        return run_worker(argv)
+        check_worker(argv)
+        return as_worker(argv)
     if any(word == "--join" or word.startswith("--join=") for word in argv):
         return join(argv, PRETRAIN)
     return launch(argv)
+
+
+def as_worker(argv: Sequence[str]) -> int:
+    """One of the processes that torchrun has started with this command."""
+    from hetero_megatron.cli.run_torchrun import work
+
+    return work(argv, parse, launch, PRETRAIN)
 
 
 def launch(argv: Sequence[str], attach: Callable[[RunConfig], Attached] | None = None) -> int:
@@ -114,6 +122,11 @@ def launch(argv: Sequence[str], attach: Callable[[RunConfig], Attached] | None =
     access = _access(options, cluster)
     config = configured(words, Path(options["--plan"]), cluster, None)
     attached = attach(config) if attach is not None else None
+    if elastic and access is not None:
+        from hetero_megatron.launch.ssh_agents import attach as attach_by_ssh
+
+        assert config.cluster is not None and cluster is not None
+        attached = attach_by_ssh(access, config.cluster, Path(options["--plan"]), cluster, words, PRETRAIN)
     seats = attached.seats if attached is not None else _seats(config)
     if config.plan.roles and policy == "replan" and not fallbacks:
         raise UserError("the planner finds no ranks for the roles of a plan", field="--on-failure", value=policy,
@@ -170,12 +183,10 @@ def _elastic(options: dict[str, str]) -> bool:
             if name in options:
                 raise UserError("it needs --elastic", field=name, value=options[name])
         return False
-    for name, problem in (
-        ("--via", "the agents on other hosts end all their ranks with one"),
-    ):
-        if name in options:
-            raise UserError(f"contradicts --elastic: {problem}", field=name, value=options[name] or None,
-                            accepted=f"without {name}, or without --elastic")  # fmt: skip
+    if "--rejoin" in options:
+        accepted = "hetero-megatron run --join DIR on the host that is back"
+        raise UserError("contradicts --elastic, which hosts join by themselves", field="--rejoin",
+                        value=options["--rejoin"], accepted=accepted)  # fmt: skip
     if options.get("--on-failure", "replan") != "replan":
         raise UserError("contradicts --elastic, which plans again", field="--on-failure",
                         value=options["--on-failure"], accepted="replan, or without --elastic")  # fmt: skip

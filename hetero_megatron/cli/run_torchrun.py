@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from hetero_megatron.launch.torchrun import HostRecords
     from hetero_megatron.training.config import RunConfig
 
+    # Of ``cli.run``: (options, fallback plans, flags of pretrain_gpt.py); its run, given the hosts there are.
+    Parse = Callable[[Sequence[str]], tuple[dict[str, str], list[Path], list[str]]]
+    Launch = Callable[[Sequence[str], Callable[[RunConfig], Attached]], int]
+
 _NOT_BESIDE = ("--join", "--testbed", "--via")
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
          "MASTER_PORT")  # fmt: skip
 
 
-def run_worker(argv: Sequence[str]) -> int:
-    """``torchrun … -m hetero_megatron run --elastic …``. Returns the exit code."""
+def check_worker(argv: Sequence[str]) -> None:
+    """UserError: ``torchrun … -m hetero_megatron run …`` with flags that are for one process."""
     options = [word.partition("=")[0] for word in argv[: argv.index("--") if "--" in argv else None]]
     for name in _NOT_BESIDE:
         if name in options:
@@ -38,11 +42,10 @@ def run_worker(argv: Sequence[str]) -> int:
     if "--elastic" not in options:
         raise UserError("torchrun has started it as one of several workers, but it starts all ranks by itself",
                         field="hetero-megatron run", accepted="--elastic beside it, or without torchrun")  # fmt: skip
-    return _work(argv, read_launcher())
 
 
-def pretrain_worker(argv: Sequence[str], launcher: LauncherEnvironment) -> int:
-    """``torchrun … pretrain_gpt.py --elastic …``: as ``run --elastic`` with the same plan and cluster."""
+def run_words(argv: Sequence[str]) -> list[str]:
+    """Those of ``torchrun … pretrain_gpt.py --elastic …`` as words of ``hetero-megatron run``."""
     files: dict[str, str] = {}
     words, rest = list[str](), list(argv)
     while rest:
@@ -58,12 +61,21 @@ def pretrain_worker(argv: Sequence[str], launcher: LauncherEnvironment) -> int:
             accepted = f"FILE, {use}" + (f"; or {with_fallbacks}" if name == "--cluster" else "")
             raise UserError("missing beside --elastic under torchrun", field=name, accepted=accepted)
     given = [word for name, file in files.items() for word in (name, file)]
-    return _work(["--elastic", *given, "--", *words], launcher)
+    return ["--elastic", *given, "--", *words]
 
 
-def _work(argv: Sequence[str], launcher: LauncherEnvironment) -> int:
-    """``argv``: of ``hetero-megatron run``."""
+def work(argv: Sequence[str], parse: Parse, launch: Launch, program: Sequence[str]) -> int:
+    """A worker, to its end.
+
+    Args:
+        argv: of ``hetero-megatron run``.
+        program: what starts a rank.
+
+    Returns:
+        the exit code, which is that of its host's agent.
+    """
     end_with_parent()
+    launcher = read_launcher()
     if launcher.local_rank is None or launcher.local_world_size is None:
         raise UserError("not set", field="LOCAL_RANK and LOCAL_WORLD_SIZE", accepted="as torchrun sets them")
     if launcher.local_rank:
@@ -76,7 +88,7 @@ def _work(argv: Sequence[str], launcher: LauncherEnvironment) -> int:
     from hetero_megatron.comm.job_store import StoreGone
 
     try:
-        code = _agent(argv, launcher)
+        code = _agent(argv, launcher, parse, launch, program)
     except UserError as error:
         say_error(str(error), environment)
         code = USER_ERROR
@@ -87,8 +99,9 @@ def _work(argv: Sequence[str], launcher: LauncherEnvironment) -> int:
     return code
 
 
-def _agent(argv: Sequence[str], launcher: LauncherEnvironment) -> int:
-    from hetero_megatron.cli.run import PRETRAIN, parse
+def _agent(
+    argv: Sequence[str], launcher: LauncherEnvironment, parse: Parse, launch: Launch, program: Sequence[str]
+) -> int:
     from hetero_megatron.launch.joining import JobFile, Joining
     from hetero_megatron.launch.torchrun import HostOffer, HostRecords, node_of
 
@@ -97,18 +110,19 @@ def _agent(argv: Sequence[str], launcher: LauncherEnvironment) -> int:
     records, node = HostRecords(launcher), node_of(launcher, "--cluster" in options)
     records.offer(HostOffer(node, launcher.rank, launcher.local_world_size))
     if launcher.rank == 0:
-        return _launch(argv, launcher, records, options.get("--address"))
+        return _launch(argv, launcher, records, options.get("--address"), launch)
     meeting = records.meeting()
     plan, cluster = (str(Path(options[name]).absolute()) if name in options else "" for name in ("--plan", "--cluster"))
     words = [*words, "--elastic"]
     job = JobFile(meeting.host, meeting.port, meeting.secret, plan, cluster, words, str(Path.cwd()))
     log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     found = ("torchrun", node)
-    return Joining(job, node, launcher.local_world_size, None, PRETRAIN, log, found=found, stays=True).run()
+    return Joining(job, node, launcher.local_world_size, None, program, log, found=found, stays=True).run()
 
 
-def _launch(argv: Sequence[str], launcher: LauncherEnvironment, records: HostRecords, address: str | None) -> int:
-    from hetero_megatron.cli.run import launch
+def _launch(
+    argv: Sequence[str], launcher: LauncherEnvironment, records: HostRecords, address: str | None, launch: Launch
+) -> int:
     from hetero_megatron.launch.torchrun import TorchrunAgents, attach
     from hetero_megatron.plans import all_ranks
 

@@ -137,6 +137,13 @@ class EpochStore:
         failed_by_member = {m: self._one(f"stopped/{number}/{m}", bool) for m in members}
         return {m: bool(failed) for m, failed in failed_by_member.items() if failed is not None}
 
+    def cannot_reach(self, number: int, member: int, ranks: list[int]) -> None:
+        """What a member saw when it left epoch ``number``: ranks of it that it does not reach."""
+        self._records.set(f"unreachable/{number}/{member}", ranks)
+
+    def unreachable(self, number: int, member: int) -> list[int]:
+        return self._one(f"unreachable/{number}/{member}", list[int]) or []  # type: ignore[return-value, arg-type]
+
     def leave(self, member: int, why: str) -> None:
         """A member is about to end, and has given all away that others need."""
         self._records.set(f"left/{member}", why)

@@ -132,8 +132,8 @@ class Admission:
         """(why the host may not join, or an empty string; the cluster file that it came with, if any)."""
         if request.node in present:
             return f"a node of this name is in the job already; accepted: --node other than {_names(present)}", None
-        if unlike := self._unlike_program(request):
-            return unlike, None
+        if problem := self._unlike_program(request):
+            return problem, None
         file = cluster
         if request.cluster:
             if cluster is None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from hetero_megatron.comm.epochs import EpochStore
+from hetero_megatron.launch.jobs import Seat
+from hetero_megatron.monitoring.stragglers import Diagnosis, cut_pairs, to_drop
 
 
 @dataclass(frozen=True)
@@ -32,3 +37,23 @@ class Change:
     begin: float
     spare: set[int] = field(default_factory=set)
     failed: bool = False
+
+
+def cut_off(
+    store: EpochStore, number: int, seats: Sequence[Seat], present: Iterable[int], members: Sequence[int]
+) -> dict[int, str]:
+    """Members of epoch ``number`` that are to go, because links between nodes carry nothing: as few as will do, with
+    their whole nodes; and between whom.
+
+    Args:
+        seats: of its ranks.
+        present: its ranks that are left.
+        members: of its ranks.
+    """
+    nodes, left = [seat.node for seat in seats], list(present)
+    lost = set(nodes) - {nodes[rank] for rank in left}
+    seen = [Diagnosis(rank, (), 0.0, "", tuple(store.unreachable(number, members[rank]))) for rank in left]
+    pairs = cut_pairs(seen, nodes, lost)
+    dropped = to_drop(pairs, nodes)
+    between = {node: sorted({*pair} - {node})[0] for pair in pairs for node in pair & dropped}
+    return {members[rank]: between[nodes[rank]] for rank in left if nodes[rank] in dropped}

@@ -16,7 +16,7 @@ from hetero_megatron.comm.epochs import Epoch, EpochStore
 from hetero_megatron.comm.job_store import JobStore
 from hetero_megatron.launch.admission import Admission
 from hetero_megatron.launch.drift import Around, DriftPlanner, DriftWatch
-from hetero_megatron.launch.epoch_change import Change, NextEpoch
+from hetero_megatron.launch.epoch_change import Change, NextEpoch, cut_off
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.plan_search import PlanSearch, Search
 from hetero_megatron.launch.stop_signals import StopSignals
@@ -337,6 +337,7 @@ class InPlaceSupervisor:
         if self._change is None:
             assert self._since is not None
             self._change = Change(time.monotonic() - self._since, time.monotonic())
+            self._leave_out_cut_off()
         change = self._change
         if (failed or self._lost) and not change.failed:
             change.failed, self._losses = True, self._losses + 1
@@ -364,6 +365,13 @@ class InPlaceSupervisor:
         self._left |= {*self._gone, *self.members} - {*members}
         self._publish(next_epoch, ready, change.notice, time.monotonic() - change.begin)
         return None
+
+    def _leave_out_cut_off(self) -> None:
+        ranks, seats = [self._rank(m) for m in self._alive], [self._seats[m] for m in self.members]
+        for member, other in cut_off(self._store, self._number, seats, ranks, self.members).items():
+            place = self._where(member)
+            self._gone[member] = f"rank {self._rank(member)} ({place}) and {other} cannot reach each other"
+            self.log(self._gone[member])
 
     def _publish(self, chosen: NextEpoch, joined: list[int], notice: float, took: float) -> None:
         messages = [*self._gone.values(), *self._admission.take(joined)]

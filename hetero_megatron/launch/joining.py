@@ -101,8 +101,9 @@ class HostJob(Protocol):
 
 def _start(setup: Setup, job: JobFile, answer: JoinAnswer) -> HostJob:
     variables = gloo_towards(job.host) | ({} if answer.ranks else {JOINS: "1"})
-    return LocalJob(setup, job.words, job.host, job.port, 0, Path(job.folder), answer.members[0], variables, job.secret,
-                    answer.ranks, apart=True)  # fmt: skip
+    return LocalJob(
+        setup, job.words, job.host, job.port, 0, None, answer.members[0], variables, job.secret, answer.ranks, True
+    )
 
 
 class Joining:

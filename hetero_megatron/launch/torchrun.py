@@ -175,7 +175,7 @@ def _check_nodes(chips: dict[str, int], cluster: Cluster) -> None:
     if missing := [node for node in expected if node not in chips]:
         raise UserError(
             f"torchrun has started no workers on {', '.join(missing[:8])}", field="--nnodes", value=len(chips),
-            accepted=f"all {len(expected)} nodes of the cluster file; hosts that come later: hetero-megatron run --join",
+            accepted=f"all {len(expected)} nodes of the cluster file; for those that come later: run --join",
             where=cluster.file,
         )  # fmt: skip
 
@@ -193,5 +193,5 @@ def own_address(store: str) -> str:
             return str(address)
         return address_towards(store)
     except OSError as error:
-        problem = f"no way to it: {error.strerror or error}"
-        raise UserError(problem, field="MASTER_ADDR", value=store, accepted="an address that this host reaches") from None
+        problem, accepted = f"no way to it: {error.strerror or error}", "an address that this host reaches"
+        raise UserError(problem, field="MASTER_ADDR", value=store, accepted=accepted) from None
