@@ -44,7 +44,8 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
                          any, the planner searches one: needs --cluster); ranks that only crashed are restarted
   --elastic              replan without ending a process: ranks that are left go on from what is in their memories
                          (a loss costs at most --peer-replicas-every K, 1, steps), and one that
-                         gets SIGTERM hands over at the step's end and leaves; hosts may join (not a testbed)
+                         gets SIGTERM hands over at the step's end and leaves; hosts may join (not a testbed); also
+                         under torchrun, the same command on all hosts, and with --via ssh
   --join DIR             on another host, or here: join the elastic job whose --save directory is DIR, after a step
   --node NAME            this host in the cluster file (default: its own name); --cluster C: one with all nodes, where
                          the job's has not got this one; --nproc-per-node N: ranks here, in a job without cluster file

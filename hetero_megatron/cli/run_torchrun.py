@@ -102,6 +102,7 @@ def work(argv: Sequence[str], parse: Parse, launch: Launch, program: Sequence[st
 def _agent(
     argv: Sequence[str], launcher: LauncherEnvironment, parse: Parse, launch: Launch, program: Sequence[str]
 ) -> int:
+    from hetero_megatron.comm.job_store import StoreGone
     from hetero_megatron.launch.joining import JobFile, Joining
     from hetero_megatron.launch.torchrun import HostOffer, HostRecords, node_of
 
@@ -117,7 +118,12 @@ def _agent(
     job = JobFile(meeting.host, meeting.port, meeting.secret, plan, cluster, words, str(Path.cwd()))
     log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     found = ("torchrun", node)
-    return Joining(job, node, launcher.local_world_size, None, program, log, found=found, stays=True).run()
+    try:
+        return Joining(job, node, launcher.local_world_size, None, program, log, found=found, stays=True).run()
+    except UserError as error:
+        with suppress(StoreGone):
+            records.fail(node, " ".join(str(error).split()))
+        raise
 
 
 def _launch(
@@ -135,8 +141,7 @@ def _launch(
     try:
         return launch(argv, attached)
     except UserError as error:
-        with suppress(OSError):
-            agents.close(" ".join(str(error).split()))
+        agents.close(" ".join(str(error).split()))
         raise
     finally:
         agents.close()

@@ -83,7 +83,7 @@ class AttachedJob:
     def poll(self) -> dict[int, int]:
         codes = self._local.poll() if self._local is not None else {}
         lost, elsewhere = self._attached.agents.lost(), self._attached.elsewhere
-        return codes | {member: code for node, code in lost.items() for member in elsewhere[node]}
+        return codes | {member: code for node, code in lost.items() for member in elsewhere.get(node, ())}
 
     def end(self, rank: int) -> None:
         """SIGKILL to one of this host."""

@@ -8,6 +8,7 @@ what each of them has, and where the launcher's store is.
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from hetero_megatron.environment.launcher import LauncherEnvironment, address_to
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.attached import Attached
 from hetero_megatron.launch.jobs import Seat
+from hetero_megatron.launch.supervise import USER_ERROR
 from hetero_megatron.utils.text import plural
 
 MEET_SECONDS = 120.0  # that the hosts may take to start, after torchrun has brought them together
@@ -43,6 +45,14 @@ class Meeting:
     port: int
     secret: str
     refused: str
+
+
+@dataclass(frozen=True)
+class HostFailure:
+    """Why a host cannot take part."""
+
+    node: str
+    problem: str
 
 
 class HostRecords:
@@ -77,6 +87,18 @@ class HostRecords:
                 time.sleep(LOOK_SECONDS)
         return offers
 
+    def fail(self, node: str, problem: str) -> None:
+        """This host cannot take part."""
+        self._records.set("failed", HostFailure(node, problem))
+
+    def failed(self) -> HostFailure | None:
+        """The last one that said so."""
+        if not self._records.store.check(["failed"]):
+            return None
+        (failure,) = self._records.get(["failed"], HostFailure)
+        assert isinstance(failure, HostFailure)
+        return failure
+
     def publish(self, meeting: Meeting) -> None:
         self._records.set("launcher", meeting)
 
@@ -101,16 +123,32 @@ class TorchrunAgents:
     def __init__(self, records: HostRecords) -> None:
         self._records, self._told = records, False
         self.address: str | None = None
+        self._look_until = self._looked = 0.0
 
     def offers(self) -> list[HostOffer]:
         return self._records.offers()
 
     def open(self, host: str, port: int, secret: str) -> None:
-        self._told = True
+        self._told, self._look_until = True, time.monotonic() + MEET_SECONDS
         self._records.publish(Meeting(host, port, secret, ""))
 
     def lost(self) -> dict[str, int]:
-        return {}  # an agent that is gone is noticed by the ranks that miss its own
+        """An agent that fails to begin says so; one that is gone later is noticed by the ranks that miss its own, and
+        torchrun's store, which may be on another host, is not asked any more."""
+        now = time.monotonic()
+        if not self._looked + LOOK_SECONDS < now < self._look_until:
+            return {}
+        self._looked = now
+        try:
+            failure = self._records.failed()
+        except StoreGone:
+            self._look_until = 0.0
+            return {}
+        if failure is None:
+            return {}
+        self._look_until = 0.0
+        print(f"launcher: {failure.node} cannot begin: {failure.problem}", file=sys.stderr, flush=True)
+        return {failure.node: USER_ERROR}
 
     def close(self, problem: str = "") -> None:
         if not self._told:
