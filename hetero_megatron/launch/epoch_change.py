@@ -43,7 +43,9 @@ def cut_off(
     store: EpochStore, number: int, seats: Sequence[Seat], present: Iterable[int], members: Sequence[int]
 ) -> dict[int, str]:
     """Members of epoch ``number`` that are to go, because links between nodes carry nothing: as few as will do, with
-    their whole nodes; and between whom.
+    their whole nodes; and a node that each does not reach.
+
+    A node of which nothing is heard any more is lost, and no partner of it goes in its place.
 
     Args:
         seats: of its ranks.

@@ -19,9 +19,9 @@ from hetero_megatron.launch.drift import Around, DriftPlanner, DriftWatch
 from hetero_megatron.launch.epoch_change import Change, NextEpoch, cut_off
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.plan_search import PlanSearch, Search
-from hetero_megatron.launch.stop_signals import StopSignals
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR, Planner, left_without, say_code
 from hetero_megatron.monitoring.record import add_event
+from hetero_megatron.training.exit import StopSignals
 from hetero_megatron.utils.text import plural
 
 LOOK_SECONDS = 0.02

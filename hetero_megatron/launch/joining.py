@@ -3,7 +3,10 @@
 It asks the launcher through its store, starts this host's processes once it is admitted, and tells the launcher how
 they end. The launcher's command brings agents to the hosts that the first epoch begins with (over ssh, or as workers of
 torchrun); with ``hetero-megatron run --join DIR`` a host joins later. Its processes load everything before the job
-pauses for them."""
+pauses for them. Over ssh it is started by
+
+    HETERO_JOB_SECRET=... python -m hetero_megatron.launch.joining '{"job": {...}, "node": "a", "chips": 1, ...}'
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +26,7 @@ from typing import Protocol
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.comm.epochs import SCOPE, EpochStore, JoinAnswer, JoinRequest
 from hetero_megatron.comm.job_store import LastingStore, StoreGone, await_listener
-from hetero_megatron.environment.launcher import JOINS, gloo_towards
+from hetero_megatron.environment.launcher import JOINS, SECRET, gloo_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Seat, Setup
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR, say_code
@@ -244,3 +248,19 @@ def _chips(cluster: Path, node: str) -> int:
         )  # fmt: skip
     return names.count(node)
 
+
+def main(argument: str) -> int:
+    """Exit code of the host's part of the job."""
+    settings = json.loads(argument)
+    job = JobFile(**settings["job"], secret=os.environ[SECRET])
+    log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    found, node = ("--via", "ssh"), settings["node"]
+    try:
+        return Joining(job, node, settings["chips"], None, settings["program"], log, found=found).run()
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -18,7 +18,7 @@ from hetero_megatron.launch.job import GONE, Access
 from hetero_megatron.launch.jobs import Seat
 from hetero_megatron.launch.joining import JobFile
 
-AGENT = "hetero_megatron.launch.host_agent"
+AGENT = "hetero_megatron.launch.joining"
 _VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 LAST_WORD_SECONDS = 1.0  # after an agent's end: how its ranks ended, it has told the job's store before
 
