@@ -109,10 +109,11 @@ def _agent(
     assert launcher.local_world_size is not None
     options, _, words = parse(argv)
     records, node = HostRecords(launcher), node_of(launcher, "--cluster" in options)
-    records.offer(HostOffer(node, launcher.rank, launcher.local_world_size))
+    offer = HostOffer(node, launcher.rank, launcher.local_world_size)
     if launcher.rank == 0:
+        records.offer(offer)
         return _launch(argv, launcher, records, options.get("--address"), launch)
-    meeting = records.meeting()
+    meeting = records.meet(offer)
     plan, cluster = (str(Path(options[name]).absolute()) if name in options else "" for name in ("--plan", "--cluster"))
     words = [*words, "--elastic"]
     job = JobFile(meeting.host, meeting.port, meeting.secret, plan, cluster, words, str(Path.cwd()))

@@ -7,6 +7,7 @@ what each of them has, and where the launcher's store is.
 
 from __future__ import annotations
 
+import secrets
 import socket
 import sys
 import time
@@ -26,6 +27,8 @@ from hetero_megatron.utils.text import plural
 MEET_SECONDS = 120.0  # that the hosts may take to start, after torchrun has brought them together
 PATIENCE = 20.0  # seconds that torchrun's store may not answer
 LOOK_SECONDS = 0.1
+OLD_SECONDS = 2.0  # after which a refusal counts that may be of a launcher before this one
+SCOPE = "elastic-hosts"
 
 
 @dataclass(frozen=True)
@@ -56,18 +59,22 @@ class HostFailure:
 
 
 class HostRecords:
-    """What hosts leave in torchrun's store: of one start of its workers, which may be started again."""
+    """What hosts leave in torchrun's store, which may outlast its workers: what is said is said to one launcher, by the
+    token that it has drawn. (torchrun's number of restarts may be another one on each host.)
+
+    Args:
+        launcher: of the first worker of a host; that of rank 0 is the job's launcher.
+    """
 
     def __init__(self, launcher: LauncherEnvironment) -> None:
-        scope = f"elastic-hosts/{launcher.restarts}"
-        self._world = launcher.world_size
+        self._world, self._token = launcher.world_size, ""
         host, port = launcher.rendezvous_address
         if launcher.rank == 0 and not launcher.agent_store:
             self._served = serve(open_listener(launcher), host, timedelta(seconds=PATIENCE))
-        self._records = Records(LastingStore(host, port, PATIENCE, scope), launcher.secret, scope)
-
-    def offer(self, offer: HostOffer) -> None:
-        self._records.set(f"host/{offer.first}", offer)
+        self._records = Records(LastingStore(host, port, PATIENCE, SCOPE), launcher.secret, SCOPE)
+        if launcher.rank == 0:
+            self._token = secrets.token_hex(8)
+            self._records.set("launcher", self._token)
 
     def offers(self) -> list[HostOffer]:
         """Of all hosts, in the order of their ranks.
@@ -77,9 +84,8 @@ class HostRecords:
         """
         offers, end = list[HostOffer](), time.monotonic() + MEET_SECONDS
         while (first := sum(offer.chips for offer in offers)) < self._world:
-            key = f"host/{first}"
-            if self._records.store.check([key]):
-                offers += self._records.get([key], HostOffer)
+            if isinstance(offer := self._find(f"host/{first}", HostOffer), HostOffer):
+                offers.append(offer)
             elif time.monotonic() > end:
                 raise UserError(f"the host of rank {first} does not say what it has within {MEET_SECONDS:g} s",
                                 field="torchrun", accepted="the same command on all hosts")  # fmt: skip
@@ -87,34 +93,59 @@ class HostRecords:
                 time.sleep(LOOK_SECONDS)
         return offers
 
+    def publish(self, meeting: Meeting) -> None:
+        self._records.set(f"{self._token}/meeting", meeting)
+
+    def offer(self, offer: HostOffer) -> None:
+        self._records.set(f"{self._token}/host/{offer.first}", offer)
+
+    def meet(self, offer: HostOffer) -> Meeting:
+        """Offer what this host has to the launcher, and find its store.
+
+        Raises:
+            UserError: the launcher refused, or says nothing.
+        """
+        begin = time.monotonic()
+        while (seconds := time.monotonic() - begin) < MEET_SECONDS + PATIENCE:
+            if self._records.store.check(["launcher"]):
+                (token,) = self._records.get(["launcher"], str)
+                if token != self._token:
+                    self._token = token
+                    self.offer(offer)
+                meeting = self._find("meeting", Meeting)
+                refusal = meeting.refused if isinstance(meeting, Meeting) else ""
+                if refusal and seconds > OLD_SECONDS:
+                    raise UserError(f"the launcher, on the host of rank 0, refused: {refusal}", field="torchrun")
+                if isinstance(meeting, Meeting) and not refusal and _listens(meeting):
+                    return meeting
+            time.sleep(LOOK_SECONDS)
+        raise UserError("the launcher, which is the worker of rank 0, says nothing", field="torchrun",
+                        accepted="the same command on all hosts")  # fmt: skip
+
     def fail(self, node: str, problem: str) -> None:
         """This host cannot take part."""
-        self._records.set("failed", HostFailure(node, problem))
+        self._records.set(f"{self._token}/failed", HostFailure(node, problem))
 
     def failed(self) -> HostFailure | None:
         """The last one that said so."""
-        if not self._records.store.check(["failed"]):
-            return None
-        (failure,) = self._records.get(["failed"], HostFailure)
-        assert isinstance(failure, HostFailure)
-        return failure
+        failure = self._find("failed", HostFailure)
+        return failure if isinstance(failure, HostFailure) else None
 
-    def publish(self, meeting: Meeting) -> None:
-        self._records.set("launcher", meeting)
+    def _find(self, key: str, kind: type) -> object | None:
+        key = f"{self._token}/{key}"
+        return self._records.get([key], kind)[0] if self._records.store.check([key]) else None
 
-    def meeting(self) -> Meeting:
-        """UserError: the launcher refused, or says nothing."""
-        end = time.monotonic() + MEET_SECONDS + PATIENCE
-        while not self._records.store.check(["launcher"]):
-            if time.monotonic() > end:
-                raise UserError("the launcher, which is the worker of rank 0, says nothing", field="torchrun",
-                                accepted="the same command on all hosts")  # fmt: skip
-            time.sleep(LOOK_SECONDS)
-        (meeting,) = self._records.get(["launcher"], Meeting)
-        assert isinstance(meeting, Meeting)
-        if meeting.refused:
-            raise UserError(f"the launcher, on the host of rank 0, refused: {meeting.refused}", field="torchrun")
-        return meeting
+
+def _listens(meeting: Meeting) -> bool:
+    """Whether the launcher, or whatever is between it and this host, does not say that nobody listens there: then it
+    was one before torchrun started its workers again."""
+    try:
+        socket.create_connection((meeting.host, meeting.port), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 class TorchrunAgents:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -72,33 +73,39 @@ def test_what_passes_through_the_store_of_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = JobStore()
-    first, second = (
-        HostRecords(launcher(None, 3, rank, port=store.port, agent_store=True, secret=b"s" * 16)) for rank in (0, 2)
-    )
-    second.offer(HostOffer("b", 2, 1))
+    monkeypatch.setattr(torchrun, "OLD_SECONDS", 0.0)
+
+    def records(rank: int, secret: str = "s") -> HostRecords:
+        one = launcher(None, 3, rank, port=store.port, agent_store=True, secret=16 * secret.encode())
+        return HostRecords(one)
+
+    first, second, met = records(0), records(2), list[Meeting]()
+    thread = threading.Thread(target=lambda: met.append(second.meet(HostOffer("b", 2, 1))))
+    thread.start()
     first.offer(HostOffer("a", 0, 2))
     assert first.offers() == [HostOffer("a", 0, 2), HostOffer("b", 2, 1)]
     agents = TorchrunAgents(first)
-    agents.open("h", 1, "s")
+    agents.open("127.0.0.1", store.port, "s")
     agents.close("too late")
-    assert agents.lost() == {}
+    thread.join(10)
+    assert met == [Meeting("127.0.0.1", store.port, "s", "")] and agents.lost() == {}
     second.fail("b", "it has no launcher")
     agents._looked = 0.0
     assert agents.lost() == {"b": 2} and agents.lost() == {}
     assert capsys.readouterr().err == "launcher: b cannot begin: it has no launcher\n"
-    assert second.meeting() == Meeting("h", 1, "s", "")
-    again = HostRecords(launcher(None, 3, 2, port=store.port, agent_store=True, secret=b"s" * 16, restarts=1))
+    with pytest.raises(UserError, match="HETERO_JOB_SECRET"):
+        records(2, "t").meet(HostOffer("b", 2, 1))
+
     monkeypatch.setattr(torchrun, "MEET_SECONDS", 0.1)
     monkeypatch.setattr(torchrun, "PATIENCE", 0.1)
-    for ask in (again.offers, again.meeting):  # nobody is there yet after a restart
-        with pytest.raises(UserError, match="the same command on all hosts"):
-            ask()
+    again = records(0)  # torchrun has started its workers again: nobody has offered anything to this one
+    with pytest.raises(UserError, match="the same command on all hosts"):
+        again.offers()
+    with pytest.raises(UserError, match="the worker of rank 0, says nothing"):
+        second.meet(HostOffer("b", 2, 1))
     TorchrunAgents(again).close("no plan")
     with pytest.raises(UserError, match="the launcher, on the host of rank 0, refused: no plan"):
-        again.meeting()
-    other = HostRecords(launcher(None, 3, 2, port=store.port, agent_store=True, secret=b"t" * 16))
-    with pytest.raises(UserError, match="HETERO_JOB_SECRET"):
-        other.meeting()
+        second.meet(HostOffer("b", 2, 1))
 
 
 def test_the_address_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
