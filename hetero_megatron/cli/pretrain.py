@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.cli.log import say_error
 from hetero_megatron.cli.rank_errors import USER_ERROR, end_rank, is_lost_peer, peer_error
-from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
+from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher, started_by_torchrun
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import at_once, import_torch
 from hetero_megatron.utils.text import notice_line
@@ -53,6 +53,11 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, comma
     launcher = LauncherEnvironment()
     try:
         launcher = read_launcher(environment, joins="--dry-run" not in argv)
+        if "--elastic" in argv and started_by_torchrun(environment) and not {"--dry-run", "--write-config"} & set(argv):
+            from hetero_megatron.cli.run import as_worker
+            from hetero_megatron.cli.run_torchrun import run_words
+
+            return as_worker(run_words(argv))
         with at_once(launcher.rank == 0):  # until training catches it: nothing is written before
             from hetero_megatron.cli.configure import configure
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from hetero_megatron.cli.run_plans import (
     replanned,
     searched,
 )
-from hetero_megatron.environment.launcher import refuse_copies
+from hetero_megatron.environment.launcher import refuse_copies, started_by_torchrun
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat, Setup, SupervisedJob, TestbedJob
 from hetero_megatron.launch.supervise import DRIFT_FLAG, Supervisor, Watch
@@ -27,6 +27,7 @@ from hetero_megatron.testbed.settings import CHIPS, LINKS
 from hetero_megatron.training.config import RunConfig
 
 if TYPE_CHECKING:
+    from hetero_megatron.launch.attached import Attached
     from hetero_megatron.launch.job import Access
 
 USAGE = """\
@@ -43,7 +44,8 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
                          any, the planner searches one: needs --cluster); ranks that only crashed are restarted
   --elastic              replan without ending a process: ranks that are left go on from what is in their memories
                          (a loss costs at most --peer-replicas-every K, 1, steps), and one that
-                         gets SIGTERM hands over at the step's end and leaves; hosts may join (not a testbed)
+                         gets SIGTERM hands over at the step's end and leaves; hosts may join (not a testbed); also
+                         under torchrun, the same command on all hosts, and with --via ssh
   --join DIR             on another host, or here: join the elastic job whose --save directory is DIR, after a step
   --node NAME            this host in the cluster file (default: its own name); --cluster C: one with all nodes, where
                          the job's has not got this one; --nproc-per-node N: ranks here, in a job without cluster file
@@ -84,9 +86,26 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     refuse_copies("hetero-megatron run", "starts all ranks by itself")
+    if started_by_torchrun():
+        from hetero_megatron.cli.run_torchrun import check_worker
+
+        check_worker(argv)
+        return as_worker(argv)
     if any(word == "--join" or word.startswith("--join=") for word in argv):
         return join(argv, PRETRAIN)
-    options, fallbacks, words = _parse(argv)
+    return launch(argv)
+
+
+def as_worker(argv: Sequence[str]) -> int:
+    """One of the processes that torchrun has started with this command."""
+    from hetero_megatron.cli.run_torchrun import work
+
+    return work(argv, parse, launch, PRETRAIN)
+
+
+def launch(argv: Sequence[str], attach: Callable[[RunConfig], Attached] | None = None) -> int:
+    """``attach``: gives the hosts that torchrun has started; None: this process starts all ranks."""
+    options, fallbacks, words = parse(argv)
     if "--elastic" in words:
         raise UserError("belongs before --", field="--elastic", accepted="hetero-megatron run --elastic ... -- FLAGS")
     refuse_empty(argv[: argv.index("--")])
@@ -103,7 +122,13 @@ def main(argv: Sequence[str]) -> int:
     testbed = _testbed(options, cluster)
     access = _access(options, cluster)
     config = configured(words, Path(options["--plan"]), cluster, None)
-    seats = _seats(config)
+    attached = attach(config) if attach is not None else None
+    if elastic and access is not None:
+        from hetero_megatron.launch.ssh_agents import attach as attach_by_ssh
+
+        assert config.cluster is not None and cluster is not None
+        attached = attach_by_ssh(access, config.cluster, Path(options["--plan"]), cluster, words, PRETRAIN)
+    seats = attached.seats if attached is not None else _seats(config)
     if config.plan.roles and policy == "replan" and not fallbacks:
         raise UserError("the planner finds no ranks for the roles of a plan", field="--on-failure", value=policy,
                         accepted="--fallback-plan FILE beside it, or restart")  # fmt: skip
@@ -131,7 +156,8 @@ def main(argv: Sequence[str]) -> int:
         limits = ElasticLimits(int(restarts), grace, least_speed, wait)
         kinds = testbed[len(TESTBED_RUN) :] if testbed is not None else None
         return run_elastic(setup, words, planner, limits, scratch, log, options.get("--address"), config, kinds,
-                           drift_in_place(words, scratch, replans) if config.failure.replan_on_drift else None)
+                           drift_in_place(words, scratch, replans) if config.failure.replan_on_drift else None,
+                           attached)  # fmt: skip
     replanner = replanned(words, scratch) if config.failure.replan_on_drift else None
     def on_testbed(setup: Setup, words: Sequence[str], number: int) -> SupervisedJob:
         assert testbed is not None
@@ -158,12 +184,10 @@ def _elastic(options: dict[str, str]) -> bool:
             if name in options:
                 raise UserError("it needs --elastic", field=name, value=options[name])
         return False
-    for name, problem in (
-        ("--via", "the agents on other hosts end all their ranks with one"),
-    ):
-        if name in options:
-            raise UserError(f"contradicts --elastic: {problem}", field=name, value=options[name] or None,
-                            accepted=f"without {name}, or without --elastic")  # fmt: skip
+    if "--rejoin" in options:
+        accepted = "hetero-megatron run --join DIR on the host that is back"
+        raise UserError("contradicts --elastic, which hosts join by themselves", field="--rejoin",
+                        value=options["--rejoin"], accepted=accepted)  # fmt: skip
     if options.get("--on-failure", "replan") != "replan":
         raise UserError("contradicts --elastic, which plans again", field="--on-failure",
                         value=options["--on-failure"], accepted="replan, or without --elastic")  # fmt: skip
@@ -253,7 +277,7 @@ def _number(options: Mapping[str, str], name: str, default: float) -> float:
     return value
 
 
-def _parse(argv: Sequence[str]) -> tuple[dict[str, str], list[Path], list[str]]:
+def parse(argv: Sequence[str]) -> tuple[dict[str, str], list[Path], list[str]]:
     if "--" not in argv:
         raise UserError("missing", field="--", accepted="-- and then the flags of pretrain_gpt.py")
     split = list(argv).index("--")

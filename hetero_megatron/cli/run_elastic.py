@@ -20,11 +20,12 @@ from hetero_megatron.training.config import RunConfig
 
 if TYPE_CHECKING:
     from hetero_megatron.checkpoint.lock import DirectoryLock
+    from hetero_megatron.launch.attached import Attached
     from hetero_megatron.launch.drift import DriftPlanner
     from hetero_megatron.testbed.launch import Launcher
 
 # torch writes a stack of C++ for each connection that closes; what that means is said in a line of ours.
-_QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")
+QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")
 FLAGS = ("--join", "--node", "--nproc-per-node", "--cluster")
 MOST_RANKS = 1 << 16
 
@@ -43,7 +44,7 @@ class ElasticLimits:
 def run_elastic(
     setup: Setup, words: Sequence[str], planner: Planner, limits: ElasticLimits, scratch: Path,
     log: Callable[[str], None], address: str | None, config: RunConfig, testbed: Sequence[str] | None = None,
-    drift: DriftPlanner | None = None,
+    drift: DriftPlanner | None = None, attached: Attached | None = None,
 ) -> int:  # fmt: skip
     """The job of ``setup``, to its end; its exit code. The directory of its checkpoints is locked by this process: a
     rank that hangs, perhaps on another host, would keep it from those that go on.
@@ -54,13 +55,18 @@ def run_elastic(
         address: of this host, as others reach it; None: only this host's processes take part.
         testbed: kinds of chips and links of the testbed that the ranks run on (empty: by default); None: on none.
         drift: how to plan again where ranks drift from their rates; None: they stay as they are.
+        attached: other hosts that the first epoch begins with; None: all ranks are this process's.
     """
-    os.environ.setdefault(*_QUIET)
+    os.environ.setdefault(*QUIET)
     from hetero_megatron.launch.elastic_testbed import testbed_ranks
     from hetero_megatron.launch.in_place import ElasticJob, InPlaceSupervisor
     from hetero_megatron.launch.joining import JOB_FILE, JobFile
 
-    def start(host: str, port: int) -> LocalJob:
+    def start(host: str, port: int) -> ElasticJob:
+        if attached is not None:
+            from hetero_megatron.launch.attached import AttachedJob
+
+            return AttachedJob(attached, setup, words, host, port, diagnoses_at(scratch, 0))
         return LocalJob(setup, words, host, port, 0, diagnoses_at(scratch, 0), more=gloo_towards(host))
 
     def opened(host: str, port: int, secret: bytes) -> None:
@@ -68,6 +74,7 @@ def run_elastic(
         JobFile(host, port, secret.decode(), plan, cluster, list(words), str(Path.cwd())).write(scratch)
 
     machine = _testbed(setup, words, testbed, scratch) if testbed is not None else None
+    address = address or (attached.agents.address if attached is not None else None)
     lock = _locked(config)
     try:
         with testbed_ranks(machine, diagnoses_at(scratch, 0)) as ranks:
@@ -76,6 +83,7 @@ def run_elastic(
                 setup, begin, planner, limits.losses, limits.grace, scratch, log,
                 opened if ranks is None else None, address, limits.least_speed, limits.wait,
                 serve=None if ranks is None else ranks.serve, drift=drift,
+                attached=attached.elsewhere if attached is not None else {},
             ).run()  # fmt: skip
         if machine is not None:
             machine.report(code)
@@ -122,8 +130,8 @@ def _locked(config: RunConfig) -> DirectoryLock | None:
 
 def join(argv: Sequence[str], program: Sequence[str]) -> int:
     """This host's part of a running job; ``program``: what starts a rank. Returns the exit code."""
-    os.environ.setdefault(*_QUIET)
-    from hetero_megatron.launch.joining import Joining
+    os.environ.setdefault(*QUIET)
+    from hetero_megatron.launch.joining import Joining, read_job
 
     options: dict[str, str] = {}
     words = list(argv)
@@ -142,4 +150,5 @@ def join(argv: Sequence[str], program: Sequence[str]) -> int:
     cluster = Path(options["--cluster"]) if "--cluster" in options else None
     log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     chips = int(count) if count is not None else None
-    return Joining(Path(options["--join"]), options.get("--node"), chips, cluster, program, log).run()
+    job, found = read_job(Path(options["--join"])), ("--join", options["--join"])
+    return Joining(job, options.get("--node"), chips, cluster, program, log, found=found).run()

@@ -66,10 +66,12 @@ class JoinRequest:
 
 @dataclass(frozen=True)
 class JoinAnswer:
-    """The launcher's. ``refused``: why not; empty: the host's processes are these members."""
+    """The launcher's. ``refused``: why not; empty: the host's processes are these members. ``ranks``: of the first
+    epoch, which begins with them; 0: they join a later one."""
 
     refused: str
     members: list[int]
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,13 @@ class EpochStore:
         """By member that waits for the next epoch: whether it saw a failure."""
         failed_by_member = {m: self._one(f"stopped/{number}/{m}", bool) for m in members}
         return {m: bool(failed) for m, failed in failed_by_member.items() if failed is not None}
+
+    def cannot_reach(self, number: int, member: int, ranks: list[int]) -> None:
+        """What a member saw when it left epoch ``number``: ranks of it that it does not reach."""
+        self._records.set(f"unreachable/{number}/{member}", ranks)
+
+    def unreachable(self, number: int, member: int) -> list[int]:
+        return self._one(f"unreachable/{number}/{member}", list[int]) or []  # type: ignore[return-value, arg-type]
 
     def leave(self, member: int, why: str) -> None:
         """A member is about to end, and has given all away that others need."""
@@ -207,12 +216,13 @@ class EpochStore:
         codes = {m: self._one(f"ended/{m}", int) for m in members}
         return {m: code for m, code in codes.items() if isinstance(code, int)}
 
-    def end_job(self) -> None:
-        """The job is over: nobody joins any more."""
-        self._records.set("over", True)
+    def end_job(self, code: int) -> None:
+        """The job is over: nobody joins any more; ``code``: its exit code."""
+        self._records.set("over", code)
 
-    def job_ended(self) -> bool:
-        return self._has("over")
+    def job_code(self) -> int | None:
+        """Exit code of the job; None: it goes on."""
+        return self._one("over", int)  # type: ignore[return-value]
 
     def _has(self, key: str) -> bool:
         return bool(self._records.store.check([key]))

@@ -145,6 +145,11 @@ def is_first(environment: Mapping[str, str] = os.environ) -> bool:
     return task is None or not task.rank
 
 
+def started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is a worker of torchrun's agent, and no launcher of ours is between them."""
+    return "TORCHELASTIC_RUN_ID" in environment and SUPERVISED not in environment
+
+
 def refuse_copies(command: str, reason: str, environment: Mapping[str, str] = os.environ) -> None:
     """Refuse to be one of several tasks, for a command that is started once per job."""
     task = find_task(environment)

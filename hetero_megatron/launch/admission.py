@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -30,18 +30,25 @@ class Admission:
         first: number of the next member.
         least_speed: share of what others of its kind compute that a device must reach; 0: whatever.
         scratch: folder for cluster files that hosts bring.
+        attached: by node, members of the first epoch that its agent starts.
 
     Attributes:
         admitted: whether any host ever was.
+        awaited: those of ``attached`` that have not asked yet.
+        unfit: one of them was refused.
         seats: of all members that came this way.
     """
 
-    def __init__(self, store: EpochStore, first: int, least_speed: float, scratch: Path) -> None:
+    def __init__(
+        self, store: EpochStore, first: int, least_speed: float, scratch: Path,
+        attached: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:  # fmt: skip
         self._store, self._next, self._least, self._scratch = store, first, least_speed, scratch
         self._asked = 0
         self._waiting: list[Newcomer] = []
         self._program: dict[str, str] | None = None
-        self.admitted = False
+        self._ranks, self.awaited = first, dict(attached or {})
+        self.admitted = self.unfit = False
         self.seats: dict[int, Seat] = {}
 
     @property
@@ -58,20 +65,30 @@ class Admission:
         """
         messages = []
         while (request := self._store.join_request(self._asked)) is not None:
-            refusal, file = self._check(request, present | {host.node for host in self._waiting}, cluster)
+            begins = request.node in self.awaited
+            present_now = present | {host.node for host in self._waiting}
+            refusal, file = self._check_first(request) if begins else self._check(request, present_now, cluster)
             members: list[int] = []
             if not refusal:
-                members = list(range(self._next, self._next + request.chips))
-                self._next += request.chips
-                self._waiting.append(Newcomer(request.node, tuple(members), file))
-                described = file is not None or cluster is not None
-                self.seats |= {m: Seat(request.node, i, None if described else i) for i, m in enumerate(members)}
+                members = [*self.awaited.pop(request.node)] if begins else self._wait(request, file, cluster)
                 self.admitted = True
-            self._store.answer(self._asked, JoinAnswer(refusal, members))
+            self.unfit = self.unfit or begins and bool(refusal)
+            self._store.answer(self._asked, JoinAnswer(refusal, members, self._ranks if begins else 0))
             self._asked += 1
             decision = f"refused: {refusal}" if refusal else "admitted; it joins after a step, once it is ready"
-            messages.append(f"{request.node} ({plural(request.chips, 'chip')}) asks to join: {decision}")
+            if refusal or not begins:
+                verb = "begin" if begins else "join"
+                messages.append(f"{request.node} ({plural(request.chips, 'chip')}) asks to {verb}: {decision}")
         return messages
+
+    def _wait(self, request: JoinRequest, file: Path | None, cluster: Path | None) -> list[int]:
+        """A host that joins once it is ready: its members."""
+        members = list(range(self._next, self._next + request.chips))
+        self._next += request.chips
+        self._waiting.append(Newcomer(request.node, tuple(members), file))
+        described = file is not None or cluster is not None
+        self.seats |= {m: Seat(request.node, i, None if described else i) for i, m in enumerate(members)}
+        return members
 
     def ready(self) -> list[int]:
         """Members of hosts all of whose processes have loaded what they need."""
@@ -115,9 +132,8 @@ class Admission:
         """(why the host may not join, or an empty string; the cluster file that it came with, if any)."""
         if request.node in present:
             return f"a node of this name is in the job already; accepted: --node other than {_names(present)}", None
-        for name, job_has in self._mine().items():
-            if (host_has := request.program.get(name)) != job_has:
-                return f"{name}: this host has {host_has}, the job {job_has}; accepted: the same on every host", None
+        if problem := self._unlike_program(request):
+            return problem, None
         file = cluster
         if request.cluster:
             if cluster is None:
@@ -141,6 +157,19 @@ class Admission:
             mismatch = f"{owner} cluster file gives {request.node} {plural(chips[request.node], 'chip')}"
             return f"{mismatch}; accepted: --cluster FILE with all nodes, this one with {request.chips}", None
         return "", file if request.cluster else None
+
+    def _check_first(self, request: JoinRequest) -> tuple[str, None]:
+        """The same of a host that the first epoch begins with."""
+        ranks = len(self.awaited[request.node])
+        if ranks != request.chips:
+            return f"it has {plural(request.chips, 'chip')}, and is to run {plural(ranks, 'rank')}", None
+        return self._unlike_program(request), None
+
+    def _unlike_program(self, request: JoinRequest) -> str:
+        for name, job_has in self._mine().items():
+            if (host_has := request.program.get(name)) != job_has:
+                return f"{name}: this host has {host_has}, the job {job_has}; accepted: the same on every host"
+        return ""
 
     def _mine(self) -> dict[str, str]:
         if self._program is None:

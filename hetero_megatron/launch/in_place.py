@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,14 +16,16 @@ from hetero_megatron.comm.epochs import Epoch, EpochStore
 from hetero_megatron.comm.job_store import JobStore
 from hetero_megatron.launch.admission import Admission
 from hetero_megatron.launch.drift import Around, DriftPlanner, DriftWatch
+from hetero_megatron.launch.epoch_change import Change, NextEpoch, cut_off
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.plan_search import PlanSearch, Search
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR, Planner, left_without, say_code
 from hetero_megatron.monitoring.record import add_event
-from hetero_megatron.training.exit import ECHO_SECONDS, handled, note_hang_up
+from hetero_megatron.training.exit import StopSignals
 from hetero_megatron.utils.text import plural
 
 LOOK_SECONDS = 0.02
+ATTACH_SECONDS = 120.0  # that hosts may take which the first epoch begins with
 LINGER_SECONDS = 2.0  # that the store stays after the end of a job which hosts have joined, so that they hear of it
 
 
@@ -41,38 +43,10 @@ class ElasticJob(Protocol):
     def kill(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class NextEpoch:
-    """Who would go on under which plan; ``plan``: None: there is none for them; ``whole``: the cluster file that also
-    has the nodes which are not there."""
-
-    members: list[int]
-    plan: Path | None
-    cluster: Path | None
-    whole: Path | None
-
-
-@dataclass
-class Change:
-    """An epoch is over, and the next one is being prepared.
-
-    Attributes:
-        notice: seconds until all members that are left had stopped.
-        begin: when they had, by the monotonic clock.
-        spare: those that are ready to join, and for whom there is no plan.
-        failed: some member was lost, or saw a failure.
-    """
-
-    notice: float
-    begin: float
-    spare: set[int] = field(default_factory=set)
-    failed: bool = False
-
-
 @dataclass
 class InPlaceSupervisor:
     """Runs a job to its end, in epochs; member i is the process that was started as rank i. Those that join have
-    numbers of their own, and the launchers of their hosts say how they end.
+    numbers of their own, and the agents of their hosts say how they end.
 
     Args:
         setup: what the job begins with.
@@ -89,6 +63,7 @@ class InPlaceSupervisor:
         search: has the planner begin to look for a plan.
         serve: makes the job's store; None: one at ``address``.
         drift: how to plan again where ranks drift from their rates; None: they stay as they are.
+        attached: by node, members of the first epoch that the agent of that host starts, once it has asked.
     """
 
     setup: Setup
@@ -105,6 +80,7 @@ class InPlaceSupervisor:
     search: Callable[[Planner, Sequence[Seat], Path | None], Search] = PlanSearch
     serve: Callable[[], JobStore] | None = None
     drift: DriftPlanner | None = None
+    attached: Mapping[str, Sequence[int]] = field(default_factory=dict)
     members: list[int] = field(init=False)  # by rank of the present epoch
 
     def __post_init__(self) -> None:
@@ -114,7 +90,8 @@ class InPlaceSupervisor:
         self._seats: dict[int, Seat] = dict(enumerate(self.setup.seats))  # of all members of all epochs
         self._cluster = self.setup.cluster
         self.members = list(self._seats)
-        self._admission = Admission(self._store, len(self._seats), self.least_speed, self.scratch)
+        self._admission = Admission(self._store, len(self._seats), self.least_speed, self.scratch, self.attached)
+        self._begun = time.monotonic()
         self._number = self._losses = 0
         self._codes: dict[int, int] = {}
         self._gone: dict[int, str] = {}  # members that ended since this epoch began, and how
@@ -133,7 +110,7 @@ class InPlaceSupervisor:
         self._prepared: NextEpoch | None = None  # with those that are about to join
         self._sought: tuple[list[int], NextEpoch, Search | None] | None = None  # for whom a plan is, or was, looked for
         self._change: Change | None = None
-        self._signalled, self._signalled_at, self._again = None, 0.0, False  # type: int | None, float, bool
+        self._signals = StopSignals(self._on_signal)
         if self.open_to is not None:
             self.open_to(self._server.host, self._server.port, self._job.secret)
 
@@ -144,40 +121,36 @@ class InPlaceSupervisor:
 
     def run(self) -> int:
         """Exit code of the job."""
-        old_handlers = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
-        try:
-            while (code := self._look()) is None:
-                time.sleep(LOOK_SECONDS)
-            return code
-        finally:
-            self._forget_search()
-            self._store.end_job()
-            self._job.kill()
-            if self._admission.admitted:
-                time.sleep(LINGER_SECONDS)
-            for number, handler in old_handlers.items():
-                signal.signal(number, handler)
+        code: int | None = None
+        with self._signals:
+            try:
+                while (code := self._look()) is None:
+                    time.sleep(LOOK_SECONDS)
+                return code
+            finally:
+                self._forget_search()
+                self._store.end_job(PEER_ERROR if code is None else code)
+                self._job.kill()
+                if self._admission.admitted:
+                    time.sleep(LINGER_SECONDS)
 
     @property
     def _alive(self) -> list[int]:
         return [m for m in self.members if m not in self._codes]
 
-    def _on_signal(self, number: int, _: object) -> None:
-        note_hang_up(number)
-        if self._signalled is None:
-            self._signalled, self._signalled_at = number, time.monotonic()
-            name = signal.Signals(number).name
-            self._store.call_off(name)
-            self.log(f"{name}: the ranks stop after this step, and save; a second signal kills them")
-        elif time.monotonic() - self._signalled_at > ECHO_SECONDS:
-            self._again = True
+    def _on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        self._store.call_off(name)
+        self.log(f"{name}: the ranks stop after this step, and save; a second signal kills them")
 
     def _look(self) -> int | None:
         """Once around: the job's exit code; None: it goes on."""
-        if self._again:
-            assert self._signalled is not None
+        if self._signals.again:
+            assert self._signals.number is not None
             self.log("a second signal: all ranks are killed")
-            return 128 + self._signalled
+            return 128 + self._signals.number
+        if self._admission.awaited and (refusal := self._await_hosts()) is not None:
+            return refusal
         elsewhere = self._store.exit_codes([*self._admission.waiting, *(m for m in self._alive if self._remote(m))])
         for member, code in {**self._job.poll(), **elsewhere}.items():
             if member not in self._codes:
@@ -192,11 +165,11 @@ class InPlaceSupervisor:
         if not self._alive or refusing and self._overdue():
             return self._end()
         stopped = self._store.has_stopped(self._number, self._alive)
-        if self._signalled is not None and not stopped:  # they end; where some wait, all do one more step
+        if self._signals.number is not None and not stopped:  # they end; where some wait, all do one more step
             return self._end() if any(self._codes.get(m) for m in self.members) and self._overdue() else None
         if refusing:
             return None
-        if self._signalled is None:
+        if self._signals.number is None:
             self._let_join()
             self._plan_around()
         if not stopped and not self._lost:
@@ -214,8 +187,24 @@ class InPlaceSupervisor:
                 self._kill(member)
         return None
 
+    def _await_hosts(self) -> int | None:
+        """Those that the first epoch begins with: the job's exit code where one does not fit, or does not come."""
+        for line in self._admission.look(set(), self._cluster):
+            self.log(line)
+        awaited = ", ".join(sorted(self._admission.awaited))
+        if self._admission.unfit:
+            return USER_ERROR
+        ended = self._job.poll()
+        if code := next((ended[m] for ms in self._admission.awaited.values() for m in ms if m in ended), 0):
+            self.log(f"{awaited}: not there to begin, {say_code(code)}")
+            return code if code > 0 else 128 - code
+        if awaited and time.monotonic() - self._begun > ATTACH_SECONDS:
+            self.log(f"{awaited}: not there to begin after {ATTACH_SECONDS:g} s")
+            return PEER_ERROR
+        return None
+
     def _remote(self, member: int) -> bool:
-        return member >= len(self.setup.seats)
+        return member >= len(self.setup.seats) or self.setup.seats[member].node in self.attached
 
     def _kill(self, member: int) -> None:
         """What another host runs is left to it; the next epoch's keys are not those that it knows."""
@@ -232,7 +221,7 @@ class InPlaceSupervisor:
 
     def _waits(self) -> bool:
         """Whether the job, whose last rank is gone, waits for hosts that join, or for the plan of those there."""
-        if self._finished() or self._signalled is not None:
+        if self._finished() or self._signals.number is not None:
             return False
         if self._since is None:
             self._since = time.monotonic()
@@ -348,6 +337,7 @@ class InPlaceSupervisor:
         if self._change is None:
             assert self._since is not None
             self._change = Change(time.monotonic() - self._since, time.monotonic())
+            self._leave_out_cut_off()
         change = self._change
         if (failed or self._lost) and not change.failed:
             change.failed, self._losses = True, self._losses + 1
@@ -375,6 +365,13 @@ class InPlaceSupervisor:
         self._left |= {*self._gone, *self.members} - {*members}
         self._publish(next_epoch, ready, change.notice, time.monotonic() - change.begin)
         return None
+
+    def _leave_out_cut_off(self) -> None:
+        ranks, seats = [self._rank(m) for m in self._alive], [self._seats[m] for m in self.members]
+        for member, other in cut_off(self._store, self._number, seats, ranks, self.members).items():
+            place = self._where(member)
+            self._gone[member] = f"rank {self._rank(member)} ({place}) and {other} cannot reach each other"
+            self.log(self._gone[member])
 
     def _publish(self, chosen: NextEpoch, joined: list[int], notice: float, took: float) -> None:
         messages = [*self._gone.values(), *self._admission.take(joined)]

@@ -69,18 +69,21 @@ class LocalJob:
     """Ranks on this host, whose rendezvous store is elsewhere: a node is only a label.
 
     Args:
-        diagnoses: where ranks that lose a peer say so.
+        diagnoses: where ranks that lose a peer say so; None: nowhere.
         first: number of the first one.
         more: further variables of their environment.
         secret: of the job; None: the environment's, or a new one.
+        world: ranks of the job, where some are elsewhere.
+        apart: signals to this process's group, as torchrun sends them, do not reach the ranks.
 
     Attributes:
         secret: of the job.
     """
 
     def __init__(
-        self, setup: Setup, words: Sequence[str], host: str, port: int, number: int, diagnoses: Path, first: int = 0,
-        more: Mapping[str, str] | None = None, secret: str | None = None,
+        self, setup: Setup, words: Sequence[str], host: str, port: int, number: int, diagnoses: Path | None,
+        first: int = 0, more: Mapping[str, str] | None = None, secret: str | None = None, world: int = 0,
+        apart: bool = False,
     ) -> None:  # fmt: skip
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._errors = Path(tempfile.mkdtemp(prefix="hetero-megatron-"))  # what ranks say as they end, by rank
@@ -89,11 +92,14 @@ class LocalJob:
         command = rank_command(setup, words)
         try:
             for rank, seat in enumerate(setup.seats, first):
-                variables = _environment(setup, rank, first + len(setup.seats), seat, host, port, number)
+                variables = _environment(setup, rank, world or first + len(setup.seats), seat, host, port, number)
                 environment = {**os.environ, **variables, **(more or {})}
-                environment[DIAGNOSES] = str(diagnoses.absolute())
+                if diagnoses is not None:
+                    environment[DIAGNOSES] = str(diagnoses.absolute())
                 environment |= {SECRET: secret, ERROR_FILE: str(self._errors / str(rank) / "error.json")}
-                self._processes[rank] = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
+                self._processes[rank] = subprocess.Popen(
+                    command, env=environment, preexec_fn=end_with_parent, start_new_session=apart
+                )
         except BaseException:
             self.kill()
             raise

@@ -1,7 +1,12 @@
-"""A host that joins a running elastic job: the file by which it finds the launcher, and what it does there.
+"""The agent of one host of an elastic job: how it finds the launcher, and what it does there.
 
-``hetero-megatron run --join DIR`` asks the launcher through its store, starts this host's processes once it is
-admitted, and tells the launcher how they end. They load everything before the job pauses for them."""
+It asks the launcher through its store, starts this host's processes once it is admitted, and tells the launcher how
+they end. The launcher's command brings agents to the hosts that the first epoch begins with (over ssh, or as workers of
+torchrun); with ``hetero-megatron run --join DIR`` a host joins later. Its processes load everything before the job
+pauses for them. Over ssh it is started by
+
+    HETERO_JOB_SECRET=... python -m hetero_megatron.launch.joining '{"job": {...}, "node": "a", "chips": 1, ...}'
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +26,7 @@ from typing import Protocol
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.comm.epochs import SCOPE, EpochStore, JoinAnswer, JoinRequest
 from hetero_megatron.comm.job_store import LastingStore, StoreGone, await_listener
-from hetero_megatron.environment.launcher import JOINS, gloo_towards
+from hetero_megatron.environment.launcher import JOINS, SECRET, gloo_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Seat, Setup
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR, say_code
@@ -97,27 +103,33 @@ class HostJob(Protocol):
     def kill(self) -> None: ...
 
 
-def _start(setup: Setup, job: JobFile, first: int) -> HostJob:
-    folder, variables = Path(job.folder), {JOINS: "1", **gloo_towards(job.host)}
-    return LocalJob(setup, job.words, job.host, job.port, 0, folder, first, variables, job.secret)
+def _start(setup: Setup, job: JobFile, answer: JoinAnswer) -> HostJob:
+    variables = gloo_towards(job.host) | ({} if answer.ranks else {JOINS: "1"})
+    return LocalJob(
+        setup, job.words, job.host, job.port, 0, None, answer.members[0], variables, job.secret, answer.ranks, True
+    )
 
 
 class Joining:
     """This host's part of the job.
 
     Args:
+        job: where the launcher is met, and what the processes run.
         node: its name in the cluster file; None: this host's. Without a cluster, a label.
         chips: processes; None: all chips that the cluster file gives it, one without a cluster.
         cluster: a cluster file with this node in it, where the job's has none.
         program: what starts a process.
-        start: starts the processes, given what they run, the job, and the number of the first.
+        start: starts the processes, given what they run, the job, and the launcher's answer.
+        found: flag and value by which this host found the job, for messages.
+        stays: it lasts as long as the job, and ends as that does, unless it is told to leave.
     """
 
     def __init__(
-        self, directory: Path, node: str | None, chips: int | None, cluster: Path | None, program: Sequence[str],
-        log: Callable[[str], None], start: Callable[[Setup, JobFile, int], HostJob] | None = None,
+        self, job: JobFile, node: str | None, chips: int | None, cluster: Path | None, program: Sequence[str],
+        log: Callable[[str], None], start: Callable[[Setup, JobFile, JoinAnswer], HostJob] | None = None,
+        found: tuple[str, str] = ("--join", ""), stays: bool = False,
     ) -> None:  # fmt: skip
-        self.job, self.log, self._signal = read_job(directory), log, 0
+        self.job, self.log, self.stays, self._found, self._signal = job, log, stays, found, 0
         self.program, self._start = tuple(program), start or _start
         file = str(cluster) if cluster is not None else self.job.cluster
         self.node = node or (socket.gethostname() if file else f"{socket.gethostname()}-{secrets.token_hex(2)}")
@@ -132,13 +144,13 @@ class Joining:
         except RuntimeError:
             raise UserError(
                 f"its launcher does not answer at {self.job.host}:{self.job.port}: the job is over, or this host does "
-                "not reach it", field="--join", value=str(directory), accepted="a running job, which was started with "
+                "not reach it", field=found[0], value=found[1], accepted="a running job, which was started with "
                 "--address where hosts other than its own are to join",
             ) from None  # fmt: skip
         self.store = EpochStore(store, self.job.secret.encode())
 
     def run(self) -> int:
-        """Until this host's processes have ended. Returns the exit code."""
+        """Until this host's processes have ended, or the job has. Returns the exit code."""
         try:
             return self._run()
         except StoreGone:
@@ -146,19 +158,32 @@ class Joining:
             return PEER_ERROR
 
     def _run(self) -> int:
-        answer = self._ask()
-        self.log(f"{self.node}: admitted with {plural(self.chips, 'process', 'processes')}, which load what they need")
-        seats = tuple(Seat(self.node, i, None if self._file else i) for i in range(self.chips))
-        setup = Setup(Path(self.job.plan), seats, self._file, self.program)
-        os.chdir(self.job.folder)
-        job = self._start(setup, self.job, answer.members[0])
         old_handlers = {s: signal.signal(s, self._on_signal) for s in handled(("SIGTERM", "SIGINT", "SIGHUP"))}
+        job: HostJob | None = None
         try:
-            return self._watch(job)
+            answer = self._ask()
+            if not answer.ranks:
+                count = plural(self.chips, "process", "processes")
+                self.log(f"{self.node}: admitted with {count}, which load what they need")
+            seats = tuple(Seat(self.node, i, None if self._file else i) for i in range(self.chips))
+            setup = Setup(Path(self.job.plan), seats, self._file, self.program)
+            os.chdir(self.job.folder)
+            job = self._start(setup, self.job, answer)
+            code = self._watch(job, answer.ranks > 0)
+            return self._await_end(code) if self.stays else code
         finally:
-            job.kill()
+            if job is not None:
+                job.kill()
             for number, handler in old_handlers.items():
                 signal.signal(number, handler)
+
+    def _await_end(self, code: int) -> int:
+        """Until the job is over; its exit code, or ``code`` where this host is told to leave."""
+        while not self._signal:
+            if (job_code := self.store.job_code()) is not None:
+                return job_code
+            time.sleep(LOOK_SECONDS)
+        return code
 
     @property
     def _file(self) -> Path | None:
@@ -172,14 +197,17 @@ class Joining:
         request = JoinRequest(secrets.token_hex(8), self.node, self.chips, content, program_facts())
         number, end = self.store.ask_to_join(request), time.monotonic() + ANSWER_SECONDS
         while (answer := self.store.join_answer(number)) is None:
-            if self.store.job_ended() or time.monotonic() > end:
-                raise UserError("the job is over", field="--join", accepted="a running job")
+            if self.store.job_code() is not None or time.monotonic() > end:
+                raise UserError("the job is over", field=self._found[0], accepted="a running job")
+            if self._signal:
+                raise UserError("stopped before the launcher answered", field=self._found[0], value=self.node)
             time.sleep(LOOK_SECONDS)
         if answer.refused:
-            raise UserError(answer.refused, field="--join", value=self.node)
+            raise UserError(answer.refused, field=self._found[0], value=self.node)
         return answer
 
-    def _watch(self, job: HostJob) -> int:
+    def _watch(self, job: HostJob, is_in: bool) -> int:
+        """``is_in``: its processes are in the first epoch, and do not join a later one."""
         codes_told: dict[int, int] = {}
         forwarded = 0
         while len(codes_told) < len(job.ranks):
@@ -191,10 +219,12 @@ class Joining:
                 forwarded = self._signal
                 job.signal(signal.SIGTERM)
             if refusal := self.store.refused(job.ranks[0]):
-                raise UserError(refusal, field="--join", value=self.node)
-            if self.store.job_ended() and not any(self.store.first_epoch(m) is not None for m in job.ranks):
-                self.log(f"{self.node}: the job ended before it joined")
-                return 0
+                raise UserError(refusal, field=self._found[0], value=self.node)
+            if self.store.job_code() is not None:
+                if not is_in and not any(self.store.first_epoch(m) is not None for m in job.ranks):
+                    self.log(f"{self.node}: the job ended before it joined")
+                    return 0
+                job.kill()  # as the launcher has done with its own
             time.sleep(LOOK_SECONDS)
         failed = {member: code for member, code in codes_told.items() if code}
         for member, code in failed.items():
@@ -218,3 +248,19 @@ def _chips(cluster: Path, node: str) -> int:
         )  # fmt: skip
     return names.count(node)
 
+
+def main(argument: str) -> int:
+    """Exit code of the host's part of the job."""
+    settings = json.loads(argument)
+    job = JobFile(**settings["job"], secret=os.environ[SECRET])
+    log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    found, node = ("--via", "ssh"), settings["node"]
+    try:
+        return Joining(job, node, settings["chips"], None, settings["program"], log, found=found).run()
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm, world_group
+from hetero_megatron.comm.connectivity import UNREACHABLE
 from hetero_megatron.comm.epochs import (
     Drifted,
     Epoch,
@@ -167,6 +168,9 @@ class ElasticRank:
             self._keep(training)
             if not self.watch.broken():
                 print(f"elastic: {error}", flush=True)
+            cut_off = [rank for rank, word in getattr(error, "states", {}).items() if word == UNREACHABLE]
+            if cut_off:
+                self.store.cannot_reach(self.number, self.member, cut_off)
         except HandOver as handed:
             failed = False
             self._keep(training)

@@ -23,20 +23,20 @@ STEPS = 240
 PLAN = """
 version: 1
 seq_length: 48
-global_batch_size: 4
+global_batch_size: {batch}
 pipelines:
   - micro_batch_size: 1
-    num_micro_batches: 4
+    num_micro_batches: {batch}
     stages: [{stages}]
 """
 LAYERS = {3: [(0, 3), (3, 5), (5, 6)], 2: [(0, 4), (4, 6)], 1: [(0, 6)]}
 WORDS = ["--model", "tiny", "--mock-data", "--fp64", "--lr", "1e-3", "--lr-decay-style", "constant"]
 
 
-def plan(folder: Path, ranks: int) -> Path:
+def plan(folder: Path, ranks: int, batch: int = 4) -> Path:
     stages = ", ".join(f"{{ranks: {r}, layers: [{a}, {b}]}}" for r, (a, b) in enumerate(LAYERS[ranks]))
     path = folder / f"plan-{ranks}.yaml"
-    path.write_text(PLAN.replace("{stages}", stages))
+    path.write_text(PLAN.replace("{stages}", stages).replace("{batch}", str(batch)))
     return path
 
 
@@ -45,9 +45,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return alone(tmp_path_factory.mktemp("alone"), STEPS)
 
 
-def alone(folder: Path, steps: int, *words: str) -> list[float]:
+def alone(folder: Path, steps: int, *words: str, batch: int = 4) -> list[float]:
     """Losses of one process."""
-    more = ["--seq-length", "48", "--global-batch-size", "4", "--micro-batch-size", "1", "--save", str(folder)]
+    more = ["--seq-length", "48", "--global-batch-size", str(batch), "--micro-batch-size", "1", "--save", str(folder)]
     inside([*WORDS, *more, "--train-iters", str(steps), "--save-interval", "0", *words])
     return losses(folder)
 
@@ -76,13 +76,14 @@ class Run:
     """A job on three hosts with one chip each, and what it said."""
 
     def __init__(
-        self, hosts: NamespaceHosts, folder: Path, *more: str, steps: int = STEPS, words: Sequence[str] = ()
-    ) -> None:
+        self, hosts: NamespaceHosts, folder: Path, *more: str, steps: int = STEPS, words: Sequence[str] = (),
+        batch: int = 4,
+    ) -> None:  # fmt: skip
         self.directory = folder / "run"
         self.said = ""
         command = [sys.executable, "-m", "hetero_megatron.cli.main", "run", "--via", "ssh", "--ssh-command", hosts.ssh]
-        files = ["--cluster", str(hosts.cluster([1, 1, 1])), "--plan", str(plan(folder, 3))]
-        files += ["--fallback-plan", str(plan(folder, 2)), str(plan(folder, 1))]
+        files = ["--cluster", str(hosts.cluster([1, 1, 1])), "--plan", str(plan(folder, 3, batch))]
+        files += ["--fallback-plan", str(plan(folder, 2, batch)), str(plan(folder, 1, batch))]
         limits = ["--lease", "6", "--grace", "20", "--max-restarts", "1000", *more]
         save = ["--save", str(self.directory), "--load", str(self.directory), "--save-interval", "10"]
         flags = [*WORDS, *save, "--train-iters", str(steps), "--distributed-timeout-minutes", "0.1", *words]

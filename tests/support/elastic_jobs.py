@@ -162,7 +162,7 @@ class Host:
 
     def run(self, directory: str, log: str) -> None:
         """In a process of its own: what ``hetero-megatron run --join`` does, with forked ranks."""
-        from hetero_megatron.launch.joining import Joining
+        from hetero_megatron.launch.joining import Joining, read_job
 
         end = time.monotonic() + DEADLINE
         job, steps = (Path(directory) / name for name in ("elastic.json", "metrics.jsonl"))
@@ -171,8 +171,8 @@ class Host:
             time.sleep(0.02)
         said = open(log, "a", buffering=1)  # noqa: SIM115
         joining = Joining(
-            Path(directory), self.node, self.chips, None, (), lambda text: print(text, file=said),
-            lambda setup, job, first: ForkedHere(setup, job, first, self, log),
+            read_job(Path(directory)), self.node, self.chips, None, (), lambda text: print(text, file=said),
+            lambda setup, job, answer: ForkedHere(setup, job, answer.members[0], self, log),
         )  # fmt: skip
         try:
             code = joining.run()

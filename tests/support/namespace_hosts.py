@@ -112,6 +112,16 @@ class NamespaceHosts:
         for a, b in ((one, other), (other, one)):
             tool("ip", [f"route del blackhole {address(b)}/32"], self.network.nodes[a])
 
+    def cut_from_launcher(self, index: int) -> None:
+        tool("ip", [f"route add blackhole {LAUNCHER}/32"], self.network.nodes[index])
+
+    def unplug(self, index: int) -> None:
+        """Its processes go on, and nothing goes between it and any other, nor the launcher."""
+        tool("ip", [f"link set {port(index)} down"], self.network.switch)
+
+    def plug(self, index: int) -> None:
+        tool("ip", [f"link set {port(index)} up"], self.network.switch)
+
     def processes(self, index: int) -> list[str]:
         """Command lines on a host, without its daemon's."""
         found = []

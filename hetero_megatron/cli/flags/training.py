@@ -312,8 +312,9 @@ def build_elastic(args: Arguments, data: DataConfig | None, supervised: bool) ->
     if not args["elastic"]:
         return None
     if not supervised and not args["dry_run"]:
-        problem = "nobody is here to say who is left (torchrun ends all ranks of a host with one)"
-        raise flag_error("elastic", True, problem, "hetero-megatron run --elastic ... -- these flags")
+        raise flag_error("elastic", True, "nobody is here to say who is left",
+                         "torchrun, with --elastic on the command line; or hetero-megatron run --elastic ... -- these "
+                         "flags")  # fmt: skip
     replica_interval = args["peer_replicas_every"] or None
     goes_on = args["save"] is not None and args["save"] == args["load"]
     if replica_interval is None and not goes_on:

@@ -13,6 +13,7 @@ from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.predict import main as predict
 from hetero_megatron.cli.pretrain import main as pretrain
 from hetero_megatron.cli.run import main
+from hetero_megatron.cli.run_torchrun import run_words
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.in_place import InPlaceSupervisor
 from hetero_megatron.training.config import ElasticConfig, RunConfig
@@ -76,9 +77,8 @@ def test_what_the_launcher_refuses_beside_it(tmp_path: Path) -> None:
     plan.write_text(PLAN)
     rest = ["--plan", str(plan), "--fallback-plan", str(plan)]
     flags = ["--", "--model", "tiny", "--mock-data", "--train-iters", "2", "--lr", "1e-3"]
-    for words, field in (
-        (["--via", "ssh"], "--via"), (["--on-failure", "restart"], "--on-failure"),
-    ):  # fmt: skip
+    ssh = ["--via", "ssh", "--cluster", "c", "--rejoin", "5"]
+    for words, field in ((ssh, "--rejoin"), (["--on-failure", "restart"], "--on-failure")):
         with pytest.raises(UserError) as error:
             main(["--elastic", *rest, *words, *flags])
         assert error.value.field == field and "contradicts --elastic" in str(error.value)
@@ -98,6 +98,31 @@ def test_what_the_launcher_refuses_beside_it(tmp_path: Path) -> None:
         assert error.value.field == field
     with pytest.raises(UserError, match="belongs before --"):
         main([*rest, *flags, "--elastic"])
+
+
+def test_what_is_refused_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**torchrun, "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    for words, said in (
+        (["--join", "runs/a"], "--join: torchrun has started this process as a worker"),
+        (["--elastic", "--via=ssh", "--"], "--via: torchrun has started"),
+        (["--elastic", "--testbed", "--"], "--testbed: torchrun has started"),
+        (["--plan", "p", "--", "--elastic"], "one of several workers, but it starts all ranks by itself"),
+        (["--elastic", "--plan", "p", "--"], "LOCAL_RANK and LOCAL_WORLD_SIZE: not set"),
+    ):
+        with pytest.raises(UserError) as error:
+            main(words)
+        assert said in str(error.value), (words, str(error.value))
+    for words, said in (
+        ("--elastic --cluster c", "--plan: missing beside --elastic under torchrun"),
+        ("--elastic --plan=p --model tiny", "or torchrun ... -m hetero_megatron run --elastic --fallback-plan"),
+    ):
+        with pytest.raises(UserError) as error:
+            run_words(words.split())
+        assert said in str(error.value), (words, str(error.value))
+    words = "--model tiny --elastic --plan=p --cluster c --lr 1"
+    assert " ".join(run_words(words.split())) == "--elastic --plan p --cluster c -- --model tiny --lr 1"
 
 
 def test_what_a_host_is_refused_that_joins(tmp_path: Path) -> None:

@@ -64,6 +64,26 @@ def test_who_is_admitted(program: dict[str, str], tmp_path: Path) -> None:
         assert (admission.cluster_with({request.node}) is None) == (not request.cluster)
 
 
+def test_hosts_that_the_first_epoch_begins_with(program: dict[str, str], tmp_path: Path) -> None:
+    store = EpochStore(dist.HashStore(), b"")
+    admission = Admission(store, 3, 0.5, tmp_path, {"b": [1, 2]})
+    other = dict.fromkeys(program, "0")
+    cases = [
+        (JoinRequest("1", "b", 1, "", program), "it has 1 chip, and is to run 2 ranks", [], 3),
+        (JoinRequest("2", "b", 2, "", other), "this host has 0, the job", [], 3),
+        (JoinRequest("3", "b", 2, "", program), "", [1, 2], 3),
+        (JoinRequest("4", "b", 2, "", program), "a node of this name is in the job already", [], 0),
+        (JoinRequest("5", "c", 1, "", program), "", [3], 0),
+    ]
+    for request, refused, members, ranks in cases:
+        number = store.ask_to_join(request)
+        assert len(admission.look({"a", "b"}, None)) == (members != [1, 2])
+        answer = store.join_answer(number)
+        assert answer is not None and refused in answer.refused and bool(refused) == bool(answer.refused), request
+        assert (answer.members, answer.ranks) == (members, ranks), request
+    assert admission.unfit and not admission.awaited and admission.waiting == [3]
+
+
 def test_two_that_ask_at_once_have_numbers_of_their_own() -> None:
     store = EpochStore(dist.HashStore(), b"secret")
     one, two = (JoinRequest(token, "z", 1, "", {}) for token in "xy")

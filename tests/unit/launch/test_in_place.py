@@ -11,13 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from hetero_megatron.comm.epochs import SCOPE, Drifted, EpochStore, JoinRequest, Speed
+import pytest
+
+from hetero_megatron.comm.epochs import SCOPE, Drifted, EpochStore, JoinAnswer, JoinRequest, Speed
 from hetero_megatron.comm.job_store import connect_store
+from hetero_megatron.launch import in_place
 from hetero_megatron.launch.drift import DriftPlanner
 from hetero_megatron.launch.in_place import InPlaceSupervisor
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.supervise import Planner
 from hetero_megatron.training.agreement import program_facts
+
+
+@pytest.fixture(autouse=True)
+def _nobody_listens_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place, "LINGER_SECONDS", 0.0)
 
 
 class Played:
@@ -280,3 +288,78 @@ def test_a_slow_rank_is_planned_around_by_the_same_members(tmp_path: Path) -> No
     )
     assert one.run() == 0 and job.failed == [], said
     assert any("not looked for any more: planned again 1 time" in line for line in said)
+
+
+def begin(script: Callable[[Played], None], directory: Path) -> tuple[int, list[str]]:
+    """A job that begins with this process and the two of another host."""
+    job, said = Played(script), list[str]()
+    seats = (Seat("first", 0), Seat("other", 0, 0), Seat("other", 1, 1))
+    one = InPlaceSupervisor(
+        Setup(directory / "3", seats), job.start, lambda seats, _: directory / f"{len(seats)}", 10, 60.0, directory,
+        said.append, attached={"other": [1, 2]},
+    )  # fmt: skip
+    code = one.run()
+    assert job.failed == []
+    return code, said
+
+
+def ask(job: Played, node: str, chips: int) -> JoinAnswer:
+    number = job.store.ask_to_join(JoinRequest(node, node, chips, "", program_facts()))
+    until(lambda: job.store.join_answer(number) is not None)
+    answer = job.store.join_answer(number)
+    assert answer is not None
+    return answer
+
+
+def test_a_host_that_the_first_epoch_begins_with(tmp_path: Path) -> None:
+    """Its agent says how its processes end; with one of them goes the host."""
+
+    def script(job: Played) -> None:
+        assert ask(job, "other", 2) == JoinAnswer("", [1, 2], 3)
+        job.store.stopped(0, 0, by_failure=True)
+        job.store.stopped(0, 2, by_failure=True)
+        job.store.ended(1, -9)
+        until(lambda: job.store.find(1) is not None)
+        epoch = job.store.find(1)
+        assert epoch is not None and epoch.members == [0] and epoch.plan == str(tmp_path / "1")
+        job.store.ended(2, 3)
+        job.codes[0] = 0
+
+    code, said = begin(script, tmp_path)
+    assert code == 0 and "rank 1 (other, chip 0) ended with SIGKILL" in "".join(said), said
+
+
+def test_a_host_that_does_not_fit_ends_the_job_before_it_begins(tmp_path: Path) -> None:
+    code, said = begin(lambda job: None if ask(job, "other", 1).refused else job.end(0), tmp_path)
+    assert code == 2 and said == [
+        "launcher: other (1 chip) asks to begin: refused: it has 1 chip, and is to run 2 ranks"
+    ]
+
+
+def test_a_host_that_does_not_come_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(job: Played) -> None:
+        job.codes[1] = -9
+
+    assert begin(lost, tmp_path) == (137, ["launcher: other: not there to begin, SIGKILL"])
+    monkeypatch.setattr(in_place, "ATTACH_SECONDS", 0.1)
+    assert begin(lambda _: None, tmp_path) == (3, ["launcher: other: not there to begin after 0.1 s"])
+
+
+def test_hosts_that_cannot_reach_each_other(tmp_path: Path) -> None:
+    """As few ranks as will do leave, with their hosts: here the one of the first host, not the two of the other."""
+
+    def script(job: Played) -> None:
+        ask(job, "other", 2)
+        job.store.cannot_reach(0, 2, [0])
+        for member in range(3):
+            job.store.stopped(0, member, by_failure=True)
+        until(lambda: job.store.find(1) is not None)
+        epoch = job.store.find(1)
+        assert epoch is not None and epoch.members == [1, 2]
+        assert epoch.event == "rank 0 (first, chip 0) and other cannot reach each other"
+        job.codes[0] = 3
+        for member in (1, 2):
+            job.store.ended(member, 0)
+
+    code, said = begin(script, tmp_path)
+    assert code == 0, said
