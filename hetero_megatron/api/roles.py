@@ -16,7 +16,7 @@ from hetero_megatron.planner.whatif.role_placement import RolePlacement, RoleSea
 from hetero_megatron.plans.forward_only import words_of
 from hetero_megatron.plans.made_for import made_for
 from hetero_megatron.plans.memory.of_plan import moments_of
-from hetero_megatron.plans.roles import ROLES
+from hetero_megatron.plans.roles import OTHER_MODELS
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec.preference import Preference
 from hetero_megatron.utils.text import format_seconds
@@ -90,8 +90,8 @@ def place_role(
     """
     shapes = (model if isinstance(model, Model) else Model(model)).stretched(seq_length)
     second = other if isinstance(other, Model) else Model(other)
-    if role not in ROLES:
-        raise UserError("no such role", field="role", value=role, accepted=", ".join(ROLES))
+    if role not in OTHER_MODELS:
+        raise UserError("no such role", field="role", value=role, accepted=", ".join(OTHER_MODELS))
     if second.spec.vocab_size != shapes.spec.vocab_size:
         unlike = f"another vocabulary: {second.spec.vocab_size} tokens, {shapes.name} has {shapes.spec.vocab_size}"
         raise UserError(unlike, field=f"--{role}-hf", value=second.name, accepted="a model with the same tokenizer")

@@ -297,7 +297,8 @@ def _beside(
     if args["grpo"]:
         from hetero_megatron.cli.flags.grpo import build_grpo
 
-        return {"grpo": build_grpo(args, spec, plan)}
+        grpo, generator = build_grpo(args, spec, plan)
+        return {"grpo": grpo, **({"role": generator} if generator is not None else {})}
     if preference is not None and plan.roles:
         from hetero_megatron.cli.flags.preference import build_reference
 

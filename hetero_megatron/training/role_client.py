@@ -1,5 +1,5 @@
-"""The messages between the model that is trained and one with a role on ranks of its own (a teacher, a reference), and
-the side of the ranks that train.
+"""The messages between the model that is trained and one with a role on ranks of its own (a teacher, a reference, a
+generator), and the side of the ranks that train beside a teacher or a reference.
 
 Their first rank and all ranks of the role exchange messages once for each batch: the role's report how the last one
 went, the other's which one comes next, and whether to send what was said of the last one. So the role works on the
@@ -9,7 +9,7 @@ role is given those of a run that goes on to its end, and what it says of a batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +22,7 @@ from hetero_megatron.data.batch import BatchLoader
 from hetero_megatron.errors import UserError
 from hetero_megatron.pipeline.distillation import DistillationLoss
 from hetero_megatron.pipeline.role_scores import Rows, ScoreTransfer, TeacherScores, unpacked_answers
+from hetero_megatron.plans.roles import GENERATOR
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT
 from hetero_megatron.training.config import RunConfig
 
@@ -44,11 +45,38 @@ class BatchRequest:
 
 
 @dataclass(frozen=True)
+class RolloutRequest:
+    """Answers that a generator is to sample.
+
+    Attributes:
+        first: global index of the first one.
+        weights: optimizer steps that its weights have seen.
+        sync: these weights come now.
+    """
+
+    first: int
+    weights: int
+    sync: bool
+
+
+Request = BatchRequest | RolloutRequest
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Token ids of the answers of a batch; where weights may have changed until they are learned from, also the
+    log-probabilities of these tokens, in nats (else none)."""
+
+    answers: list[list[int]]
+    logps: list[list[float]]
+
+
+@dataclass(frozen=True)
 class Instruction:
     """Of the ranks that train: the batch that comes next (None: that is not known yet), and whether to send what was
     said of the last one; or that the run ends, with an exit code, or because of a ``problem``."""
 
-    next: BatchRequest | None = None
+    next: Request | None = None
     send: bool = False
     ends: bool = False
     code: int = 0
@@ -58,11 +86,12 @@ class Instruction:
 @dataclass(frozen=True)
 class Answer:
     """Of a rank of the role, or of all of them together: what went wrong with the last batch, and why it wants to
-    stop, if it does; at the start, ``data``: what it reads."""
+    stop, if it does; at the start, ``data``: what it reads; of a generator's first rank, ``sampled``."""
 
     problem: Refusal | None = None
     stop: str = ""
     data: dict[str, str] = field(default_factory=dict)
+    sampled: Sampled | None = None
 
 
 def meeting_group(config: RunConfig, comm: Comm) -> Group | None:
@@ -93,8 +122,8 @@ def joint_answer(ranks: Sequence[int], answers: Sequence[Answer]) -> Answer:
                 problem = f"rank {rank} reads {answer.data.get(name)}, rank {ranks[0]} reads {mark}"
                 problems.append(Refusal(problem, name, None, "the same data on every rank", ""))
     stops = (f"{answer.stop} (rank {rank}, with another role)" for rank, answer in zip(ranks, answers) if answer.stop)
-    stop = next(stops, "")
-    return replace(first, problem=problems[0] if problems else None, stop=stop)
+    sampled = next((answer.sampled for answer in answers if answer.sampled is not None), None)
+    return replace(first, problem=problems[0] if problems else None, stop=next(stops, ""), sampled=sampled)
 
 
 def role_transfer(config: RunConfig, comm: Comm) -> ScoreTransfer:
@@ -157,27 +186,69 @@ class Lookahead:
         self.next = next(self._upcoming, None)
 
 
-class RoleClient:
-    """The side of the ranks that train; made on all of them, as soon as there are groups."""
+class RoleMeetings:
+    """What the ranks that train say to those of a role, and hear.
 
-    def __init__(self, config: RunConfig, comm: Comm) -> None:
-        assert config.role is not None
-        self._comm, self._meeting, self._first = comm, meeting_group(config, comm), config.plan.ranks[0]
-        self._world: Group = comm.group(config.plan.ranks)
-        self._role, self._transfer = config.role, role_transfer(config, comm)
-        self._take: Callable[[Rows], None] = lambda rows: None
-        self._lookahead = Lookahead(iter(()))
-        self._asked: BatchRequest | None = None  # of the teacher
-        self._taken: BatchRequest | None = None
+    Args:
+        meeting: see :func:`meeting_group`; world: the ranks that train; role: its name.
+    """
+
+    def __init__(self, comm: Comm, meeting: Group | None, world: Group, role: str) -> None:
+        self.comm, self.world, self._meeting, self._role = comm, world, meeting, role
         self._stop: Callable[[str], None] = lambda reason: None
-        self._then: BeforeForward = lambda fetch, first, size: None
 
     def begin(self, training: Training) -> None:
-        """The run is set up: the role starts with its first batch. Called on all ranks that train.
+        """The run is set up: the role starts. Called on all ranks that train.
 
         Raises:
             UserError: the role's ranks cannot do their part, or read other data; on all ranks.
         """
+        raise NotImplementedError
+
+    def end(self, instruction: Instruction) -> None:
+        """The run is over for the role's ranks, too. Only the first rank tells them: after an error others may be
+        gone."""
+        if self._meeting is not None:
+            self.comm.activity = f"the end of the {self._role}'s run"
+            meet(self._meeting, self.world.ranks[0], instruction)
+
+    def _meet(self, instruction: Instruction) -> Answer:
+        self.comm.activity = f"waiting for the {self._role}"
+        began = self.comm.clock.wait_begins()
+        try:
+            told = meet(self._meeting, self.world.ranks[0], instruction)[1] if self._meeting is not None else None
+            answer: Answer = self.world.gather_objects(told, Answer | None)[0]
+        finally:
+            self.comm.clock.wait_ends(began, True)
+        if answer.stop:
+            self._stop(answer.stop)
+        return answer
+
+    def _same_data(self, answer: Answer, own: Mapping[str, str]) -> None:
+        """UserError: ``answer`` says a problem, or that the role's ranks read other data than this one."""
+        if answer.problem is not None:
+            raise answer.problem.error()
+        for name, mark in own.items():
+            if answer.data.get(name) != mark:
+                problem = f"the {self._role}'s ranks read {answer.data.get(name)}, the others {mark}"
+                raise UserError(problem, field=name, accepted="the same data on every rank")
+
+
+class RoleClient(RoleMeetings):
+    """Beside a teacher or a reference; made on all ranks that train, as soon as there are groups."""
+
+    def __init__(self, config: RunConfig, comm: Comm) -> None:
+        assert config.role is not None
+        super().__init__(comm, meeting_group(config, comm), comm.group(config.plan.ranks), config.role.name)
+        self._top_k, self._transfer = config.role.top_k, role_transfer(config, comm)
+        self._take: Callable[[Rows], None] = lambda rows: None
+        self._lookahead = Lookahead(iter(()))
+        self._asked: BatchRequest | None = None  # of the teacher
+        self._taken: BatchRequest | None = None
+        self._then: BeforeForward = lambda fetch, first, size: None
+
+    def begin(self, training: Training) -> None:
+        """See :class:`RoleMeetings`: with its first batch."""
         data, runtime = training.node_data.datasets, training.runtime
         self._data = data
         self._stop = training.exit.ask
@@ -185,14 +256,8 @@ class RoleClient:
             requests(training.config, training.step, training.consumed, data.test is not None)
         )
         self._asked = self._lookahead.next
-        answer = self._meet(Instruction(self._asked))
-        if answer.problem is not None:
-            raise answer.problem.error()
-        for name, mark in corpora(data).items():
-            if answer.data.get(name) != mark:
-                problem = f"the {self._role.name}'s ranks read {answer.data.get(name)}, the others {mark}"
-                raise UserError(problem, field=name, accepted="the same data on every rank")
-        self._take, self._then = taker(training, self._role.top_k), runtime.hooks.before_forward
+        self._same_data(self._meet(Instruction(self._asked)), corpora(data))
+        self._take, self._then = taker(training, self._top_k), runtime.hooks.before_forward
         runtime.hooks.before_forward = self.before_forward
 
     def before_forward(self, fetch: Fetch, first_sample: int, batch_size: int) -> StepResult | None:
@@ -218,29 +283,20 @@ class RoleClient:
         self._take(self._transfer.receive(request.first, request.size))
         self._taken = request
 
-    def end(self, instruction: Instruction) -> None:
-        """The run is over for the role's ranks, too. Only the first rank tells them: after an error others may be
-        gone."""
-        if self._meeting is not None:
-            self._comm.activity = f"the end of the {self._role.name}'s run"
-            meet(self._meeting, self._first, instruction)
 
-    def _meet(self, instruction: Instruction) -> Answer:
-        self._comm.activity = f"waiting for the {self._role.name}"
-        began = self._comm.clock.wait_begins()
-        try:
-            answer = meet(self._meeting, self._first, instruction)[1] if self._meeting is not None else None
-            shared_answer: Answer = self._world.gather_objects(answer, Answer | None)[0]
-        finally:
-            self._comm.clock.wait_ends(began, True)
-        if shared_answer.stop:
-            self._stop(shared_answer.stop)
-        return shared_answer
+def client_of(config: RunConfig, comm: Comm) -> RoleMeetings:
+    """Of the role beside a run."""
+    assert config.role is not None
+    if config.role.name != GENERATOR:
+        return RoleClient(config, comm)
+    from hetero_megatron.training.generator_client import generator_client
+
+    return generator_client(config, comm)
 
 
-def beside_role(config: RunConfig, comm: Comm, run: Callable[[RoleClient], int]) -> int:
+def beside_role(config: RunConfig, comm: Comm, run: Callable[[RoleMeetings], int]) -> int:
     """``run`` on a rank that trains; however it ends, the role's ranks are told. Returns the exit code."""
-    client = RoleClient(config, comm)
+    client = client_of(config, comm)
     try:
         code = run(client)
     except UserError as error:

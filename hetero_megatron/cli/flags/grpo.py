@@ -7,8 +7,10 @@ from pathlib import Path
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan
+from hetero_megatron.plans.roles import GENERATOR, role_plan
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.grpo import FLAG_KEYS, Grpo
+from hetero_megatron.training.config import RoleConfig
 
 # What is not known beside it: the flag's key, why.
 _BESIDE = (
@@ -30,8 +32,8 @@ _BESIDE = (
 )  # fmt: skip
 
 
-def build_grpo(args: Arguments, spec: ModelSpec, plan: Plan) -> Grpo:
-    """How answers are sampled and learned from.
+def build_grpo(args: Arguments, spec: ModelSpec, plan: Plan) -> tuple[Grpo, RoleConfig | None]:
+    """How answers are sampled and learned from, and the generator, where the plan has ranks for it.
 
     Raises:
         UserError: names the flag.
@@ -53,7 +55,20 @@ def build_grpo(args: Arguments, spec: ModelSpec, plan: Plan) -> Grpo:
     _check_model(args, spec, grpo)
     _check_plan(args, plan)
     _check_batch(args, plan, grpo)
-    return grpo
+    return grpo, _generator(args, spec, plan)
+
+
+def _generator(args: Arguments, spec: ModelSpec, plan: Plan) -> RoleConfig | None:
+    if role_plan(plan, GENERATOR) is None:
+        for key in ("generator_sync_every", "generator_ahead"):
+            if key in args.given:
+                problem = "has no effect where the ranks that train sample"
+                raise flag_error(key, args[key], problem, "roles: {generator: ..} in the plan")
+        return None
+    if "rollout_batch_size" in args.given:
+        problem = "has no effect beside a generator, whose pipelines sample micro_batch_size answers at once"
+        raise flag_error("rollout_batch_size", args["rollout_batch_size"], problem, "leave the flag out")
+    return RoleConfig(GENERATOR, "", spec)
 
 
 def _check_function(args: Arguments) -> None:
@@ -95,7 +110,7 @@ def _check_model(args: Arguments, spec: ModelSpec, grpo: Grpo) -> None:
 def _check_plan(args: Arguments, plan: Plan) -> None:
     refused = (
         (plan.outer is not None, "outer steps"),
-        (bool(plan.roles), "roles of other models"),
+        (any(name != GENERATOR for name, _ in plan.roles), "roles of other models"),
         (any(stage.weights is not None for stage in plan.stages), "divided weights (weights:)"),
     )
     for is_there, what in refused:

@@ -13,7 +13,7 @@ from hetero_megatron.cli.flags.adapter import FLAG_KEYS, PLACES
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.fp8 import FORMATS, RECIPES, Fp8
 from hetero_megatron.plans.made_for import MadeFor, as_flags
-from hetero_megatron.plans.roles import ROLES
+from hetero_megatron.plans.roles import OTHER_MODELS
 from hetero_megatron.spec import Lora, ModelSpec, adapted, load_model, preset_names
 from hetero_megatron.spec.adapter_modules import default_targets
 from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD
@@ -97,7 +97,7 @@ def add_beside(parser: ArgumentParser) -> None:
 
 def models_beside(args: Namespace) -> dict[str, Model]:
     """By role, the models that the arguments name."""
-    given = {name: getattr(args, f"{name}_hf") for name in ROLES}
+    given = {name: getattr(args, f"{name}_hf") for name in OTHER_MODELS}
     models = {}
     for name, directory in given.items():
         if directory is not None:
