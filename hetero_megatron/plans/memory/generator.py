@@ -1,5 +1,5 @@
-"""Memory of a generator on ranks of its own: weights, keys and values of the answers that a pipeline samples at once, and
-what prompts and draws work with."""
+"""Memory of a generator on ranks of its own: weights, keys and values of the answers that a pipeline samples at once,
+and what prompts and draws work with."""
 
 from __future__ import annotations
 
