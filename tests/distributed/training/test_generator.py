@@ -3,14 +3,20 @@ one process whose model of some steps before samples; and a run goes on after a 
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import re
+import signal
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import BatchOptions, make_batch
@@ -31,10 +37,12 @@ from hetero_megatron.training.rollouts import Rollouts
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.weight_transfer import WeightTransfer
+from tests.support.chat import TEMPLATES, chat_tokenizer
 from tests.support.grpo_run import ANSWER, ENDS, LR, SEED, STEPS, Judge, Numbers, prompts_of, wanted_of
 from tests.support.hf_reference import hf_to_logical, make_hf
 from tests.support.peft_reference import adapter_values, keep_apart, peft_model, peft_values
 from tests.support.pool import shared_pool
+from tests.support.programs import run_ranks, start_ranks
 from tests.support.random_plans import random_model, random_plan
 from tests.support.selection import quick
 
@@ -178,3 +186,81 @@ def test_random_plans(seed: int) -> None:
         for name, box, found in values:
             error = np.abs(found - weights[name].detach().numpy()[box.slices()]).max(initial=0.0)
             assert error <= 1e-9, (name, error, g, made)
+
+
+PLAN = """
+version: 1
+seq_length: 12
+global_batch_size: 12
+roles:
+  generator:
+    pipelines:
+      - micro_batch_size: 4
+        num_micro_batches: 2
+        stages: [{ranks: 2, layers: [0, 1]}, {ranks: 3, layers: [1, 2]}]
+      - {micro_batch_size: 4, num_micro_batches: 1, stages: [{ranks: 4, layers: [0, 2]}]}
+pipelines:
+  - micro_batch_size: 4
+    num_micro_batches: 3
+    stages: [{ranks: [0, 1], layers: [0, 2], tp: 2, tp_split: [3, 1]}]
+"""
+REWARDS = """
+def small(completion_ids, **_):
+    return [-float(sum(ids)) for ids in completion_ids]
+"""
+KILLED = 3  # a rank of the generator
+
+
+def _kill_in_a_rollout() -> None:
+    """As it samples the answers of the fifth step: of that one its stage has made some tokens."""
+    if os.environ["RANK"] != str(KILLED):
+        return
+    from hetero_megatron.training import answers
+
+    choose = answers.Sampling.choose
+
+    def until_then(self: Any, logits: torch.Tensor, rows: Any) -> Any:
+        if rows[0].number >= 4 * 12 and len(rows[0].answer) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return choose(self, logits, rows)
+
+    answers.Sampling.choose = until_then  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_generator_that_is_killed_in_a_rollout_changes_nothing(tmp_path: Path) -> None:
+    """The others end in one line each; and the run goes on as one whose own ranks sample."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=330, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    chat_tokenizer(tmp_path / "base", TEMPLATES["chatml"])
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"fox {i}"}) + "\n" for i in range(9)))
+    (tmp_path / "both.yaml").write_text(PLAN)
+    (tmp_path / "alone.yaml").write_text(re.sub(r"roles:.*?(?=\npipelines)", "", PLAN, flags=re.DOTALL))
+    words = (
+        f"--sft --grpo --load-hf {tmp_path}/base --data-path {tmp_path}/prompts.jsonl --split 1 --max-new-tokens 6 "
+        f"--grpo-group-size 4 --reward-function {tmp_path}/rewards.py:small --lora-rank 4 --lora-base-dtype int8 "
+        "--grpo-kl-beta 0.1 --train-iters 6 --lr 1e-2 --save-interval 2 --no-kernel-check --log-interval 1 --fp64"
+    ).split()
+
+    def of(name: str, plan: str) -> list[str]:
+        return [*words, "--plan", f"{tmp_path}/{plan}.yaml", "--save", f"{tmp_path}/{name}", "--load",
+                f"{tmp_path}/{name}"]  # fmt: skip
+
+    programs = start_ranks(5, of("run", "both"), before=_kill_in_a_rollout)
+    ended = [program.communicate(240) for program in programs]
+    codes = [program.returncode for program in programs]
+    assert codes[KILLED] == -signal.SIGKILL and set(codes) == {3, -signal.SIGKILL}, ended
+    assert all(err.count("\n") == 1 for i, (_, err) in enumerate(ended) if i != KILLED), ended
+    assert not (tmp_path / "run" / "iter_0000006").exists()
+    run_ranks(5, of("run", "both"))
+    run_ranks(2, of("alone", "alone"))
+    found, wanted = ([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+                     for name in ("run", "alone"))  # fmt: skip
+    keys = ("step", "loss", "grad_norm", "reward", "kl", "loss_tokens")
+    assert [{k: row[k] for k in keys} for row in found] == [{k: row[k] for k in keys} for row in wanted]
+    assert [row["staleness"] for row in found] == [0.0] * 6 and all(row["kl"] > 0 for row in found[1:])
