@@ -3,16 +3,15 @@ that a rank of the target holds comes from ranks of the source that hold it, wha
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.layout import Box, Piece, transfer
+from hetero_megatron.layout import Box, Piece
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.spec import trained_tensors
+from hetero_megatron.plans.weight_moves import weight_moves
 from hetero_megatron.training.held_state import MOST_ELEMENTS, as_bytes
 
 Named = tuple[str, Piece]
@@ -22,7 +21,7 @@ class WeightTransfer:
     """Of one rank, of either plan; all ranks of both call :meth:`send` or :meth:`receive` at the same time.
 
     Args:
-        source, target: of the same model, on other ranks. Adapters' base does not move: it never changes.
+        source, target: as of :func:`~hetero_megatron.plans.weight_moves.weight_moves`.
     """
 
     def __init__(self, comm: Comm, source: CompiledPlan, target: CompiledPlan) -> None:
@@ -31,19 +30,14 @@ class WeightTransfer:
 
     @cached_property
     def _batches(self) -> Sequence[Sequence[Named]]:
-        """What moves, in an order that is equal on all ranks, so much at once that messages need little memory. Among
-        replicas the one sends that has sent least."""
+        """What moves, so much at once that messages need little memory."""
         batches: list[list[Named]] = [[]]
-        sent, size = Counter[int](), 0
-        for tensor in trained_tensors(self._source.spec):
-            held, wanted = (compiled.holders[tensor.name] for compiled in (self._source, self._target))
-            pieces = transfer(held, wanted, lambda holder, _: float(sent[holder])).pieces
-            for piece in pieces:
-                sent[piece.src] += piece.box.size
+        size = 0
+        for name, pieces in weight_moves(self._source, self._target):
             if batches[-1] and size > MOST_ELEMENTS:
                 batches.append([])
                 size = 0
-            batches[-1] += [(tensor.name, piece) for piece in pieces]
+            batches[-1] += [(name, piece) for piece in pieces]
             size += sum(piece.box.size for piece in pieces)
         return batches
 
