@@ -10,6 +10,7 @@ from hetero_megatron.plans import Plan
 from hetero_megatron.plans.roles import GENERATOR, role_plan
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.grpo import FLAG_KEYS, Grpo
+from hetero_megatron.spec.moe import Balancing
 from hetero_megatron.training.config import RoleConfig
 
 # What is not known beside it: the flag's key, why.
@@ -32,7 +33,9 @@ _BESIDE = (
 )  # fmt: skip
 
 
-def build_grpo(args: Arguments, spec: ModelSpec, plan: Plan) -> tuple[Grpo, RoleConfig | None]:
+def build_grpo(
+    args: Arguments, spec: ModelSpec, plan: Plan, balancing: Balancing
+) -> tuple[Grpo, RoleConfig | None]:
     """How answers are sampled and learned from, and the generator, where the plan has ranks for it.
 
     Raises:
@@ -55,6 +58,8 @@ def build_grpo(args: Arguments, spec: ModelSpec, plan: Plan) -> tuple[Grpo, Role
     _check_model(args, spec, grpo)
     _check_plan(args, plan)
     _check_batch(args, plan, grpo)
+    if spec.moe is not None:
+        _check_experts(plan, balancing)
     return grpo, _generator(args, spec, plan)
 
 
@@ -89,7 +94,6 @@ def _check_function(args: Arguments) -> None:
 def _check_model(args: Arguments, spec: ModelSpec, grpo: Grpo) -> None:
     """Refuse models of which answers cannot be sampled, or whose reference is not there."""
     refused = (
-        (spec.moe is not None, "a mixture of experts"),
         (spec.mtp_layers > 0, "modules that predict further tokens"),
         (any(rope.switch is not None for rope in spec.ropes), "short and long rotary factors (LongRoPE)"),
     )
@@ -105,6 +109,17 @@ def _check_model(args: Arguments, spec: ModelSpec, grpo: Grpo) -> None:
     if grpo.beta and spec.lora is not None and spec.lora.residual is not None:
         problem = f"the base without adapters of {spec.lora.residual} is not the model that they began with"
         raise flag_error("grpo_kl_beta", grpo.beta, problem, "0, or a plain adapter")
+
+
+def _check_experts(plan: Plan, balancing: Balancing) -> None:
+    """Refuse what counts padding as tokens, and ranks that have not all experts where they sample."""
+    if balancing != Balancing():
+        problem = "not known beside what balances experts: rows of answers are filled up with tokens that are none"
+        accepted = "no --moe-aux-loss-coeff, --moe-z-loss-coeff and --moe-router-bias-update-rate"
+        raise flag_error("grpo", True, problem, accepted)
+    if role_plan(plan, GENERATOR) is None and any(stage.experts for stage in plan.stages):
+        problem = "ranks that sample have columns of all experts, and the plan divides these (experts:)"
+        raise flag_error("grpo", True, problem, "a plan without experts:, or with roles: {generator: ..}")
 
 
 def _check_plan(args: Arguments, plan: Plan) -> None:

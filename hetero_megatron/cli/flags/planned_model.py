@@ -16,6 +16,7 @@ from hetero_megatron.plans.made_for import MadeFor, as_flags
 from hetero_megatron.plans.roles import OTHER_MODELS
 from hetero_megatron.spec import Lora, ModelSpec, adapted, load_model, preset_names
 from hetero_megatron.spec.adapter_modules import default_targets
+from hetero_megatron.spec.grpo import Grpo
 from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD
 from hetero_megatron.spec.preference import LOSSES, WITHOUT_REFERENCE, Preference
 
@@ -93,6 +94,31 @@ def add_beside(parser: ArgumentParser) -> None:
     add("--reference-hf", metavar="DIR", help="a reference of pairs, on its own ranks")
     help = "likeliest tokens that a teacher sends (%(default)s)"
     add("--score-top-k", type=count(1, 2**20), default=TOP_K, metavar="N", help=help)
+
+
+def add_rollouts(parser: ArgumentParser) -> None:
+    """Flags about sampled answers, as runs have them."""
+    add = parser.add_argument
+    add("--grpo", action="store_true", help="answers are sampled before each step, or by the plan's generator")
+    add("--max-new-tokens", type=count(1, 2**20), metavar="N", help=f"of each ({Grpo.max_new_tokens})")
+    add("--rollout-batch-size", type=count(1, 2**20), metavar="N", help=f"that a pipeline samples ({Grpo.rows})")
+    add("--grpo-iterations", type=count(1, 2**16), metavar="N", help="steps on the same answers (1)")
+    add("--generator-sync-every", type=count(1, 2**30), metavar="K", help="steps between weights for it (1)")
+    add("--generator-ahead", action="store_true", help="it samples the next answers during a step")
+
+
+def rollouts_of(args: Namespace) -> Grpo | None:
+    """How answers are sampled; None: they are not. UserError: a flag about them without --grpo."""
+    fields = {"max_new_tokens": "max_new_tokens", "rollout_batch_size": "rows", "grpo_iterations": "iterations",
+              "generator_sync_every": "sync_every", "generator_ahead": "ahead"}  # fmt: skip
+    given = {key: getattr(args, key) for key in fields if getattr(args, key)}
+    if not args.grpo:
+        for key, value in given.items():
+            flag = f"--{key.replace('_', '-')}"
+            shown = {} if value is True else {"value": value}
+            raise UserError("has no effect without --grpo", field=flag, accepted="--grpo, or leave it out", **shown)
+        return None
+    return Grpo(**{fields[key]: value for key, value in given.items()})
 
 
 def models_beside(args: Namespace) -> dict[str, Model]:

@@ -40,10 +40,11 @@ from hetero_megatron.training.weight_transfer import WeightTransfer
 from tests.support.chat import TEMPLATES, chat_tokenizer
 from tests.support.grpo_run import ANSWER, ENDS, LR, SEED, STEPS, Judge, Numbers, prompts_of, wanted_of
 from tests.support.hf_reference import hf_to_logical, make_hf
+from tests.support.moe_models import MOE_FAMILIES
 from tests.support.peft_reference import adapter_values, keep_apart, peft_model, peft_values
 from tests.support.pool import shared_pool
 from tests.support.programs import run_ranks, start_ranks
-from tests.support.random_plans import random_model, random_plan
+from tests.support.random_plans import random_experts, random_model, random_plan
 from tests.support.selection import quick
 
 Ranked = tuple[list[dict[str, float]], list[list[int]], list[tuple[str, Box, np.ndarray]]]
@@ -155,6 +156,17 @@ def test_random_plans(seed: int) -> None:
     config = random_model(rng)
     while config["model_type"] == "gpt2":
         config = random_model(rng)
+    check(rng, config, seed)
+
+
+@pytest.mark.parametrize("seed", quick(range(12), [0], [5]))
+def test_experts(seed: int) -> None:
+    """That the stages which train divide, and the generator does not."""
+    rng = random.Random(seed + 50)
+    check(rng, MOE_FAMILIES[rng.choice(["mixtral", "qwen3_moe", "gpt_oss"])], seed)
+
+
+def check(rng: random.Random, config: dict[str, Any], seed: int) -> None:
     model, spec = make_hf(config, seed)
     initial = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, spec).items()}
     lora = None
@@ -167,6 +179,9 @@ def test_random_plans(seed: int) -> None:
     made: dict[str, Any] = {}
     while not made or "'weights'" in repr(made) or made["global_batch_size"] % 2:
         made = random_plan(rng, config["num_hidden_layers"], config["num_attention_heads"], rng.randint(10, 16), 4)
+    if spec.moe is not None:
+        for stage in (stage for pipeline in made["pipelines"] for stage in pipeline["stages"]):
+            stage["experts"] = random_experts(rng, stage["ranks"], spec.moe.num_experts, 9, 1)
     count = len(plan_from_dict(made, spec).ranks)
     made["roles"] = {"generator": {"pipelines": generator_pipelines(rng, spec, made["global_batch_size"], count)}}
     chosen = plan_from_dict(made, spec, roles={"generator": spec})

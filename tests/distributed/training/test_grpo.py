@@ -34,6 +34,7 @@ from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns
 from tests.support.grpo_run import ANSWER, ENDS, LR, SEED, STEPS, Judge, Numbers, prompts_of, wanted_of
 from tests.support.hf_reference import hf_to_logical, make_hf
+from tests.support.moe_models import MOE_FAMILIES
 from tests.support.peft_reference import adapter_values, keep_apart, peft_model, peft_values
 from tests.support.pool import Pool, shared_pool
 from tests.support.programs import run_ranks, start_ranks
@@ -87,6 +88,13 @@ def test_random_plans(seed: int) -> None:
     while config["model_type"] == "gpt2":
         config = random_model(rng)
     check(rng, config, seed, shared_pool())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts(name: str) -> None:
+    """Of which each rank that trains has columns of all."""
+    check(random.Random(710), MOE_FAMILIES[name], len(name) % 2, shared_pool())
 
 
 @pytest.mark.slow
