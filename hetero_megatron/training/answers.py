@@ -17,7 +17,7 @@ from hetero_megatron.generation.settings import read_settings
 from hetero_megatron.plans import pipeline_samples
 from hetero_megatron.spec.grpo import Grpo
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.role_client import Sampled
+from hetero_megatron.training.role_messages import Sampled
 from hetero_megatron.utils.files import parse_json, read_bytes
 
 

@@ -13,14 +13,8 @@ from hetero_megatron.plans.roles import GENERATOR
 from hetero_megatron.spec.grpo import Grpo
 from hetero_megatron.training.answers import ends_of_answers
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.role_client import (
-    Instruction,
-    RoleMeetings,
-    RolloutRequest,
-    Sampled,
-    corpora,
-    meeting_group,
-)
+from hetero_megatron.training.role_client import RoleMeetings, corpora
+from hetero_megatron.training.role_messages import Instruction, RolloutRequest, Sampled, meeting_group
 from hetero_megatron.training.weight_transfer import WeightTransfer
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from hetero_megatron.training.generator_client import prompt_marks
 from hetero_megatron.training.initial_weights import finite
 from hetero_megatron.training.kernels import rank_kernels
 from hetero_megatron.training.node_data import NodeData
-from hetero_megatron.training.role_client import Answer, Request, RolloutRequest
+from hetero_megatron.training.role_messages import Answer, Request, RolloutRequest
 from hetero_megatron.training.weight_transfer import WeightTransfer
 
 if TYPE_CHECKING:

@@ -34,17 +34,8 @@ from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.kernels import rank_kernels
 from hetero_megatron.training.labelled import mismatched
 from hetero_megatron.training.node_data import NodeData
-from hetero_megatron.training.role_client import (
-    SPLITS,
-    Answer,
-    BatchRequest,
-    Instruction,
-    Request,
-    corpora,
-    meet,
-    meeting_group,
-    role_transfer,
-)
+from hetero_megatron.training.role_client import SPLITS, corpora, role_transfer
+from hetero_megatron.training.role_messages import Answer, BatchRequest, Instruction, Request, meet, meeting_group
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.teacher import check_tokenizer
 

@@ -305,7 +305,7 @@ def train(
 
         if not config.plan.roles:
             return run()
-        from hetero_megatron.training.role_client import beside_role
+        from hetero_megatron.training.beside_role import beside_role
 
         return beside_role(config, comm, run)
 
@@ -359,7 +359,7 @@ def agree(
     comm.create_groups(config.groups)
     comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
     if config.plan.roles:
-        from hetero_megatron.training.role_client import meeting_group
+        from hetero_megatron.training.role_messages import meeting_group
 
         meeting_group(config, comm)
     return config

@@ -46,9 +46,10 @@ def _on_own_ranks(
     """With what the role says of a rank's samples; and its own ranks: its weights, what it says, and at most what one
     layer's forward of one micro-batch works with beside the inputs of the others; or what a generator needs."""
     if role.name == GENERATOR:
-        from hetero_megatron.plans.memory.generator import generator_memory
+        from hetero_megatron.plans.memory.generator import generator_memory, head_bytes
 
-        forward = generator_memory(role.compiled, dtype)
+        whole_forward = forward_memory(role.compiled, dtype, head_bytes(role.compiled, dtype))
+        forward = generator_memory(role.compiled, dtype, whole_forward)
     else:
         forward = forward_memory(role.compiled, dtype, logits_bytes)
     said = {**_head_positions(plan), **_head_positions(role.compiled.plan)}

@@ -3,9 +3,10 @@ and what prompts and draws work with."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hetero_megatron.plans.canonical import Pipeline, Stage
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.plans.memory.forward_only import forward_memory
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES, MemoryBytes
 from hetero_megatron.plans.shares import rank_shares
 from hetero_megatron.spec import ModelSpec, Share
@@ -13,11 +14,21 @@ from hetero_megatron.spec import ModelSpec, Share
 DRAWN_ARRAYS = 6  # fp64 or int64, over rows and vocabulary, while a token is drawn (``generation/sampling.py``)
 
 
-def generator_memory(compiled: CompiledPlan, dtype: str) -> dict[int, MemoryBytes]:
-    """By rank; answers with their prompts fill sequences, at most."""
+def head_bytes(compiled: CompiledPlan, dtype: str) -> int:
+    """Of the logits of one token of each row, which the head is asked about."""
+    rows = max(pipeline.micro_batch_size for pipeline in compiled.plan.pipelines)
+    return rows * compiled.spec.vocab_size * ITEM_BYTES[dtype]
+
+
+def generator_memory(
+    compiled: CompiledPlan, dtype: str, forward: Mapping[int, MemoryBytes]
+) -> dict[int, MemoryBytes]:
+    """By rank; answers with their prompts fill sequences, at most.
+
+    Args:
+        forward: of a forward over such sequences, by rank, with logits of :func:`head_bytes`.
+    """
     plan, spec, item = compiled.plan, compiled.spec, ITEM_BYTES[dtype]
-    rows = max(pipeline.micro_batch_size for pipeline in plan.pipelines)
-    forward = forward_memory(compiled, dtype, rows * spec.vocab_size * item)
     memory = {}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:

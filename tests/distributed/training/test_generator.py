@@ -31,7 +31,7 @@ from hetero_megatron.spec.lora import TARGETS
 from hetero_megatron.training.answers import PlanSampler, RecordedSampling
 from hetero_megatron.training.generator_client import GeneratorClient
 from hetero_megatron.training.generator_ranks import GeneratorRank, ReceivedWeights
-from hetero_megatron.training.role_client import Answer, Instruction
+from hetero_megatron.training.role_messages import Answer, Instruction
 from hetero_megatron.training.role_ranks import serve
 from hetero_megatron.training.rollouts import Rollouts
 from hetero_megatron.training.runtime import Runtime
@@ -171,7 +171,8 @@ def check(rng: random.Random, config: dict[str, Any], seed: int) -> None:
     initial = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, spec).items()}
     lora = None
     if seed % 2:
-        lora = Lora(rng.choice([1, 3]), 4.0, tuple(rng.sample(TARGETS, rng.randint(1, 4))), dora=rng.random() < 0.3)
+        targets = TARGETS if spec.moe is None else TARGETS[:4]  # attention: peft's names of experts differ by family
+        lora = Lora(rng.choice([1, 3]), 4.0, tuple(rng.sample(targets, rng.randint(1, 4))), dora=rng.random() < 0.3)
         spec = adapted(spec, lora)
         initial |= adapter_values(spec, seed)
         model = peft_model(model, spec, initial)
