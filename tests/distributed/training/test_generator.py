@@ -149,7 +149,7 @@ def generator_pipelines(rng: random.Random, spec: ModelSpec, size: int, first: i
     return pipelines
 
 
-@pytest.mark.parametrize("seed", quick(range(24), [2], [1, 5]))
+@pytest.mark.parametrize("seed", quick(range(24), [0, 21], [8]))
 def test_random_plans(seed: int) -> None:
     """Whole and with adapters; with weights of the step, or older ones, and the next answers sampled ahead."""
     rng = random.Random(seed + 900)
@@ -159,7 +159,7 @@ def test_random_plans(seed: int) -> None:
     check(rng, config, seed)
 
 
-@pytest.mark.parametrize("seed", quick(range(12), [0], [5]))
+@pytest.mark.parametrize("seed", quick(range(12), [], [3]))
 def test_experts(seed: int) -> None:
     """That the stages which train divide, and the generator does not."""
     rng = random.Random(seed + 50)
@@ -212,23 +212,20 @@ roles:
   generator:
     pipelines:
       - micro_batch_size: 4
-        num_micro_batches: 2
-        stages: [{ranks: 2, layers: [0, 1]}, {ranks: 3, layers: [1, 2]}]
-      - {micro_batch_size: 4, num_micro_batches: 1, stages: [{ranks: 4, layers: [0, 2]}]}
+        num_micro_batches: 3
+        stages: [{ranks: 1, layers: [0, 1]}, {ranks: 2, layers: [1, 2]}]
 pipelines:
-  - micro_batch_size: 4
-    num_micro_batches: 3
-    stages: [{ranks: [0, 1], layers: [0, 2], tp: 2, tp_split: [3, 1]}]
+  - {micro_batch_size: 4, num_micro_batches: 3, stages: [{ranks: 0, layers: [0, 2]}]}
 """
 REWARDS = """
 def small(completion_ids, **_):
     return [-float(sum(ids)) for ids in completion_ids]
 """
-KILLED = 3  # a rank of the generator
+KILLED = 2  # a rank of the generator
 
 
 def _kill_in_a_rollout() -> None:
-    """As it samples the answers of the fifth step: of that one its stage has made some tokens."""
+    """As it samples the answers of the fourth step: of that one its stage has made some tokens."""
     if os.environ["RANK"] != str(KILLED):
         return
     from hetero_megatron.training import answers
@@ -236,7 +233,7 @@ def _kill_in_a_rollout() -> None:
     choose = answers.Sampling.choose
 
     def until_then(self: Any, logits: torch.Tensor, rows: Any) -> Any:
-        if rows[0].number >= 4 * 12 and len(rows[0].answer) == 1:
+        if rows[0].number >= 3 * 12 and len(rows[0].answer) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return choose(self, logits, rows)
 
@@ -260,23 +257,23 @@ def test_a_generator_that_is_killed_in_a_rollout_changes_nothing(tmp_path: Path)
     words = (
         f"--sft --grpo --load-hf {tmp_path}/base --data-path {tmp_path}/prompts.jsonl --split 1 --max-new-tokens 6 "
         f"--grpo-group-size 4 --reward-function {tmp_path}/rewards.py:small --lora-rank 4 --lora-base-dtype int8 "
-        "--grpo-kl-beta 0.1 --train-iters 6 --lr 1e-2 --save-interval 2 --no-kernel-check --log-interval 1 --fp64"
+        "--grpo-kl-beta 0.1 --train-iters 4 --lr 1e-2 --save-interval 2 --no-kernel-check --log-interval 1 --fp64"
     ).split()
 
     def of(name: str, plan: str) -> list[str]:
         return [*words, "--plan", f"{tmp_path}/{plan}.yaml", "--save", f"{tmp_path}/{name}", "--load",
                 f"{tmp_path}/{name}"]  # fmt: skip
 
-    programs = start_ranks(5, of("run", "both"), before=_kill_in_a_rollout)
+    programs = start_ranks(3, of("run", "both"), before=_kill_in_a_rollout)
     ended = [program.communicate(240) for program in programs]
     codes = [program.returncode for program in programs]
     assert codes[KILLED] == -signal.SIGKILL and set(codes) == {3, -signal.SIGKILL}, ended
     assert all(err.count("\n") == 1 for i, (_, err) in enumerate(ended) if i != KILLED), ended
-    assert not (tmp_path / "run" / "iter_0000006").exists()
-    run_ranks(5, of("run", "both"))
-    run_ranks(2, of("alone", "alone"))
+    assert not (tmp_path / "run" / "iter_0000004").exists()
+    run_ranks(3, of("run", "both"))
+    run_ranks(1, of("alone", "alone"))
     found, wanted = ([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
                      for name in ("run", "alone"))  # fmt: skip
     keys = ("step", "loss", "grad_norm", "reward", "kl", "loss_tokens")
     assert [{k: row[k] for k in keys} for row in found] == [{k: row[k] for k in keys} for row in wanted]
-    assert [row["staleness"] for row in found] == [0.0] * 6 and all(row["kl"] > 0 for row in found[1:])
+    assert [row["staleness"] for row in found] == [0.0] * 4 and all(row["kl"] > 0 for row in found[1:])

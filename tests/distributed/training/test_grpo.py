@@ -91,10 +91,9 @@ def test_random_plans(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts(name: str) -> None:
+def test_experts() -> None:
     """Of which each rank that trains has columns of all."""
-    check(random.Random(710), MOE_FAMILIES[name], len(name) % 2, shared_pool())
+    check(random.Random(710), MOE_FAMILIES["mixtral"], 1, shared_pool())
 
 
 @pytest.mark.slow
