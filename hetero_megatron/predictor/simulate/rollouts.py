@@ -16,6 +16,7 @@ from hetero_megatron.plans.shares import pipeline_shares, rank_shares
 from hetero_megatron.plans.weight_moves import weight_moves
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.cost.rates import Rates, load_rates
 from hetero_megatron.predictor.simulate.beside import RoleCosts, with_role_ranks
 from hetero_megatron.predictor.simulate.role_prediction import RolloutPrediction
 from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
@@ -52,7 +53,7 @@ class RolloutCosts:
         headless = replace(model, vocab_size=1)
         options = CostOptions(reference=1, margin=margin)
         self._prompts = CostModel(headless, cluster, prompt, dtype, options)
-        self.costs = CostModel(model, cluster, 1, dtype, options)
+        self.costs = CostModel(model, cluster, 1, dtype, options, _thin_products(load_rates(cluster, dtype)))
         self._known: dict[tuple[Pipeline, int], tuple[float, float]] = {}
 
     def pipelines(self, plan: Plan, rows: int | None) -> list[RolloutPrice]:
@@ -94,6 +95,13 @@ class RolloutCosts:
             ]  # fmt: skip
             total += max(read)
         return total
+
+
+def _thin_products(rates: Rates) -> Rates:
+    """Of chips of which nothing was measured, products of few rows take as long as their weights are read: what share
+    of the peak larger ones reach says nothing of them."""
+    chips = {name: chip if chip.calibrated else replace(chip, gemm_half=0.0) for name, chip in rates.chips.items()}
+    return replace(rates, chips=chips)
 
 
 def _generating(stage: Stage, rows: int, length: int) -> Stage:
