@@ -20,6 +20,7 @@ from hetero_megatron.cli.flags.planned_model import (
     models_beside,
     preference_of,
     rollouts_of,
+    room_for_prompts,
     with_lora,
 )
 from hetero_megatron.cli.output import check_writable, print_json, write_text
@@ -30,7 +31,6 @@ from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.plans.roles import GENERATOR, role_plan
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
-from hetero_megatron.spec.grpo import Grpo
 from hetero_megatron.spec.preference import Preference
 from hetero_megatron.utils.text import dtype_name, notice_line
 from hetero_megatron.utils.yaml_document import read_document
@@ -128,11 +128,7 @@ def _rollouts_fit(args: Namespace, plan: Plan, preference: Preference | None) ->
     """UserError: what no run with --grpo has."""
     if preference is not None or args.teacher_hf is not None or args.reference_hf is not None:
         raise UserError("not known beside a teacher or --preference", field="--grpo", accepted="one of the two")
-    most = plan.seq_length - 1
-    if (args.max_new_tokens or Grpo.max_new_tokens) > most:
-        value = args.max_new_tokens or Grpo.max_new_tokens
-        problem = f"leaves no room for a prompt in sequences of {plan.seq_length} tokens"
-        raise UserError(problem, field="--max-new-tokens", value=value, accepted=f"at most {most}")
+    room_for_prompts(args, plan.seq_length)
     if args.source is None and role_plan(plan.canonical, GENERATOR) is None:
         for key in ("generator_sync_every", "generator_ahead"):
             if getattr(args, key):

@@ -3,7 +3,7 @@ second model that only runs forward."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from dataclasses import replace
 
 from hetero_megatron.api.inputs import Model
@@ -96,15 +96,20 @@ def add_beside(parser: ArgumentParser) -> None:
     add("--score-top-k", type=count(1, 2**20), default=TOP_K, metavar="N", help=help)
 
 
-def add_rollouts(parser: ArgumentParser) -> None:
-    """Flags about sampled answers, as runs have them."""
+def add_rollouts(parser: ArgumentParser, all_shown: bool = True) -> None:
+    """Flags about sampled answers, as runs have them; ``all_shown``: in --help, else --grpo alone."""
     add = parser.add_argument
-    add("--grpo", action="store_true", help="answers are sampled before each step, or by the plan's generator")
-    add("--max-new-tokens", type=count(1, 2**20), metavar="N", help=f"of each ({Grpo.max_new_tokens})")
-    add("--rollout-batch-size", type=count(1, 2**20), metavar="N", help=f"that a pipeline samples ({Grpo.rows})")
-    add("--grpo-iterations", type=count(1, 2**16), metavar="N", help="steps on the same answers (1)")
-    add("--generator-sync-every", type=count(1, 2**30), metavar="K", help="steps between weights for it (1)")
-    add("--generator-ahead", action="store_true", help="it samples the next answers during a step")
+    text = "perhaps by a generator" if all_shown else "--grpo --help says more"
+    add("--grpo", action="store_true", help=f"answers are sampled; {text}")
+    for flag, setting, text in (
+        ("--max-new-tokens", {"type": count(1, 2**20), "metavar": "N"}, f"of each ({Grpo.max_new_tokens})"),
+        ("--rollout-batch-size", {"type": count(1, 2**20), "metavar": "N"},
+         f"that a pipeline which trains samples ({Grpo.rows})"),
+        ("--grpo-iterations", {"type": count(1, 2**16), "metavar": "N"}, "steps on the same answers (1)"),
+        ("--generator-sync-every", {"type": count(1, 2**30), "metavar": "K"}, "steps between weights for it (1)"),
+        ("--generator-ahead", {"action": "store_true"}, "it samples the next answers during a step"),
+    ):  # fmt: skip
+        add(flag, help=text if all_shown else SUPPRESS, **setting)
 
 
 def rollouts_of(args: Namespace) -> Grpo | None:
@@ -119,6 +124,14 @@ def rollouts_of(args: Namespace) -> Grpo | None:
             raise UserError("has no effect without --grpo", field=flag, accepted="--grpo, or leave it out", **shown)
         return None
     return Grpo(**{fields[key]: value for key, value in given.items()})
+
+
+def room_for_prompts(args: Namespace, seq_length: int) -> None:
+    """UserError: answers leave none in a sequence."""
+    new_tokens = args.max_new_tokens or Grpo.max_new_tokens
+    if new_tokens >= seq_length:
+        problem = f"leaves no room for a prompt in sequences of {seq_length} tokens"
+        raise UserError(problem, field="--max-new-tokens", value=new_tokens, accepted=f"at most {seq_length - 1}")
 
 
 def models_beside(args: Namespace) -> dict[str, Model]:
