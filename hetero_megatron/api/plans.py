@@ -22,7 +22,7 @@ from hetero_megatron.plans.memory.of_plan import MemoryBytes as Memory
 from hetero_megatron.plans.memory.of_plan import estimate_memory, moments_of, with_communicators
 from hetero_megatron.plans.memory.replicas import PeerCopies, copies_of, host_room
 from hetero_megatron.plans.program import format_step
-from hetero_megatron.plans.roles import role_plan
+from hetero_megatron.plans.roles import GENERATOR, role_plan
 from hetero_megatron.plans.routing import EVEN, routing_of
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
@@ -32,9 +32,11 @@ from hetero_megatron.predictor.report.timeline import format_timeline, perfetto_
 from hetero_megatron.predictor.simulate import step
 from hetero_megatron.predictor.simulate.beside import predict_beside
 from hetero_megatron.predictor.simulate.peer_copies import CopyPrediction, predict_copies
+from hetero_megatron.predictor.simulate.rollouts import predict_rollouts
 from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
 from hetero_megatron.spec import adapted, load_model
 from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.spec.grpo import Grpo
 from hetero_megatron.utils.outputs import write_text
 from hetero_megatron.utils.text import format_seconds
 from hetero_megatron.utils.yaml_document import Entry, read_document
@@ -79,7 +81,8 @@ class Plan:
         ranks: all that it uses.
         notices: what reading it added, in words.
         beside: by role, a model that only runs forward: on the plan's ranks for it, else on those of the model that is
-            trained; top_k: likeliest tokens of a position that a teacher on its own ranks sends.
+            trained (``generator``: this one itself, of which answers are sampled); top_k: likeliest tokens of a
+            position that a teacher on its own ranks sends.
     """
 
     canonical: CanonicalPlan
@@ -136,7 +139,7 @@ class Plan:
 
     def role(self, cluster: Cluster | None = None, forwards: int = 1) -> ForwardRole | None:
         """The model in ``beside`` with its plan, which runs ``forwards`` times over each batch; None: there is none, or
-        a reference without ranks of its own, which speaks before the first step.
+        a reference without ranks of its own, which speaks before the first step, or the ranks that train sample.
 
         Raises:
             UserError: it has another vocabulary, or cannot be cut as the model that is trained.
@@ -148,7 +151,7 @@ class Plan:
                                 accepted="a model with the same tokenizer")  # fmt: skip
             top_k = min(self.top_k, model.spec.vocab_size - 1)
             described = None if cluster is None else cluster.described
-            if name == "reference" and role_plan(self.canonical, name) is None:
+            if name in ("reference", GENERATOR) and role_plan(self.canonical, name) is None:
                 return None
             return role_of(self.canonical, self.model.spec, name, model.spec, top_k, described, forwards)
         return None
@@ -290,6 +293,7 @@ class Prediction:
 def predict(
     plan: Plan, cluster: Cluster, *, memory_margin: float = CostOptions.margin, routing_stats: str | None = None,
     reference: int = 0, grad_reduce_in_bf16: bool = False, role_forwards: int = 1, overlap_param_gather: bool = False,
+    rollouts: Grpo | None = None,
 ) -> Prediction:  # fmt: skip
     """Simulate one step.
 
@@ -301,6 +305,7 @@ def predict(
         role_forwards: how many forwards a second model on its own ranks runs over each batch (the reference of KTO: 2).
         grad_reduce_in_bf16, overlap_param_gather: as the run's flags of these names say: gradients travel in bf16;
             parameters come beside the next forward.
+        rollouts: answers are sampled before each step, on the plan's ranks for a generator or on those that train.
 
     Raises:
         UserError: the plan does not match the cluster, or rates or links are missing. A plan that does not fit into
@@ -315,7 +320,11 @@ def predict(
     costs = CostModel(spec, described, plan.seq_length, plan.dtype, options)
     compiled = compiled_plan(plan)
     prepared, role = PreparedPlan(compiled), plan.role(cluster, role_forwards)
-    if role is None:
+    if rollouts is not None:
+        simulated = predict_rollouts(
+            plan.canonical, spec, described, plan.dtype, options, rollouts, role, prepared
+        )
+    elif role is None:
         simulated = step.predict(plan.canonical, spec, described, plan.dtype, costs, prepared=prepared)
     else:
         simulated = predict_beside(plan.canonical, spec, described, plan.dtype, options, role, prepared)

@@ -1,4 +1,4 @@
-"""Where a teacher or a reference goes. No torch."""
+"""Where a teacher, a reference or a generator goes. No torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from hetero_megatron.planner.whatif.role_placement import RolePlacement, RoleSea
 from hetero_megatron.plans.forward_only import words_of
 from hetero_megatron.plans.made_for import made_for
 from hetero_megatron.plans.memory.of_plan import moments_of
-from hetero_megatron.plans.roles import ROLES
+from hetero_megatron.plans.roles import GENERATOR, OTHER_MODELS, ROLES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
+from hetero_megatron.spec.grpo import Grpo
 from hetero_megatron.spec.preference import Preference
 from hetero_megatron.utils.text import format_seconds
 
@@ -76,13 +77,15 @@ def place_role(
     recompute: str | None = None, context: str = "auto", offload: str = "auto", offload_activations: str = "auto",
     more_schedules: str = "auto", schedule_effort: float = SearchSpace.schedule_effort,
     memory_margin: float = CostOptions.margin, time_limit: float | None = None, seed: int = 0,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None, rollouts: Grpo | None = None,
 ) -> Placed:  # fmt: skip
-    """The best placement of ``other`` in a role ("teacher", "reference") beside ``model``, which is trained.
+    """The best placement of ``other`` in a role ("teacher", "reference") beside ``model``, which is trained; or of the
+    "generator", which is ``model`` itself.
 
     Args:
         preference: the loss of pairs, of a reference; top_k: likeliest tokens of a position that a teacher sends.
         epochs: how often a run reads its data, which a file is computed once for.
+        rollouts: of a generator, how answers are sampled.
         The others are those of :func:`hetero_megatron.plan`.
 
     Raises:
@@ -90,8 +93,9 @@ def place_role(
     """
     shapes = (model if isinstance(model, Model) else Model(model)).stretched(seq_length)
     second = other if isinstance(other, Model) else Model(other)
-    if role not in ROLES:
-        raise UserError("no such role", field="role", value=role, accepted=", ".join(ROLES))
+    if role not in ROLES or (role == GENERATOR) != (rollouts is not None):
+        accepted = f"{', '.join(OTHER_MODELS)}, or {GENERATOR} with rollouts"
+        raise UserError("no such role", field="role", value=role, accepted=accepted)
     if second.spec.vocab_size != shapes.spec.vocab_size:
         unlike = f"another vocabulary: {second.spec.vocab_size} tokens, {shapes.name} has {shapes.spec.vocab_size}"
         raise UserError(unlike, field=f"--{role}-hf", value=second.name, accepted="a model with the same tokenizer")
@@ -111,7 +115,12 @@ def place_role(
     forwards, spec = 2 if loss is not None and loss.estimates_kl else 1, second.stretched(seq_length).spec
     words = words_of(role, min(top_k, spec.vocab_size - 1))
     asked = ForwardQuestion(role, spec, seq_length, global_batch_size, dtype, costs, words, forwards)
-    placement = RoleSearch(problem, asked, epochs, progress).placed()
+    if rollouts is not None:
+        from hetero_megatron.planner.whatif.generator_placement import GeneratorSearch
+
+        placement = GeneratorSearch(problem, asked, rollouts, progress).placed()
+    else:
+        placement = RoleSearch(problem, asked, epochs, progress).placed()
     best = placement.best
     assert best.plan is not None
     section = made_for(shapes.spec, dtype, optimizer, cluster.described, best.plan.ranks)

@@ -146,7 +146,7 @@ def configure_arguments(
     failure = collect(lambda launcher: build_failure(args, launcher.supervised), launcher)
     elastic = collect(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
     preference = collect(_preference, args, spec, balancing)
-    teacher_fields = collect(_beside, args, spec, plan, cluster, data, preference)
+    teacher_fields = collect(_beside, args, spec, plan, cluster, data, preference, balancing)
     collect(_outer_fits, plan, elastic, preference)
     collect(_predictions_fit, args, spec, preference, fp8)
     alignment, compiled = collect(training.build_alignment, args), collect(_compile, args, plan)
@@ -289,7 +289,7 @@ def _preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Prefe
 
 def _beside(
     args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None, data: DataConfig | None,
-    preference: Preference | None,
+    preference: Preference | None, balancing: Balancing,
 ) -> dict[str, Any]:  # fmt: skip
     """Of a run with a teacher, with a reference on ranks of its own, that scores data or samples answers, those fields
     of its configuration."""
@@ -297,7 +297,8 @@ def _beside(
     if args["grpo"]:
         from hetero_megatron.cli.flags.grpo import build_grpo
 
-        return {"grpo": build_grpo(args, spec, plan)}
+        grpo, generator = build_grpo(args, spec, plan, balancing)
+        return {"grpo": grpo, **({"role": generator} if generator is not None else {})}
     if preference is not None and plan.roles:
         from hetero_megatron.cli.flags.preference import build_reference
 

@@ -15,7 +15,15 @@ from hetero_megatron.api.inputs import Cluster, Model, positions_notice
 from hetero_megatron.api.search import Found
 from hetero_megatron.api.search import plan as search
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, seconds
-from hetero_megatron.cli.flags.planned_model import add_beside, add_fp8, add_lora, fp8_of, with_lora
+from hetero_megatron.cli.flags.planned_model import (
+    add_beside,
+    add_fp8,
+    add_lora,
+    add_rollouts,
+    fp8_of,
+    rollouts_of,
+    with_lora,
+)
 from hetero_megatron.cli.output import ClusterBesidePlan, check_writable, print_json, write_text
 from hetero_megatron.errors import INTERRUPTED, UserError
 from hetero_megatron.planner.problem import SearchSpace
@@ -40,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         from hetero_megatron.cli.plan_context import main as context_only
 
         return context_only(argv)
-    args = _parser().parse_args(list(argv))
+    args = _parser("--grpo" in argv).parse_args(list(argv))
     _check(args)
     beside = None
     if args.out:
@@ -64,10 +72,11 @@ def main(argv: Sequence[str]) -> int:
         from hetero_megatron.cli.plan_questions import go_shopping
 
         return go_shopping(args, model, cluster)
-    if args.teacher_hf or args.reference_hf:
+    rollouts = rollouts_of(args)
+    if args.teacher_hf or args.reference_hf or rollouts is not None:
         from hetero_megatron.cli.plan_questions import place_beside
 
-        return place_beside(args, model, cluster)
+        return place_beside(args, model, cluster, rollouts)
     for key in ("score_top_k", "epochs", "preference"):
         if getattr(args, key) != _parser().get_default(key):
             accepted = "--teacher-hf DIR, or --reference-hf DIR"
@@ -176,7 +185,7 @@ def _say(text: str, what: str = "search", line: WorkLine | None = None) -> None:
     print(f"{what}: {text}", file=sys.stderr, flush=True)
 
 
-def _parser() -> ArgumentParser:
+def _parser(rollouts: bool = False) -> ArgumentParser:
     parser = ArgumentParser(
         "plan", "The best plan of a model on a mixed cluster, with a bound on how good any could be."
     )
@@ -197,6 +206,7 @@ def _parser() -> ArgumentParser:
     add("--grad-reduce-in-bf16", action="store_true", help="gradients travel in bf16, as the run's flag says")
     add_lora(parser)
     add_beside(parser)
+    add_rollouts(parser, rollouts)
     add("--epochs", type=Number(float, 1e-3, 1e6), default=1.0, metavar="N",
         help="passes over the data, for scores in a file (%(default)g)")  # fmt: skip
     add("--micro-batch-size", type=count(), metavar="N", help="only this one (default: all that make sense)")
@@ -229,7 +239,7 @@ def _parser() -> ArgumentParser:
         help="also a plan for the loss of any one node")  # fmt: skip
     add("--add", action="append", metavar="NxNODE", help="what if there were more: 2xH100-node")
     add("--compare", action="store_true",
-        help="also search each chip type alone and predict all good uniform plans: longer than the search")  # fmt: skip
+        help="also each chip type alone, and all good uniform plans")  # fmt: skip
     add("--no-baselines", action="store_true", help="no uniform plan and single chip types for comparison")
     add("--export", metavar="FORMAT:FILE", help=f"also write the plan for others: {', '.join(FORMATS)}")
     add("--for", dest="runtime", choices=tuple(RUNTIMES),
@@ -260,10 +270,11 @@ def _check(args: Namespace) -> None:
             raise UserError(problem, field="--" + flag, accepted="--shop CARD,CARD --prices FILE --budget N")
     for asked, problem, flags in (
         (args.shop, "--shop plans for many clusters",
-         ("runtime", "compare", "fallbacks", "export", "out", "routing_stats", "time_limit")),
+         ("runtime", "compare", "fallbacks", "export", "out", "routing_stats", "time_limit", "grpo")),
         (args.runtime, "--for has no such report", ("compare", "fallbacks", "no_baselines")),
         (args.allow_outer, "--allow-outer knows nothing of it",
-         ("runtime", "compare", "fallbacks", "no_baselines", "export", "shop", "teacher_hf", "reference_hf")),
+         ("runtime", "compare", "fallbacks", "no_baselines", "export", "shop", "teacher_hf", "reference_hf",
+          "grpo")),
     ):  # fmt: skip
         for flag in flags:
             if asked and getattr(args, flag):

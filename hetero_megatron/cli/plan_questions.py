@@ -1,5 +1,6 @@
 """Questions to ``hetero-megatron plan`` that are not for one model's best plan: ``--teacher-hf DIR`` (``--reference-hf
-DIR``), where a model that only runs forward goes; ``--shop``, what more cards would buy."""
+DIR``), where a model that only runs forward goes; ``--grpo``, where answers are sampled; ``--shop``, what more cards
+would buy."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from argparse import Namespace
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.roles import place_role
 from hetero_megatron.api.shop import shop
-from hetero_megatron.cli.flags.planned_model import fp8_of, models_beside, preference_of
+from hetero_megatron.cli.flags.planned_model import fp8_of, models_beside, preference_of, room_for_prompts
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.errors import UserError
+from hetero_megatron.plans.roles import GENERATOR
+from hetero_megatron.spec.grpo import Grpo
 
 _ASKED_OF_ROLES = (
     "seq_length", "global_batch_size", "dtype", "optimizer", "grad_reduce_in_bf16", "micro_batch_size", "recompute",
@@ -27,14 +30,21 @@ _NOT_OF_ROLES = {
 }  # fmt: skip
 
 
-def place_beside(args: Namespace, model: Model, cluster: Cluster) -> int:
-    """Print the placement and its plan, or with --json one object."""
+def place_beside(args: Namespace, model: Model, cluster: Cluster, rollouts: Grpo | None) -> int:
+    """Print the placement and its plan, or with --json one object; ``rollouts``: of a generator."""
     preference_of(args, model.spec.lora is not None)
-    (role, other), = models_beside(args).items()
+    given = models_beside(args)
+    if rollouts is not None:
+        if given or args.preference is not None:
+            raise UserError("not known beside a teacher or --preference", field="--grpo", accepted="one of the two")
+        room_for_prompts(args, args.seq_length)
+        given = {GENERATOR: model}
+    ((role, other),) = given.items()
     for key, default in _NOT_OF_ROLES.items():
         if getattr(args, key) != default:
             flag = "--for" if key == "runtime" else "--" + key.replace("_", "-")
-            raise UserError(f"not known beside --{role}-hf", field=flag, accepted="one of the two")
+            beside = "--grpo" if rollouts is not None else f"--{role}-hf"
+            raise UserError(f"not known beside {beside}", field=flag, accepted="one of the two")
     file = None if args.out is None else f"{args.out.removesuffix('.yaml')}.{role}.yaml"
     check_writable(file, "--out")
     quiet = args.json or args.quiet
@@ -44,7 +54,7 @@ def place_beside(args: Namespace, model: Model, cluster: Cluster) -> int:
 
     question = {name: getattr(args, name) for name in _ASKED_OF_ROLES}
     placed = place_role(model, cluster, role, other, top_k=args.score_top_k, epochs=args.epochs,
-                        progress=None if quiet else say, **question)  # fmt: skip
+                        progress=None if quiet else say, rollouts=rollouts, **question)  # fmt: skip
     if args.out:
         write_text(args.out, "--out", placed.file)
         if file is not None and placed.role_plan is not None:

@@ -15,9 +15,12 @@ from hetero_megatron.cli.flags.planned_model import (
     add_beside,
     add_fp8,
     add_lora,
+    add_rollouts,
     fp8_of,
     models_beside,
     preference_of,
+    rollouts_of,
+    room_for_prompts,
     with_lora,
 )
 from hetero_megatron.cli.output import check_writable, print_json, write_text
@@ -25,8 +28,10 @@ from hetero_megatron.cli.predict_from import SIZES, read_plan
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.made_for import OPTIMIZERS, read_made_for
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
+from hetero_megatron.plans.roles import GENERATOR, role_plan
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
+from hetero_megatron.spec.preference import Preference
 from hetero_megatron.utils.text import dtype_name, notice_line
 from hetero_megatron.utils.yaml_document import read_document
 
@@ -76,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--peer-replicas-every", type=count(), metavar="K",
                         help="also print what copies for --elastic cost, made every K steps")  # fmt: skip
     add_beside(parser)
+    add_rollouts(parser)
     _add_run_flags(parser)
     args = parser.parse_args(list(argv))
     check_writable(args.html, "--html")
@@ -92,13 +98,16 @@ def main(argv: Sequence[str]) -> int:
         made_for = read_made_for(section) if section is not None else None
         name = model_name(made_for, args.model)
         model = Model.of(with_lora(args, load_model(name), made_for), name)
+        beside = models_beside(args) | ({GENERATOR: model} if args.grpo else {})
         plan = Plan.read(
             document, cluster, model, dtype=args.dtype, optimizer=args.optimizer, fp8=fp8_of(args),
-            beside=models_beside(args), top_k=args.score_top_k,
+            beside=beside, top_k=args.score_top_k,
         )  # fmt: skip
     for notice in plan.notices:
         print(notice_line(notice), file=sys.stderr)
-    preference = preference_of(args, plan.model.spec.lora is not None)
+    preference, rollouts = preference_of(args, plan.model.spec.lora is not None), rollouts_of(args)
+    if rollouts is not None:
+        _rollouts_fit(args, plan, preference)
     memory_error = made_for.less_memory(cluster.described, plan.ranks, args.plan) if made_for is not None else None
     if memory_error is not None:  # no refusal: what it means for this cluster is what is asked here
         print(notice_line(memory_error.problem), file=sys.stderr)
@@ -106,13 +115,25 @@ def main(argv: Sequence[str]) -> int:
         plan, cluster, memory_margin=args.memory_margin, routing_stats=args.routing_stats,
         reference=0 if preference is None else preference.forwards, grad_reduce_in_bf16=args.grad_reduce_in_bf16,
         overlap_param_gather=args.overlap_param_gather,
-        role_forwards=2 if preference is not None and preference.estimates_kl else 1,
+        role_forwards=2 if preference is not None and preference.estimates_kl else 1, rollouts=rollouts,
     )  # fmt: skip
     _show(args, prediction)
     if not prediction.fits:
         print(f"error: the plan does not fit: {prediction.over[0]}", file=sys.stderr)
         return 1
     return 0
+
+
+def _rollouts_fit(args: Namespace, plan: Plan, preference: Preference | None) -> None:
+    """UserError: what no run with --grpo has."""
+    if preference is not None or args.teacher_hf is not None or args.reference_hf is not None:
+        raise UserError("not known beside a teacher or --preference", field="--grpo", accepted="one of the two")
+    room_for_prompts(args, plan.seq_length)
+    if args.source is None and role_plan(plan.canonical, GENERATOR) is None:
+        for key in ("generator_sync_every", "generator_ahead"):
+            if getattr(args, key):
+                problem, accepted = "has no effect where the ranks that train sample", "a plan with a generator"
+                raise UserError(problem, field=f"--{key.replace('_', '-')}", accepted=accepted)
 
 
 def _show(args: Namespace, prediction: Prediction) -> None:

@@ -16,7 +16,7 @@ import torch
 from hetero_megatron.comm import Comm
 from hetero_megatron.generation.cache import Rows, apply_cache, drop_cache
 from hetero_megatron.generation.sampling import PromptRow, Sampling
-from hetero_megatron.generation.weights import SharedWeights, Weights
+from hetero_megatron.generation.weights import WeightSource
 from hetero_megatron.layout import cut
 from hetero_megatron.model import GPTStage, StagePart
 from hetero_megatron.ops import KernelPlan
@@ -44,7 +44,7 @@ class Decoder:
     """Built on every rank of the plan, whose groups have been created.
 
     Args:
-        weights: read once, or those of a model that is trained.
+        weights: read once, those of a model that is trained, or what comes from there.
         length: most tokens of a prompt with its answer.
         kernels: of this rank's stage.
 
@@ -53,7 +53,7 @@ class Decoder:
     """
 
     def __init__(
-        self, plan: Plan, spec: ModelSpec, comm: Comm, dtype: torch.dtype, weights: Weights | SharedWeights,
+        self, plan: Plan, spec: ModelSpec, comm: Comm, dtype: torch.dtype, weights: WeightSource,
         length: int, kernels: KernelPlan,
     ) -> None:  # fmt: skip
         self.plan, self.spec, self.comm, self.dtype = plan, spec, comm, dtype
@@ -74,7 +74,7 @@ class Decoder:
         if self.works:
             self._connect()
 
-    def _build(self, weights: Weights | SharedWeights, kernels: KernelPlan) -> GPTStage:
+    def _build(self, weights: WeightSource, kernels: KernelPlan) -> GPTStage:
         stage, spec = self.stages[self.place.stage], self.spec
         unit = stage.units[self.place.unit]
         shares_of_ranks = shares(spec, unit.tp_split)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -23,6 +23,21 @@ if TYPE_CHECKING:
     from hetero_megatron.ops.int8_weight import Scales
 
 
+class WeightSource(Protocol):
+    """What a decoder's weights come from."""
+
+    @property
+    def elsewhere(self) -> Collection[str]:
+        """Logical names of tensors that have memory already."""
+
+    def fill(
+        self, tensors: Mapping[str, tuple[LogicalTensor, Box, torch.Tensor]], scales: Mapping[str, Scales],
+        world: Group,
+    ) -> None:  # fmt: skip
+        """Write the values of every box (by logical name) into its tensor, and of those in few bits into their scales.
+        Called on all ranks of ``world``, when the decoder is built and each time that weights have changed."""
+
+
 @dataclass(frozen=True)
 class Weights:
     """``base``: of all tensors but adapters; ``checkpoint``: of trained ones, which are all without adapters.
@@ -38,8 +53,7 @@ class Weights:
         self, tensors: Mapping[str, tuple[LogicalTensor, Box, torch.Tensor]], scales: Mapping[str, Scales],
         world: Group,
     ) -> None:  # fmt: skip
-        """Write the values of every box (by logical name) into its tensor, and of those in 8 bits into their scales.
-        Called on all ranks of ``world``."""
+        """See :class:`WeightSource`."""
         for tensor, box, param in tensors.values():
             if tensor.trained and self.adapter is not None:
                 param.copy_(self.adapter.read(tensor, box))
@@ -71,7 +85,7 @@ class SharedWeights:
         self, tensors: Mapping[str, tuple[LogicalTensor, Box, torch.Tensor]], scales: Mapping[str, Scales],
         world: Group,
     ) -> None:  # fmt: skip
-        """As :meth:`Weights.fill`, but every tensor becomes the trained one's memory."""
+        """As :class:`WeightSource` says, but every tensor becomes the trained one's memory."""
         for name, (_, _, param) in tensors.items():
             param.data = self._params[name].detach()
         for name, of_weight in scales.items():

@@ -54,7 +54,12 @@ def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
     try:
         options, prepared, role = _options(config), PreparedPlan(config.compiled), config.forward_role
         made_for = config.plan, config.spec, config.cluster, config.dtype
-        if role is None:
+        if config.grpo is not None:
+            from hetero_megatron.predictor.simulate.rollouts import predict_rollouts
+
+            prediction = predict_rollouts(*made_for, options, config.grpo, role, prepared)
+            sentences.append(f"predicted: {prediction.role}")
+        elif role is None:
             prediction = predict(*made_for, options=options, prepared=prepared)
         else:
             from hetero_megatron.predictor.simulate.beside import predict_beside

@@ -46,11 +46,14 @@ class RolloutLoss(ComparedLoss):
 
     Attributes:
         first: global index of the first row of the step's batch.
+        sampled: log-probabilities [rows of a batch, positions of a sequence], fp64, by which the answers were sampled,
+            where that was by other weights than those of the first step on them; None: it was by these.
     """
 
     def __init__(self, g: Grpo, tokens: StageLoss) -> None:
         super().__init__()
         self.grpo, self._tokens, self.first = g, tokens, 0
+        self.sampled: torch.Tensor | None = None
         self._old: dict[_Rows, torch.Tensor] = {}
         self._reference: dict[_Rows, torch.Tensor] = {}
         self._records = False
@@ -61,6 +64,7 @@ class RolloutLoss(ComparedLoss):
 
     def begin_rollout(self) -> None:
         """Other answers come: what is known of those before is given up."""
+        self.sampled = None
         self._old.clear()
         self._reference.clear()
 
@@ -80,6 +84,15 @@ class RolloutLoss(ComparedLoss):
     def count(self, batch: Batch) -> int:
         return batch.num_loss_tokens()
 
+    def _before(self, rows: _Rows, batch: Batch, policy: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities [b, s] under the policy that sampled; ``policy``: under that of this step."""
+        if rows not in self._old:
+            self._old[rows] = policy
+            if self.sampled is not None:
+                of_rows = self.sampled[list(rows)].to(policy.device, policy.dtype)
+                self._old[rows] = of_rows.gather(1, batch.positions)  # a rank may have some of the positions only
+        return self._old[rows]
+
     def __call__(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
         """Weighted sum of the losses of the answers' tokens: a tensor [], in at least fp32."""
         mask, judged = batch.loss_mask, batch.judged
@@ -91,7 +104,7 @@ class RolloutLoss(ComparedLoss):
             return losses.new_zeros(())
         leaf = losses.detach().requires_grad_(torch.is_grad_enabled())
         policy = torch.where(mask, -leaf, 0.0)
-        old_policy = policy.detach() if self._rehearsing else self._old.setdefault(rows, policy.detach())
+        old_policy = policy.detach() if self._rehearsing else self._before(rows, batch, policy.detach())
         reference = None
         if self.grpo.beta:
             reference = policy.detach() if self._rehearsing else torch.where(mask, self._reference[rows], 0.0)

@@ -10,7 +10,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plans.canonical import Interval, Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plans.canonical import Optimizer as OptimizerPlace
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.plans.roles import role_plan, score_transfer
+from hetero_megatron.plans.roles import GENERATOR, role_plan, score_transfer
 from hetero_megatron.plans.validate import validate
 from hetero_megatron.spec.distillation import LOGITS_WORDS, likeliest_words, saying_words
 from hetero_megatron.spec.flops import PLAIN_WORDS, Words
@@ -39,7 +39,7 @@ class ForwardRole:
     @property
     def apart(self) -> bool:
         """It has ranks of its own."""
-        return self.words > 0
+        return self.words > 0 or self.name == GENERATOR
 
     @property
     def loss_words(self) -> tuple[Words, Words]:
@@ -51,7 +51,7 @@ class ForwardRole:
 
     def sends(self, plan: Plan) -> list[tuple[int, int, float]]:
         """(from rank, to rank, bytes) for a batch of the model that ``plan`` trains."""
-        if not self.apart:
+        if not self.words:
             return []
         source, size = self.compiled.plan, 4.0 * self.words
         moves = score_transfer(source, plan, plan.global_batch_size, self.name == "reference")
@@ -77,7 +77,9 @@ def role_of(
 def words_of(role: str, top_k: int) -> int:
     """Of 4 bytes, that a role on its own ranks sends of each position: of a teacher the ids of its likeliest tokens,
     their log-probabilities, and that of all others; of a reference the number of a pair or example, and two
-    log-probabilities (``pipeline/role_scores.py``)."""
+    log-probabilities (``pipeline/role_scores.py``); of a generator none: its answers are few numbers."""
+    if role == GENERATOR:
+        return 0
     return 2 * top_k + 1 if role == "teacher" else 6
 
 

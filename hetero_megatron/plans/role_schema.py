@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.plans.canonical import Pipeline, Plan
 from hetero_megatron.plans.experts import without_plain_experts
-from hetero_megatron.plans.fields import Source
-from hetero_megatron.plans.roles import ROLES
+from hetero_megatron.plans.fields import Source, stages
+from hetero_megatron.plans.roles import GENERATOR, ROLES
 from hetero_megatron.plans.validate import validate
 from hetero_megatron.utils.yaml_document import Entry
 
@@ -40,8 +40,10 @@ def with_roles(
     for name, role in entry.mapping(ROLES).items():
         pipelines = role.mapping(("pipelines",), required=("pipelines",))["pipelines"]
         if name not in specs:
-            accepted = f"--{name}-hf DIR, of commands that know it, or a plan without roles"
-            role.fail(f"nothing says which model the {name} is", accepted=accepted)
+            flag = "--grpo" if name == GENERATOR else f"--{name}-hf DIR"
+            accepted = f"{flag}, of commands that know it, or a plan without roles"
+            problem = "nothing is sampled" if name == GENERATOR else f"nothing says which model the {name} is"
+            role.fail(problem, accepted=accepted)
         _refuse_training(pipelines, name)
         expanded, origin = expand(pipelines, plan.seq_length, specs[name].num_heads)
         role_plan = Plan(
@@ -50,8 +52,22 @@ def with_roles(
         role_plan = without_plain_experts(role_plan, specs[name])
         place = Source(source.file, source.lines, tuple(origin), f"roles.{name}.")
         validate(role_plan, specs[name], cluster, dtype=dtype, source=place, role=True)
+        if name == GENERATOR:
+            _generator_fits(role_plan, place)
         role_plans.append((name, role_plan))
     return replace(plan, roles=tuple(sorted(role_plans)))
+
+
+def _generator_fits(plan: Plan, source: Source) -> None:
+    """All ranks of a stage generate together, each with columns of all experts."""
+    for path, _, stage in stages(plan):
+        if len(stage.units) > 1:
+            problem = f"the stage has {len(stage.units)} TP groups, of which one would generate"
+            accepted = f"tp: {len(stage.ranks)}, or more pipelines"
+            raise source.error(problem, f"{path}.ranks", list(stage.ranks), accepted)
+        if stage.experts:
+            problem = "experts are not divided where tokens come one by one"
+            raise source.error(problem, f"{path}.experts", "given", "no such key: each rank has columns of all experts")
 
 
 def _refuse_training(pipelines: Entry, name: str) -> None:

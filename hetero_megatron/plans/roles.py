@@ -1,6 +1,6 @@
 """Roles in a plan: models beside the one that is trained that only run forward, each on ranks of its own, cut as the
-plan has it for that role; and which ranks hold what such a model says of the samples of a batch, and what is sent
-between them.
+plan has it for that role (a generator: the trained model, which samples answers there); and which ranks hold what such
+a model says of the samples of a batch, and what is sent between them.
 
 Both plans cut a batch as they please. The index space is (sample of the batch, position); each rank with a head has the
 boxes of its micro-batches, and what the boxes of two ranks have in common is one message. No torch."""
@@ -14,7 +14,9 @@ from hetero_megatron.plans.canonical import Plan
 from hetero_megatron.plans.fields import Source, stages
 from hetero_megatron.plans.shares import head_micro_batches
 
-ROLES = ("reference", "teacher")
+OTHER_MODELS = ("reference", "teacher")  # roles of models with weights of their own
+GENERATOR = "generator"  # of the model that is trained
+ROLES = (GENERATOR, *OTHER_MODELS)
 
 
 def role_plan(plan: Plan, role: str) -> Plan | None:

@@ -18,7 +18,8 @@ FLAG_KEYS = {
     "group_size": "grpo_group_size", "iterations": "grpo_iterations", "eps_lower": "grpo_clamp_eps_lower",
     "eps_upper": "grpo_clamp_eps_upper", "beta": "grpo_kl_beta", "loss_type": "grpo_loss_type",
     "scale_rewards": "grpo_scale_rewards", "max_new_tokens": "max_new_tokens", "rows": "rollout_batch_size",
-    "reward": "reward_function", "seconds": "reward_timeout",
+    "reward": "reward_function", "seconds": "reward_timeout", "sync_every": "generator_sync_every",
+    "ahead": "generator_ahead",
 }  # fmt: skip
 _LEAST_DEVIATION = 1e-4  # TRL's: is added to a standard deviation before it divides
 
@@ -42,6 +43,8 @@ class Grpo:
         max_new_tokens: most tokens of an answer.
         rows: answers that a pipeline samples at once.
         reward: FILE.py:NAME of the function that judges answers; seconds: how long a call of it may take.
+        sync_every: of a generator on ranks of its own: steps after which it gets the weights again.
+        ahead: it samples the next answers while the ranks that train learn from these.
     """
 
     group_size: int = 8
@@ -55,6 +58,8 @@ class Grpo:
     rows: int = 32
     reward: str = ""
     seconds: float = 60.0
+    sync_every: int = 1
+    ahead: bool = False
     weighs_kl: bool = True
 
     def __post_init__(self) -> None:
@@ -69,10 +74,16 @@ class Grpo:
             ("eps_upper", 0 <= self.eps_upper < math.inf, "a number >= 0"),
             ("beta", 0 <= self.beta < math.inf, "a number >= 0"),
             ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
+            ("sync_every", self.sync_every >= 1, "1 or more"),
         )
         for name, is_valid, accepted in bounds:
             if not is_valid:
                 raise UserError("cannot be used", field=name, value=getattr(self, name), accepted=accepted)
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether weights may have changed between sampling and the first step on the answers."""
+        return self.ahead or self.sync_every > 1
 
     @property
     def facts(self) -> tuple[str, ...]:

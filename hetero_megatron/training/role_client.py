@@ -1,29 +1,19 @@
-"""The messages between the model that is trained and one with a role on ranks of its own (a teacher, a reference), and
-the side of the ranks that train.
-
-Their first rank and all ranks of the role exchange messages once for each batch: the role's report how the last one
-went, the other's which one comes next, and whether to send what was said of the last one. So the role works on the
-batch after the one that is trained on, and the faster one waits. Only the ranks that train know which batch comes: the
-role is given those of a run that goes on to its end, and what it says of a batch that does not come is dropped.
-"""
+"""The side of the ranks that train beside a teacher or a reference on ranks of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hetero_megatron.comm import Comm, CommError, Group
-from hetero_megatron.comm.group import Refusal
+from hetero_megatron.comm import Comm, Group
 from hetero_megatron.data import Datasets
 from hetero_megatron.data.batch import BatchLoader
 from hetero_megatron.errors import UserError
 from hetero_megatron.pipeline.distillation import DistillationLoss
 from hetero_megatron.pipeline.role_scores import Rows, ScoreTransfer, TeacherScores, unpacked_answers
-from hetero_megatron.training.checkpointing import WRITE_TIMEOUT
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.role_messages import Answer, BatchRequest, Instruction, meet, meeting_group
 
 if TYPE_CHECKING:
     from hetero_megatron.pipeline.stage_work import StepResult
@@ -32,69 +22,6 @@ if TYPE_CHECKING:
     from hetero_megatron.training.runtime_options import BeforeForward
 
 SPLITS = ("train", "valid", "test")
-
-
-@dataclass(frozen=True)
-class BatchRequest:
-    """A batch: the samples ``[first, first + size)`` of one of the data sets."""
-
-    split: str
-    first: int
-    size: int
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """Of the ranks that train: the batch that comes next (None: that is not known yet), and whether to send what was
-    said of the last one; or that the run ends, with an exit code, or because of a ``problem``."""
-
-    next: BatchRequest | None = None
-    send: bool = False
-    ends: bool = False
-    code: int = 0
-    problem: Refusal | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Of a rank of the role, or of all of them together: what went wrong with the last batch, and why it wants to
-    stop, if it does; at the start, ``data``: what it reads."""
-
-    problem: Refusal | None = None
-    stop: str = ""
-    data: dict[str, str] = field(default_factory=dict)
-
-
-def meeting_group(config: RunConfig, comm: Comm) -> Group | None:
-    """The first rank that trains and those of the role; None on other ranks. Every rank of the job calls it first with
-    its other groups. It waits in host memory, and for as long as the ranks that train may save or export."""
-    return comm.background_group((config.plan.ranks[0], *config.compiled_role.plan.ranks), WRITE_TIMEOUT)
-
-
-def meet(group: Group, first: int, message: Instruction | Answer) -> tuple[Instruction, Answer]:
-    """Exchange the instruction of rank ``first`` and the answers of the others. Called on all ranks of the group.
-
-    Returns:
-        the instruction, and what the others answer together; equal on all.
-    """
-    messages = dict(zip(group.ranks, group.gather_objects(message, Instruction | Answer), strict=True))
-    instruction = messages.pop(first)
-    answers = {rank: answer for rank, answer in messages.items() if isinstance(answer, Answer)}
-    assert isinstance(instruction, Instruction) and len(answers) == len(messages), f"{instruction}, {messages}"
-    return instruction, joint_answer(tuple(answers), tuple(answers.values()))
-
-
-def joint_answer(ranks: Sequence[int], answers: Sequence[Answer]) -> Answer:
-    """What several ranks answer together: the first problem of any, also that they read unlike data."""
-    first, problems = answers[0], [answer.problem for answer in answers if answer.problem is not None]
-    for rank, answer in zip(ranks, answers, strict=True):
-        for name, mark in first.data.items() if not problems else ():
-            if answer.data.get(name) != mark:
-                problem = f"rank {rank} reads {answer.data.get(name)}, rank {ranks[0]} reads {mark}"
-                problems.append(Refusal(problem, name, None, "the same data on every rank", ""))
-    stops = (f"{answer.stop} (rank {rank}, with another role)" for rank, answer in zip(ranks, answers) if answer.stop)
-    stop = next(stops, "")
-    return replace(first, problem=problems[0] if problems else None, stop=stop)
 
 
 def role_transfer(config: RunConfig, comm: Comm) -> ScoreTransfer:
@@ -157,27 +84,69 @@ class Lookahead:
         self.next = next(self._upcoming, None)
 
 
-class RoleClient:
-    """The side of the ranks that train; made on all of them, as soon as there are groups."""
+class RoleMeetings:
+    """What the ranks that train say to those of a role, and hear.
 
-    def __init__(self, config: RunConfig, comm: Comm) -> None:
-        assert config.role is not None
-        self._comm, self._meeting, self._first = comm, meeting_group(config, comm), config.plan.ranks[0]
-        self._world: Group = comm.group(config.plan.ranks)
-        self._role, self._transfer = config.role, role_transfer(config, comm)
-        self._take: Callable[[Rows], None] = lambda rows: None
-        self._lookahead = Lookahead(iter(()))
-        self._asked: BatchRequest | None = None  # of the teacher
-        self._taken: BatchRequest | None = None
+    Args:
+        meeting: see :func:`meeting_group`; world: the ranks that train; role: its name.
+    """
+
+    def __init__(self, comm: Comm, meeting: Group | None, world: Group, role: str) -> None:
+        self.comm, self.world, self._meeting, self._role = comm, world, meeting, role
         self._stop: Callable[[str], None] = lambda reason: None
-        self._then: BeforeForward = lambda fetch, first, size: None
 
     def begin(self, training: Training) -> None:
-        """The run is set up: the role starts with its first batch. Called on all ranks that train.
+        """The run is set up: the role starts. Called on all ranks that train.
 
         Raises:
             UserError: the role's ranks cannot do their part, or read other data; on all ranks.
         """
+        raise NotImplementedError
+
+    def end(self, instruction: Instruction) -> None:
+        """The run is over for the role's ranks, too. Only the first rank tells them: after an error others may be
+        gone."""
+        if self._meeting is not None:
+            self.comm.activity = f"the end of the {self._role}'s run"
+            meet(self._meeting, self.world.ranks[0], instruction)
+
+    def _meet(self, instruction: Instruction) -> Answer:
+        self.comm.activity = f"waiting for the {self._role}"
+        began = self.comm.clock.wait_begins()
+        try:
+            told = meet(self._meeting, self.world.ranks[0], instruction)[1] if self._meeting is not None else None
+            answer: Answer = self.world.gather_objects(told, Answer | None)[0]
+        finally:
+            self.comm.clock.wait_ends(began, True)
+        if answer.stop:
+            self._stop(answer.stop)
+        return answer
+
+    def _same_data(self, answer: Answer, own: Mapping[str, str]) -> None:
+        """UserError: ``answer`` says a problem, or that the role's ranks read other data than this one."""
+        if answer.problem is not None:
+            raise answer.problem.error()
+        for name, mark in own.items():
+            if answer.data.get(name) != mark:
+                problem = f"the {self._role}'s ranks read {answer.data.get(name)}, the others {mark}"
+                raise UserError(problem, field=name, accepted="the same data on every rank")
+
+
+class RoleClient(RoleMeetings):
+    """Beside a teacher or a reference; made on all ranks that train, as soon as there are groups."""
+
+    def __init__(self, config: RunConfig, comm: Comm) -> None:
+        assert config.role is not None
+        super().__init__(comm, meeting_group(config, comm), comm.group(config.plan.ranks), config.role.name)
+        self._top_k, self._transfer = config.role.top_k, role_transfer(config, comm)
+        self._take: Callable[[Rows], None] = lambda rows: None
+        self._lookahead = Lookahead(iter(()))
+        self._asked: BatchRequest | None = None  # of the teacher
+        self._taken: BatchRequest | None = None
+        self._then: BeforeForward = lambda fetch, first, size: None
+
+    def begin(self, training: Training) -> None:
+        """See :class:`RoleMeetings`: with its first batch."""
         data, runtime = training.node_data.datasets, training.runtime
         self._data = data
         self._stop = training.exit.ask
@@ -185,14 +154,8 @@ class RoleClient:
             requests(training.config, training.step, training.consumed, data.test is not None)
         )
         self._asked = self._lookahead.next
-        answer = self._meet(Instruction(self._asked))
-        if answer.problem is not None:
-            raise answer.problem.error()
-        for name, mark in corpora(data).items():
-            if answer.data.get(name) != mark:
-                problem = f"the {self._role.name}'s ranks read {answer.data.get(name)}, the others {mark}"
-                raise UserError(problem, field=name, accepted="the same data on every rank")
-        self._take, self._then = taker(training, self._role.top_k), runtime.hooks.before_forward
+        self._same_data(self._meet(Instruction(self._asked)), corpora(data))
+        self._take, self._then = taker(training, self._top_k), runtime.hooks.before_forward
         runtime.hooks.before_forward = self.before_forward
 
     def before_forward(self, fetch: Fetch, first_sample: int, batch_size: int) -> StepResult | None:
@@ -217,35 +180,3 @@ class RoleClient:
         self._take({})  # before there is memory for the next ones
         self._take(self._transfer.receive(request.first, request.size))
         self._taken = request
-
-    def end(self, instruction: Instruction) -> None:
-        """The run is over for the role's ranks, too. Only the first rank tells them: after an error others may be
-        gone."""
-        if self._meeting is not None:
-            self._comm.activity = f"the end of the {self._role.name}'s run"
-            meet(self._meeting, self._first, instruction)
-
-    def _meet(self, instruction: Instruction) -> Answer:
-        self._comm.activity = f"waiting for the {self._role.name}"
-        began = self._comm.clock.wait_begins()
-        try:
-            answer = meet(self._meeting, self._first, instruction)[1] if self._meeting is not None else None
-            shared_answer: Answer = self._world.gather_objects(answer, Answer | None)[0]
-        finally:
-            self._comm.clock.wait_ends(began, True)
-        if shared_answer.stop:
-            self._stop(shared_answer.stop)
-        return shared_answer
-
-
-def beside_role(config: RunConfig, comm: Comm, run: Callable[[RoleClient], int]) -> int:
-    """``run`` on a rank that trains; however it ends, the role's ranks are told. Returns the exit code."""
-    client = RoleClient(config, comm)
-    try:
-        code = run(client)
-    except UserError as error:
-        with suppress(CommError):  # what was wrong is not that a peer is gone, too
-            client.end(Instruction(ends=True, problem=Refusal.of(error)))
-        raise
-    client.end(Instruction(ends=True, code=code))
-    return code

@@ -1,5 +1,5 @@
-"""A teacher or a reference on ranks of its own: it runs forward under its own plan, on the batches that the ranks that
-train name."""
+"""The ranks of a role: they do what the ranks that train ask for, under a plan of their own. A teacher or a reference
+runs forward on the batches that these name; a generator samples answers (``generator_ranks.py``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.comm.group import Refusal, together
+from hetero_megatron.comm.group import Group, Refusal, together
 from hetero_megatron.data.batch import Batch, BatchLoader
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.errors import UserError
@@ -23,6 +23,7 @@ from hetero_megatron.pipeline.preference import PairLoss, Reference, pair_loss
 from hetero_megatron.pipeline.role_scores import packed_answers, unpacked_answers
 from hetero_megatron.pipeline.stage_model import RankStage, StageLoss, StageModel
 from hetero_megatron.pipeline.stage_work import LossFunction
+from hetero_megatron.plans.roles import GENERATOR
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.platform.plugins import Plugins
@@ -33,16 +34,8 @@ from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.kernels import rank_kernels
 from hetero_megatron.training.labelled import mismatched
 from hetero_megatron.training.node_data import NodeData
-from hetero_megatron.training.role_client import (
-    SPLITS,
-    Answer,
-    BatchRequest,
-    Instruction,
-    corpora,
-    meet,
-    meeting_group,
-    role_transfer,
-)
+from hetero_megatron.training.role_client import SPLITS, corpora, role_transfer
+from hetero_megatron.training.role_messages import Answer, BatchRequest, Instruction, Request, meet, meeting_group
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.teacher import check_tokenizer
 
@@ -60,46 +53,76 @@ def run_role(
         UserError: what ended the run, or kept this one from its part of it.
         CommError: a peer is gone.
     """
-    batches = None
+    work: RoleWork | None = None
     with ExitStack() as open_loaders:
         try:
-            batches = RoleBatches(config, comm, platform, plugins, open_loaders)
-            answer = Answer(data=batches.corpora)
+            work = _work(config, comm, platform, plugins, open_loaders)
+            answer = Answer(data=work.corpora)
         except UserError as error:
             answer = Answer(Refusal.of(error))
         emulation.started()
-        instruction = _serve(config, comm, batches, answer, exit)
+        meeting = meeting_group(config, comm)
+        assert meeting is not None
+        instruction = serve(meeting, config.plan.ranks[0], work, answer, exit)
     if instruction.problem is not None:
         raise instruction.problem.error()
     return instruction.code
 
 
-def _serve(
-    config: RunConfig, comm: Comm, batches: RoleBatches | None, answer: Answer, exit: ExitConditions
+class RoleWork(Protocol):
+    """What a role does on one of its ranks.
+
+    Attributes:
+        corpora: what it reads, for comparisons with the ranks that train.
+    """
+
+    corpora: dict[str, str]
+
+    def work_on(self, request: Request) -> Answer:
+        """What is asked for; called on all ranks of the role."""
+
+    def send(self, request: Request) -> None:
+        """Start to send what came of the last request."""
+
+    def finish(self) -> None:
+        """Wait until that has left."""
+
+
+def _work(
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, open_loaders: ExitStack
+) -> RoleWork:
+    assert config.role is not None
+    if config.role.name != GENERATOR:
+        return RoleBatches(config, comm, platform, plugins, open_loaders)
+    from hetero_megatron.training.generator_ranks import generator_rank
+
+    return generator_rank(config, comm, platform, plugins, open_loaders)
+
+
+def serve(
+    meeting: Group, first: int, work: RoleWork | None, answer: Answer, exit: ExitConditions
 ) -> Instruction:
-    """Follow the instructions of the model that is trained; returns the last one.
+    """Follow the instructions of the model that is trained, which rank ``first`` gives; returns the last one.
 
     Args:
-        batches: None: it could not be made, as ``answer`` says.
+        work: None: it could not be made, as ``answer`` says.
     """
-    meeting, transfer = meeting_group(config, comm), role_transfer(config, comm)
-    assert meeting is not None
-    request: BatchRequest | None = None
+    request: Request | None = None
     while True:
         exit.check(0)
-        comm.activity = "waiting for the model that is trained"
-        instruction, answer = meet(meeting, config.plan.ranks[0], replace(answer, stop=exit.reason))
+        meeting.comm.activity = "waiting for the model that is trained"
+        instruction, answer = meet(meeting, first, replace(answer, stop=exit.reason))
         if instruction.ends:
-            if instruction.problem is None:  # else the receiver may be gone
-                transfer.finish()
+            if instruction.problem is None and work is not None:  # else the receiver may be gone
+                work.finish()
             return instruction
         if answer.problem is not None and (request is None or instruction.send):
             continue  # at the start, or in a batch that is wanted: the ranks that train raise it, and end the run
-        assert batches is not None
+        assert work is not None
         if instruction.send and request is not None:
-            transfer.send(batches.packed_rows, request.first, request.size)
+            work.send(request)
         request = instruction.next
-        answer = Answer() if request is None else batches.work_on(request)
+        answer = Answer() if request is None else work.work_on(request)
 
 
 class Said(Protocol):
@@ -222,6 +245,7 @@ class RoleBatches:
         role, compiled, dtype = config.role, config.compiled_role, DTYPES[config.dtype]
         plan, spec = compiled.plan, compiled.spec
         self._comm, self._world, self._role = comm, comm.group(plan.ranks), role
+        self._transfer = role_transfer(config, comm)
         role_config = replace(config, plan=plan, spec=spec, load_hf=role.hf, adapter=AdapterConfig())
         weights = InitialWeights(role_config, self._world)
         node_data = NodeData(role_config, comm, self._world, log=False)
@@ -238,13 +262,18 @@ class RoleBatches:
         kernels = rank_kernels(plan, spec, comm.rank, registry, platform, dtype, options, config.deterministic)
         self._model = ForwardModel(compiled, comm, dtype, weights.values, kernels, self._said.ending)
 
-    @property
-    def packed_rows(self) -> Mapping[tuple[int, ...], torch.Tensor]:
+    def send(self, request: Request) -> None:
         """What is said of this rank's micro-batches of the last batch."""
-        return self._said.packed_rows
+        assert isinstance(request, BatchRequest)
+        self._transfer.send(self._said.packed_rows, request.first, request.size)
 
-    def work_on(self, request: BatchRequest) -> Answer:
+    def finish(self) -> None:
+        """See :class:`RoleWork`."""
+        self._transfer.finish()
+
+    def work_on(self, request: Request) -> Answer:
         """Run forward on a batch. Called on all ranks."""
+        assert isinstance(request, BatchRequest)
         loader, batches = self._loaders[request.split], dict[tuple[int, ...], Batch]()
 
         def read() -> None:

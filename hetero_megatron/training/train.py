@@ -59,7 +59,7 @@ from hetero_megatron.utils.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
     from hetero_megatron.training.profile import Profiler
-    from hetero_megatron.training.role_client import RoleClient
+    from hetero_megatron.training.role_client import RoleMeetings
 
 
 def optimizer_factory(
@@ -108,7 +108,7 @@ class Resume(Protocol):
 
 def set_up(
     config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation,
-    resume: Resume | None = None, client: RoleClient | None = None,
+    resume: Resume | None = None, client: RoleMeetings | None = None,
 ) -> Training:  # fmt: skip
     """The run of this rank, up to its first step: model built, checkpoint loaded. Called on all ranks of the plan.
 
@@ -170,7 +170,7 @@ def set_up(
     if config.grpo is not None:
         from hetero_megatron.training.rollouts import add_rollouts
 
-        add_rollouts(config, runtime, node_data)
+        add_rollouts(config, runtime, node_data, client)
     checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes, scored_by)
     config, done, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
     if known_samples is not None and not config.skip_train:
@@ -298,14 +298,14 @@ def train(
 
             return score(config, comm, platform, plugins, build_runtime)
 
-        def run(client: RoleClient | None = None) -> int:
+        def run(client: RoleMeetings | None = None) -> int:
             training = set_up(config, comm, platform, plugins, emulation, client=client)
             training.on_step = on_step
             return run_training(training)
 
         if not config.plan.roles:
             return run()
-        from hetero_megatron.training.role_client import beside_role
+        from hetero_megatron.training.beside_role import beside_role
 
         return beside_role(config, comm, run)
 
@@ -359,7 +359,7 @@ def agree(
     comm.create_groups(config.groups)
     comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
     if config.plan.roles:
-        from hetero_megatron.training.role_client import meeting_group
+        from hetero_megatron.training.role_messages import meeting_group
 
         meeting_group(config, comm)
     return config

@@ -7,8 +7,11 @@ from pathlib import Path
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan
+from hetero_megatron.plans.roles import GENERATOR, role_plan
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.grpo import FLAG_KEYS, Grpo
+from hetero_megatron.spec.moe import Balancing
+from hetero_megatron.training.config import RoleConfig
 
 # What is not known beside it: the flag's key, why.
 _BESIDE = (
@@ -30,8 +33,10 @@ _BESIDE = (
 )  # fmt: skip
 
 
-def build_grpo(args: Arguments, spec: ModelSpec, plan: Plan) -> Grpo:
-    """How answers are sampled and learned from.
+def build_grpo(
+    args: Arguments, spec: ModelSpec, plan: Plan, balancing: Balancing
+) -> tuple[Grpo, RoleConfig | None]:
+    """How answers are sampled and learned from, and the generator, where the plan has ranks for it.
 
     Raises:
         UserError: names the flag.
@@ -53,7 +58,22 @@ def build_grpo(args: Arguments, spec: ModelSpec, plan: Plan) -> Grpo:
     _check_model(args, spec, grpo)
     _check_plan(args, plan)
     _check_batch(args, plan, grpo)
-    return grpo
+    if spec.moe is not None:
+        _check_experts(plan, balancing)
+    return grpo, _generator(args, spec, plan)
+
+
+def _generator(args: Arguments, spec: ModelSpec, plan: Plan) -> RoleConfig | None:
+    if role_plan(plan, GENERATOR) is None:
+        for key in ("generator_sync_every", "generator_ahead"):
+            if key in args.given:
+                problem = "has no effect where the ranks that train sample"
+                raise flag_error(key, args[key], problem, "roles: {generator: ..} in the plan")
+        return None
+    if "rollout_batch_size" in args.given:
+        problem = "has no effect beside a generator, whose pipelines sample micro_batch_size answers at once"
+        raise flag_error("rollout_batch_size", args["rollout_batch_size"], problem, "leave the flag out")
+    return RoleConfig(GENERATOR, "", spec)
 
 
 def _check_function(args: Arguments) -> None:
@@ -74,7 +94,6 @@ def _check_function(args: Arguments) -> None:
 def _check_model(args: Arguments, spec: ModelSpec, grpo: Grpo) -> None:
     """Refuse models of which answers cannot be sampled, or whose reference is not there."""
     refused = (
-        (spec.moe is not None, "a mixture of experts"),
         (spec.mtp_layers > 0, "modules that predict further tokens"),
         (any(rope.switch is not None for rope in spec.ropes), "short and long rotary factors (LongRoPE)"),
     )
@@ -92,10 +111,21 @@ def _check_model(args: Arguments, spec: ModelSpec, grpo: Grpo) -> None:
         raise flag_error("grpo_kl_beta", grpo.beta, problem, "0, or a plain adapter")
 
 
+def _check_experts(plan: Plan, balancing: Balancing) -> None:
+    """Refuse what counts padding as tokens, and ranks that have not all experts where they sample."""
+    if balancing != Balancing():
+        problem = "not known beside what balances experts: rows of answers are filled up with tokens that are none"
+        accepted = "no --moe-aux-loss-coeff, --moe-z-loss-coeff and --moe-router-bias-update-rate"
+        raise flag_error("grpo", True, problem, accepted)
+    if role_plan(plan, GENERATOR) is None and any(stage.experts for stage in plan.stages):
+        problem = "ranks that sample have columns of all experts, and the plan divides these (experts:)"
+        raise flag_error("grpo", True, problem, "a plan without experts:, or with roles: {generator: ..}")
+
+
 def _check_plan(args: Arguments, plan: Plan) -> None:
     refused = (
         (plan.outer is not None, "outer steps"),
-        (bool(plan.roles), "roles of other models"),
+        (any(name != GENERATOR for name, _ in plan.roles), "roles of other models"),
         (any(stage.weights is not None for stage in plan.stages), "divided weights (weights:)"),
     )
     for is_there, what in refused:

@@ -80,7 +80,7 @@ _RARELY = {
     "--simpo-gamma", "--reference-hf", "--reference-logps", "--kto-desirable-weight", "--kto-undesirable-weight",
     "--lora-dropout", "--reward-timeout", "--grpo-prompts-per-step", "--grpo-iterations", "--grpo-clamp-eps-lower",
     "--grpo-clamp-eps-upper", "--grpo-loss-type", "--grpo-scale-rewards", "--rollout-batch-size", "--grpo-plain-kl",
-    "--grpo-group-size", "--grpo-kl-beta", "--max-new-tokens",
+    "--grpo-group-size", "--grpo-kl-beta", "--max-new-tokens", "--generator-sync-every", "--generator-ahead",
 }
 
 

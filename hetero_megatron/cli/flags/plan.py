@@ -104,7 +104,7 @@ def _from_file(
     if section is not None:  # first: what else does not fit another model would be a riddle
         made_for = read_made_for(section)
         made_for.agree_on_model(made_for.with_predictions(spec) if args.generates else spec, args["plan"])
-    plan = load_plan(document, spec, cluster, dtype, _role_models(args, document))
+    plan = load_plan(document, spec, cluster, dtype, _role_models(args, document, spec))
     if cluster is not None and (with_islands := add_islands(plan, spec, cluster)) is not plan:
         plan = with_islands
         args.notices.append(format_added(plan, cluster))
@@ -115,13 +115,13 @@ def _from_file(
     return plan
 
 
-def _role_models(args: Arguments, document: Entry) -> dict[str, ModelSpec]:
-    """The models that flags name for the roles of a plan file."""
+def _role_models(args: Arguments, document: Entry, spec: ModelSpec) -> dict[str, ModelSpec]:
+    """The models of the roles of a plan file, as far as flags say."""
     if document.section("roles") is None:
         return {}
     from hetero_megatron.cli.flags.role_models import role_models
 
-    return role_models(args)
+    return role_models(args, spec)
 
 
 def take_defaults(args: Arguments) -> None:

@@ -3,7 +3,7 @@ second model that only runs forward."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from dataclasses import replace
 
 from hetero_megatron.api.inputs import Model
@@ -13,9 +13,10 @@ from hetero_megatron.cli.flags.adapter import FLAG_KEYS, PLACES
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.fp8 import FORMATS, RECIPES, Fp8
 from hetero_megatron.plans.made_for import MadeFor, as_flags
-from hetero_megatron.plans.roles import ROLES
+from hetero_megatron.plans.roles import OTHER_MODELS
 from hetero_megatron.spec import Lora, ModelSpec, adapted, load_model, preset_names
 from hetero_megatron.spec.adapter_modules import default_targets
+from hetero_megatron.spec.grpo import Grpo
 from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD
 from hetero_megatron.spec.preference import LOSSES, WITHOUT_REFERENCE, Preference
 
@@ -95,9 +96,47 @@ def add_beside(parser: ArgumentParser) -> None:
     add("--score-top-k", type=count(1, 2**20), default=TOP_K, metavar="N", help=help)
 
 
+def add_rollouts(parser: ArgumentParser, all_shown: bool = True) -> None:
+    """Flags about sampled answers, as runs have them; ``all_shown``: in --help, else --grpo alone."""
+    add = parser.add_argument
+    text = "perhaps by a generator" if all_shown else "--grpo --help says more"
+    add("--grpo", action="store_true", help=f"answers are sampled; {text}")
+    for flag, setting, text in (
+        ("--max-new-tokens", {"type": count(1, 2**20), "metavar": "N"}, f"of each ({Grpo.max_new_tokens})"),
+        ("--rollout-batch-size", {"type": count(1, 2**20), "metavar": "N"},
+         f"that a pipeline which trains samples ({Grpo.rows})"),
+        ("--grpo-iterations", {"type": count(1, 2**16), "metavar": "N"}, "steps on the same answers (1)"),
+        ("--generator-sync-every", {"type": count(1, 2**30), "metavar": "K"}, "steps between weights for it (1)"),
+        ("--generator-ahead", {"action": "store_true"}, "it samples the next answers during a step"),
+    ):  # fmt: skip
+        add(flag, help=text if all_shown else SUPPRESS, **setting)
+
+
+def rollouts_of(args: Namespace) -> Grpo | None:
+    """How answers are sampled; None: they are not. UserError: a flag about them without --grpo."""
+    fields = {"max_new_tokens": "max_new_tokens", "rollout_batch_size": "rows", "grpo_iterations": "iterations",
+              "generator_sync_every": "sync_every", "generator_ahead": "ahead"}  # fmt: skip
+    given = {key: getattr(args, key) for key in fields if getattr(args, key)}
+    if not args.grpo:
+        for key, value in given.items():
+            flag = f"--{key.replace('_', '-')}"
+            shown = {} if value is True else {"value": value}
+            raise UserError("has no effect without --grpo", field=flag, accepted="--grpo, or leave it out", **shown)
+        return None
+    return Grpo(**{fields[key]: value for key, value in given.items()})
+
+
+def room_for_prompts(args: Namespace, seq_length: int) -> None:
+    """UserError: answers leave none in a sequence."""
+    new_tokens = args.max_new_tokens or Grpo.max_new_tokens
+    if new_tokens >= seq_length:
+        problem = f"leaves no room for a prompt in sequences of {seq_length} tokens"
+        raise UserError(problem, field="--max-new-tokens", value=new_tokens, accepted=f"at most {seq_length - 1}")
+
+
 def models_beside(args: Namespace) -> dict[str, Model]:
     """By role, the models that the arguments name."""
-    given = {name: getattr(args, f"{name}_hf") for name in ROLES}
+    given = {name: getattr(args, f"{name}_hf") for name in OTHER_MODELS}
     models = {}
     for name, directory in given.items():
         if directory is not None:

@@ -10,16 +10,17 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.data import DataConfig
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan
-from hetero_megatron.plans.roles import ROLES, role_plan
+from hetero_megatron.plans.roles import GENERATOR, OTHER_MODELS, role_plan
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.distillation import Distillation
 from hetero_megatron.spec.preference import WITHOUT_REFERENCE
 from hetero_megatron.training.config import RoleConfig, ScoreConfig
 
 
-def role_models(args: Arguments) -> dict[str, ModelSpec]:
-    """By role, the models that flags name."""
-    return {name: role_spec(args, name) for name in ROLES if args[f"{name}_hf"] is not None}
+def role_models(args: Arguments, spec: ModelSpec) -> dict[str, ModelSpec]:
+    """By role, the models that flags name beside ``spec``, which is trained."""
+    models = {name: role_spec(args, name) for name in OTHER_MODELS if args[f"{name}_hf"] is not None}
+    return models | {GENERATOR: spec} if args["grpo"] else models
 
 
 def role_spec(args: Arguments, name: str) -> ModelSpec:

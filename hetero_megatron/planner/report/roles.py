@@ -11,8 +11,10 @@ from hetero_megatron.html.page import page, section
 from hetero_megatron.html.pictures import Bar, bars
 from hetero_megatron.planner.whatif.role_placement import Alternative, RolePlacement
 from hetero_megatron.plans.dump import format_plan, format_roles
+from hetero_megatron.plans.roles import GENERATOR
 from hetero_megatron.predictor.report.prediction import format_prediction, format_seconds
 from hetero_megatron.predictor.report.prediction_page import prediction_pictures
+from hetero_megatron.predictor.simulate.role_prediction import RolloutPrediction
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural, rank_ranges, word
 
@@ -52,7 +54,7 @@ def _line(one: Alternative, placement: RolePlacement, best: float) -> str:
         return f"{one.way + ':':<12}none: {one.problem}"
     trained, role = format_seconds(one.trained_seconds), format_seconds(one.role_seconds)
     parts = {
-        "own chips": f"step {trained}, {name} {role} at the same time, {_where(one, placement)}",
+        "own chips": f"step {trained}, {name} {role} {_when(one)}, {_where(one, placement)}",
         "same chips": f"step {trained} and before it {name} {role}",
         "file": f"step {trained}, and {role} of each batch once for {_passes(placement)}",
     }[one.way]
@@ -60,9 +62,18 @@ def _line(one: Alternative, placement: RolePlacement, best: float) -> str:
     return f"{one.way + ':':<12}{format_seconds(one.step_seconds)} per step ({parts}){times}"
 
 
+def _when(one: Alternative) -> str:
+    said = None if one.prediction is None else one.prediction.role
+    return "before it" if isinstance(said, RolloutPrediction) and not said.ahead else "at the same time"
+
+
 def _why(placement: RolePlacement) -> str:
     """In one sentence."""
     best, name = placement.best, placement.asked.name
+    if name == GENERATOR and best.way == "same chips":
+        return "chips that sample and train in turn lose less by it than either would by chips that it has not"
+    if name == GENERATOR and _when(best) == "before it":
+        return "these chips sample faster than they would train, though the others wait meanwhile (--generator-ahead)"
     if best.way == "own chips":
         longer = "the step" if best.trained_seconds >= best.role_seconds else f"the {name}'s forward"
         return f"both work at the same time, and only the longer of the two counts: {longer}"

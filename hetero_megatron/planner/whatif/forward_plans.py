@@ -100,7 +100,7 @@ class ForwardPlans:
         for tp in TP:
             if model.num_heads % tp or model.num_kv_heads % tp:
                 continue
-            cells = self._cells(tp)
+            cells = tp_cells(self._cluster, tp)
             ways = [_runs(cells, depth) for depth in DEEP if depth <= min(len(cells), model.num_layers)]
             by_kind: dict[str, list[Cell]] = {}
             for cell in cells:
@@ -114,13 +114,6 @@ class ForwardPlans:
                 if way and key not in seen:
                     seen.add(key)
                     yield way
-
-    def _cells(self, tp: int) -> list[Cell]:
-        """TP groups inside nodes; chips of a node that none has place for are left idle."""
-        nodes: dict[str, list[int]] = {}
-        for rank in self._cluster.ranks:
-            nodes.setdefault(rank.node, []).append(rank.rank)
-        return [tuple(ranks[i : i + tp]) for ranks in nodes.values() for i in range(0, len(ranks) - tp + 1, tp)]
 
     def _least_depth(self, kind: str, tp: int) -> int:
         """Cells of this kind that hold the weights."""
@@ -200,6 +193,14 @@ class ForwardPlans:
         if over := over_limit(memory, limits, chips):
             return over[0]
         return ForwardPlan(plan, role_costs(role, cluster, asked.dtype, asked.options).seconds)
+
+
+def tp_cells(cluster: Cluster, tp: int) -> list[Cell]:
+    """TP groups inside nodes; chips of a node that none has place for are left idle."""
+    nodes: dict[str, list[int]] = {}
+    for rank in cluster.ranks:
+        nodes.setdefault(rank.node, []).append(rank.rank)
+    return [tuple(ranks[i : i + tp]) for ranks in nodes.values() for i in range(0, len(ranks) - tp + 1, tp)]
 
 
 def _runs(cells: Sequence[Cell], depth: int) -> list[list[Cell]]:

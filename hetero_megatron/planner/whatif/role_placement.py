@@ -110,9 +110,7 @@ class RoleSearch:
         cluster = self._problem.cluster
         self._say(f"the model that is trained, on all {cluster.world_size} chips")
         whole = search(self._problem, budget=self._budget)
-        others = [self._in_a_file(whole)]
-        if self._asked.name == "teacher":
-            others.append(self._on_the_same(whole))
+        others = self._others(whole)
         splits = list(self._splits())
         on_own_chips, searched = self._on_own(whole, splits)
         alternatives = sorted([on_own_chips, *others], key=lambda one: one.step_seconds)
@@ -130,14 +128,34 @@ class RoleSearch:
         Raises:
             UserError: there is none of one of both.
         """
-        return self._joined(ranks, ForwardPlans(self._asked, shrink(self._problem.cluster, sorted(ranks))).best())
+        return self._joined(ranks, self._role_plan(shrink(self._problem.cluster, sorted(ranks))))
+
+    def _others(self, whole: SearchResult) -> list[Alternative]:
+        """Where the role has no chips of its own."""
+        others = [self._in_a_file(whole)]
+        return [*others, self._on_the_same(whole)] if self._asked.name == "teacher" else others
+
+    def _role_plan(self, cluster: Cluster) -> ForwardPlan:
+        """Of the role, on all chips of ``cluster``; UserError: none fits."""
+        return ForwardPlans(self._asked, cluster).best()
+
+    def _together(self, trained: float, role: float) -> float:
+        """Seconds of a step of both on chips of their own."""
+        return max(trained, role)
+
+    def _predicted(self, plan: Plan) -> Prediction:
+        """Of a plan with ranks for the role."""
+        problem, asked = self._problem, self._asked
+        top_k = (asked.words - 1) // 2
+        role = role_of(plan, problem.model, asked.name, asked.model, top_k, problem.cluster, asked.forwards)
+        return predict_beside(plan, problem.model, problem.cluster, problem.dtype, problem.options.costs, role)
 
     def _in_a_file(self, whole: SearchResult) -> Alternative:
         """One pass of the role over the data, on all chips, and then steps without it."""
         step = whole.best.step_seconds
         self._say(f"the {self._asked.name}, on all chips")
         try:
-            forward_plan = ForwardPlans(self._asked, self._problem.cluster).best()
+            forward_plan = self._role_plan(self._problem.cluster)
         except UserError as error:
             return Alternative("file", math.inf, step, problem=error.problem)
         once = forward_plan.seconds / self._epochs
@@ -210,17 +228,17 @@ class RoleSearch:
         for i, ranks in enumerate(splits):
             keep = sorted(ranks)
             try:
-                forward = ForwardPlans(self._asked, shrink(cluster, keep)).best()
+                forward = self._role_plan(shrink(cluster, keep))
             except UserError as error:
                 problem = error.problem
                 continue
             left = sum(self._speeds.of(rank.rank) for rank in cluster.ranks if rank.rank not in ranks)
-            estimated.append((max(forward.seconds, work / left), i, ranks, forward))
+            estimated.append((self._together(work / left, forward.seconds), i, ranks, forward))
         searched_rows: list[tuple[float, int, frozenset[int], ForwardPlan]] = []
         searched = 0
         for _, i, ranks, forward in sorted(estimated, key=lambda row: row[:2])[:MOST_SEARCHED]:
             fastest = min((row[0] for row in searched_rows), default=math.inf)
-            if forward.seconds >= fastest or self._budget.over():
+            if self._together(0.0, forward.seconds) >= fastest or self._budget.over():
                 continue
             searched += 1
             try:
@@ -228,7 +246,7 @@ class RoleSearch:
             except UserError as error:
                 problem = f"on the other chips: {error.problem}"
                 continue
-            step = max(trained.step_seconds, forward.seconds)
+            step = self._together(trained.step_seconds, forward.seconds)
             if step < fastest:
                 self._say(f"{step:.3g} s with the {self._asked.name} on {len(ranks)} chips")
             searched_rows.append((step, i, ranks, forward))
@@ -273,9 +291,7 @@ class RoleSearch:
         role_plan = renumbered(forward.plan, dict(enumerate(sorted(ranks))))
         plan = replace(trained, roles=((asked.name, role_plan),))
         validate(plan, problem.model, cluster, dtype=problem.dtype)
-        top_k = (asked.words - 1) // 2
-        role = role_of(plan, problem.model, asked.name, asked.model, top_k, cluster, asked.forwards)
-        prediction = predict_beside(plan, problem.model, cluster, problem.dtype, problem.options.costs, role)
+        prediction = self._predicted(plan)
         assert prediction.role is not None
         if prediction.over:
             return Alternative("own chips", math.inf, problem=f"the plan does not fit: {prediction.over[0]}")

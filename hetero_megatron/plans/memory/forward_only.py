@@ -10,6 +10,7 @@ from hetero_megatron.plans.canonical import Plan, Recompute
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.forward_only import ForwardRole
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES, MemoryBytes, estimate_memory, with_communicators
+from hetero_megatron.plans.roles import GENERATOR
 
 
 def with_role(
@@ -43,8 +44,14 @@ def _on_own_ranks(
     memory: Mapping[int, MemoryBytes], plan: Plan, role: ForwardRole, dtype: str, logits_bytes: int
 ) -> dict[int, MemoryBytes]:
     """With what the role says of a rank's samples; and its own ranks: its weights, what it says, and at most what one
-    layer's forward of one micro-batch works with beside the inputs of the others."""
-    forward = forward_memory(role.compiled, dtype, logits_bytes)
+    layer's forward of one micro-batch works with beside the inputs of the others; or what a generator needs."""
+    if role.name == GENERATOR:
+        from hetero_megatron.plans.memory.generator import generator_memory, head_bytes
+
+        whole_forward = forward_memory(role.compiled, dtype, head_bytes(role.compiled, dtype))
+        forward = generator_memory(role.compiled, dtype, whole_forward)
+    else:
+        forward = forward_memory(role.compiled, dtype, logits_bytes)
     said = {**_head_positions(plan), **_head_positions(role.compiled.plan)}
     return {
         rank: replace(m, second_model=m.second_model + 4 * role.words * said.get(rank, 0))

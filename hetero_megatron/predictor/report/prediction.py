@@ -17,6 +17,7 @@ from hetero_megatron.plans.made_for import lora_words
 from hetero_megatron.plans.memory.memory_report import OverHost, format_memory
 from hetero_megatron.plans.memory.of_plan import ADAM_MOMENTS
 from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.simulate.role_prediction import RolloutPrediction
 from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.spec.flops import parameter_count
@@ -78,6 +79,8 @@ def format_prediction(prediction: Prediction) -> str:
         seconds = prediction.parts[part]
         if part == "reference" and prediction.role is not None and prediction.role.apart:
             words = "forwards and waiting before the step"
+        if part == "reference" and isinstance(prediction.role, RolloutPrediction):
+            words = "answers, and waiting for them"
         if seconds or part not in ("jitter", "reference", "outer"):
             lines.append(f"  {words:<40}{format_seconds(seconds):>12}{seconds / prediction.step_seconds:>8.1%}")
     if prediction.role is not None:

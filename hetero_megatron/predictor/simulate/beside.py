@@ -14,7 +14,7 @@ from hetero_megatron.plans.memory.memory_report import over_host, over_limit
 from hetero_megatron.plans.memory.of_plan import format_communicators
 from hetero_megatron.predictor.cost.cost_options import CostOptions, source_of
 from hetero_megatron.predictor.cost.layer_cost import CostModel
-from hetero_megatron.predictor.simulate.role_prediction import RolePrediction
+from hetero_megatron.predictor.simulate.role_prediction import RolePrediction, RolloutPrediction
 from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
 from hetero_megatron.predictor.simulate.step import Prediction, StepSimulator, predict
 from hetero_megatron.spec import ModelSpec
@@ -68,10 +68,21 @@ def predict_beside(
         waits = replace(options, role_seconds=price.seconds - alone)
         prediction = predict(plan, model, cluster, dtype, options=waits, prepared=prepared)
     said = RolePrediction(role.name, role.compiled.plan.ranks, price.seconds, alone, role.apart, sent)
-    busy = {rank: seconds + (0.0 if role.apart else price.busy[rank]) for rank, seconds in prediction.busy.items()}
+    if not role.apart:
+        busy = {rank: seconds + price.busy[rank] for rank, seconds in prediction.busy.items()}
+        prediction = replace(prediction, busy=busy)
+    return with_role_ranks(prediction, plan, role, price, dtype, cluster, said)
+
+
+def with_role_ranks(
+    prediction: Prediction, plan: Plan, role: ForwardRole, price: RoleCosts, dtype: str, cluster: Cluster,
+    said: RolePrediction | RolloutPrediction,
+) -> Prediction:  # fmt: skip
+    """``prediction`` of the ranks of ``plan`` with the role's memory there, and with its own ranks."""
+    logits_bytes, busy = price.costs.options.logits_bytes, dict(prediction.busy)
     limits, chips = dict(prediction.limits), dict(prediction.chips)
     assumed, dtypes = dict(prediction.assumed), dict(prediction.dtypes)
-    memory = with_role(prediction.memory, plan, role, dtype, options.logits_bytes, cluster)
+    memory = with_role(prediction.memory, plan, role, dtype, logits_bytes, cluster)
     for rank in role.compiled.plan.ranks if role.apart else ():
         chip = chips[rank] = cluster.ranks[rank].chip
         rates, limits[rank], busy[rank] = price.costs.chip_rates(chip), price.costs.memory_limit(chip), price.busy[rank]

@@ -42,7 +42,7 @@ from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
-    from hetero_megatron.predictor.simulate.role_prediction import RolePrediction
+    from hetero_megatron.predictor.simulate.role_prediction import RolePrediction, RolloutPrediction
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Prediction:
     unsplit: tuple[str, ...] = ()
     dtypes: Mapping[int, str] = field(default_factory=dict)
     communicators: tuple[str, ...] = ()
-    role: RolePrediction | None = None
+    role: RolePrediction | RolloutPrediction | None = None
     sync: GradSync | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import random
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import BatchOptions, make_batch
-from hetero_megatron.data.prompts import Prompt, Prompts
 from hetero_megatron.generation import Decoder, Sampling, SharedWeights
 from hetero_megatron.layout import Box
 from hetero_megatron.plans import Plan, plan_from_dict
@@ -29,43 +26,21 @@ from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.grpo import LOSS_TYPES, SCALES, Grpo
 from hetero_megatron.spec.lora import TARGETS
+from hetero_megatron.training.answers import OwnSampler, PlanSampler
 from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.rollouts import Rollouts
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns
-from tests.support.grpo_reference import advantages, drawn, loss_of
+from tests.support.grpo_run import ANSWER, ENDS, LR, SEED, STEPS, Judge, Numbers, prompts_of, wanted_of
 from tests.support.hf_reference import hf_to_logical, make_hf
+from tests.support.moe_models import MOE_FAMILIES
 from tests.support.peft_reference import adapter_values, keep_apart, peft_model, peft_values
 from tests.support.pool import Pool, shared_pool
 from tests.support.programs import run_ranks, start_ranks
 from tests.support.random_plans import random_model, random_plan
 from tests.support.selection import quick
 from tests.support.small_plans import LLAMA
-
-STEPS, LR, SEED, ENDS, ANSWER = 3, 0.7, 5, (3, 4, 5, 6), 5
-
-
-class Numbers:
-    """A tokenizer whose texts are ids."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
-
-
-class Judge:
-    """In place of a process."""
-
-    def __call__(self, columns: Mapping[str, Sequence[Any]], count: int) -> list[float]:
-        assert {len(column) for column in columns.values()} == {count}
-        said = zip(columns["completions"], columns["odd"], strict=True)
-        return [sum(int(word) % 7 * (1 + i) for i, word in enumerate(text.split())) % 11 + odd for text, odd in said]
-
-
-def prompts_of(length: int, vocab: int) -> Prompts:
-    rng = np.random.default_rng(2)
-    rows = [rng.integers(0, vocab, rng.integers(1, length - ANSWER + 1)).tolist() for _ in range(7)]
-    return Prompts([Prompt(ids, {"prompt": Numbers().decode(ids), "odd": len(ids) % 2}) for ids in rows], length, 3, 0)
 
 
 def run_rank(
@@ -88,9 +63,10 @@ def run_rank(
     built, size = runtime.stage_model, made.global_batch_size
     shared = SharedWeights(dict(built.module.named_parameters()), built.scales)
     decoder = Decoder(made, spec, comm, torch.float64, shared, made.seq_length, built.kernels)
-    judge, sampling = Judge() if runtime.world.index == 0 else None, Sampling(1.0, seed=SEED, ends=ENDS)
+    judge = Judge() if runtime.world.index == 0 else None
+    sampler = OwnSampler(PlanSampler(decoder, Sampling(1.0, seed=SEED, ends=ENDS), ANSWER, g.rows))
     data = prompts_of(made.seq_length, spec.vocab_size)
-    rollouts = Rollouts(g, runtime, decoder, data, size, Numbers(), sampling, judge)  # type: ignore[arg-type]
+    rollouts = Rollouts(g, runtime, sampler, data, size, Numbers(), ENDS, judge)  # type: ignore[arg-type]
     runtime.hooks.before_forward, runtime.hooks.facts = rollouts.before_forward, rollouts.facts
     fetch = partial(make_batch, rollouts, options=BatchOptions(True, True))
     stats, answers = [], []
@@ -103,67 +79,6 @@ def run_rank(
     return stats, answers, [(n, built.boxes[n], p.detach().cpu().numpy().copy()) for n, p in params]
 
 
-@torch.no_grad()
-def answers_of(model: Any, prompts: Sequence[Sequence[int]], first: int) -> list[list[int]]:
-    found = []
-    for number, prompt in enumerate(prompts, first):
-        ids = list(prompt)
-        while len(ids) < len(prompt) + ANSWER and (len(ids) == len(prompt) or ids[-1] not in ENDS):
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-            ids.append(drawn(logits, [SEED, number, len(ids) - len(prompt)]))
-        found.append(ids[len(prompt) :])
-    return found
-
-
-def log_probabilities(model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> torch.Tensor:
-    """[answers, ANSWER], 0 after an answer's end."""
-    rows = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor([[*prompt, *answer]])
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        rows.append(F.pad(-F.cross_entropy(logits, torch.tensor(answer), reduction="none"), (0, ANSWER - len(answer))))
-    return torch.stack(rows)
-
-
-def wanted_of(
-    model: Any, g: Grpo, data: Prompts, size: int, begin: int
-) -> tuple[list[dict[str, float]], list[list[int]]]:
-    """(numbers of each step, its answers); the model is trained."""
-    params = [q for q in model.parameters() if q.requires_grad]
-    optimizer, stats, every = torch.optim.SGD(params, lr=LR), [], list[list[int]]()
-    for step in range(STEPS):
-        if step % g.iterations == 0:
-            asked = (begin + step * size) // (g.iterations * g.group_size)
-            chosen = [data.prompt(asked + i // g.group_size) for i in range(size)]
-            prompts = [prompt.ids for prompt in chosen]
-            answers = answers_of(model, prompts, begin + step * size)
-            columns = {"completions": [Numbers().decode(a[:-1] if a[-1] in ENDS else a) for a in answers],
-                       "odd": [prompt.record["odd"] for prompt in chosen]}  # fmt: skip
-            rewards = torch.tensor(Judge()(columns, size), dtype=torch.float64)
-            mask = torch.tensor([[float(i < len(a)) for i in range(ANSWER)] for a in answers], dtype=torch.float64)
-            with torch.no_grad():
-                old = log_probabilities(model, prompts, answers)
-                with model.disable_adapter() if g.beta else nullcontext():
-                    reference = log_probabilities(model, prompts, answers)
-        optimizer.zero_grad()
-        policy = log_probabilities(model, prompts, answers)
-        loss, facts = loss_of(g, policy, old, reference, advantages(g, rewards), mask)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
-        optimizer.step()
-        deviations = rewards.view(-1, g.group_size).std(1)
-        facts |= {
-            "reward": rewards.mean().item(),
-            "reward_std": rewards.std().item(),
-            "frac_reward_zero_std": (deviations == 0).double().mean().item(),
-            "completions/mean_length": mask.sum(1).mean().item(),
-            "completions/clipped_ratio": sum(a[-1] not in ENDS for a in answers) / size,
-        }  # fmt: skip
-        stats.append({"loss": loss.item(), "norm": float(norm), "tokens": int(mask.sum()), **facts})
-        every += answers
-    return stats, every
-
-
 @pytest.mark.parametrize("seed", quick(range(24), [3], [1, 4]))
 def test_random_plans(seed: int) -> None:
     """Whole, and with adapters beside the base as a reference; several steps on the same answers; some runs go on after
@@ -173,6 +88,12 @@ def test_random_plans(seed: int) -> None:
     while config["model_type"] == "gpt2":
         config = random_model(rng)
     check(rng, config, seed, shared_pool())
+
+
+@pytest.mark.slow
+def test_experts() -> None:
+    """Of which each rank that trains has columns of all."""
+    check(random.Random(710), MOE_FAMILIES["mixtral"], 1, shared_pool())
 
 
 @pytest.mark.slow
@@ -188,7 +109,8 @@ def check(rng: random.Random, config: dict[str, Any], seed: int, pool: Pool, ker
     initial = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, spec).items()}
     lora = None
     if seed % 2:
-        lora = Lora(rng.choice([1, 3]), 4.0, tuple(rng.sample(TARGETS, rng.randint(1, 4))), dora=rng.random() < 0.3)
+        targets = TARGETS if spec.moe is None else TARGETS[:4]  # attention: peft's names of experts differ by family
+        lora = Lora(rng.choice([1, 3]), 4.0, tuple(rng.sample(targets, rng.randint(1, 4))), dora=rng.random() < 0.3)
         spec = adapted(spec, lora)
         initial |= adapter_values(spec, seed)
         model = peft_model(model, spec, initial)

@@ -72,6 +72,13 @@ FILES |= {
         "outer": f"{{teacher: {APART}}}\nouter: {{islands: [0], every: 4}}",
     }.items()
 }  # fmt: skip
+FILES |= {
+    f"{name}.yaml": f"{STUDENT}roles: {{generator: {apart}}}\n".replace("size: 1", "size: 2")
+    for name, apart in {
+        "generator": APART, "deep": APART.replace("[0, 1]", "[0, 2]"), "turns": APART.replace("ranks: 1", "ranks: 0"),
+        "idles": APART.replace("ranks: 1", "ranks: [1, 2], tp: 1"),
+    }.items()
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

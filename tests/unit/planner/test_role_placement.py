@@ -164,3 +164,28 @@ def emulated(memory: int) -> Cluster:
     nodes = [{"name": name, "chip": name} for name in chips]
     return cluster_from_dict({"version": 1, "nodes": nodes, "chips": chips,
                               "links": {"inter_node": {"bandwidth": "25 MB/s"}}})  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_generator_is_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Never slower than sampling in turn on all chips; the file is predicted as the report says."""
+    for ahead in ([], ["--generator-ahead"]):
+        out = tmp_path / "plan.yaml"
+        flags = ["--grpo", "--max-new-tokens", "64", *ahead]
+        assert main([*WORDS, *flags, "--json", "--out", str(out), "--html", str(tmp_path / "page.html")]) == 0
+        told = json.loads(capsys.readouterr().out)
+        seconds = {row["way"]: row["step_seconds"] for row in told["alternatives"]}
+        assert told["step_seconds"] == min(seconds.values()) and seconds.keys() == {"own chips", "same chips"}
+        asked = flags if told["alternatives"][0]["way"] == "own chips" else flags[:3]
+        assert main(["predict", "--plan", str(out), "--cluster", CLUSTER, *asked, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(told["step_seconds"], rel=0.02)
+        assert main([*WORDS, *flags]) == 0
+        assert "generator: " in capsys.readouterr().out
+    for flags, refused in (
+        (["--grpo"], "--max-new-tokens"), (["--generator-ahead"], "has no effect without --grpo"),
+        (["--grpo", "--max-new-tokens", "64", "--teacher-hf", "tiny"], "not known beside a teacher"),
+        (["--grpo", "--max-new-tokens", "64", "--compare"], "not known beside --grpo"),
+    ):
+        assert main([*WORDS, *flags]) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert refused in told[-1] and "Traceback" not in told[-1]

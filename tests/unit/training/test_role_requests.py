@@ -9,7 +9,8 @@ import pytest
 
 from hetero_megatron.comm.group import Refusal
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.role_client import Answer, BatchRequest, Lookahead, joint_answer, requests
+from hetero_megatron.training.role_client import Lookahead, requests
+from hetero_megatron.training.role_messages import Answer, BatchRequest, joint_answer
 
 
 def run_of(steps: int, interval: int, iterations: int, stop: int | None = None) -> list[BatchRequest]:

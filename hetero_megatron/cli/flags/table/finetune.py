@@ -131,6 +131,14 @@ FLAGS = (
         "--rollout-batch-size", 32, "answers that a pipeline samples at a time", most=1 << 20, needs=_GRPO,
     ),
     count(
+        "--generator-sync-every", 1, "steps after which a generator on ranks of its own (roles: generator) gets the "
+        "weights", most=1 << 30, needs=_GRPO,
+    ),
+    switch(
+        "--generator-ahead", "it samples the next answers while the ranks that train learn from these, by weights "
+        "that are a step older", needs=_GRPO,
+    ),
+    count(
         "--lora-rank", None, "train adapters of this rank beside a frozen base (LoRA); the base is --load-hf",
         most=MAX_RANK,
     ),
