@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cluster import load_cluster
-from hetero_megatron.environment.launcher import gloo_towards
+from hetero_megatron.environment.network import gloo_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Setup
 from hetero_megatron.launch.supervise import Planner

@@ -29,7 +29,8 @@ from hetero_megatron.comm.hooks import Hooks, TorchWork
 from hetero_megatron.comm.islands import Islands
 from hetero_megatron.comm.watchdog import TransferWatch
 from hetero_megatron.comm.work import CommError, Waiter, Work, Works, with_timeout, within
-from hetero_megatron.environment.launcher import GLOO_INTERFACE, LauncherEnvironment, gloo_towards
+from hetero_megatron.environment.launcher import LauncherEnvironment
+from hetero_megatron.environment.network import GLOO_INTERFACE, gloo_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.platform.platform import backend_of
@@ -187,7 +188,7 @@ class Comm:
         """Context in which threads start that move data over the network: on CPUs near its card."""
         if not self._network_cpus:
             return nullcontext()
-        from hetero_megatron.environment.network_cpus import on_cpus
+        from hetero_megatron.environment.network import on_cpus
 
         return on_cpus(self._network_cpus)
 
@@ -195,7 +196,7 @@ class Comm:
     def _network_cpus(self) -> frozenset[int]:
         if self.launcher.one_host:
             return frozenset()
-        from hetero_megatron.environment.network_cpus import network_cpus
+        from hetero_megatron.environment.network import network_cpus
 
         variables = {**gloo_towards(self.launcher.address), **os.environ}
         return network_cpus(variables.get(GLOO_INTERFACE, "").split(",")[0])

@@ -22,11 +22,7 @@ from hetero_megatron.comm.hooks import Hooks
 from hetero_megatron.comm.islands import AUTO, Endpoint, Islands
 from hetero_megatron.comm.job_store import Records, await_listener, open_listener, serve
 from hetero_megatron.comm.work import CommError, copies_of, within
-from hetero_megatron.environment.launcher import (
-    LauncherEnvironment,
-    loopback_interface,
-    read_launcher,
-)
+from hetero_megatron.environment.launcher import LauncherEnvironment, loopback_interface, read_launcher
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.platform import keep_freed_memory

@@ -7,15 +7,12 @@ them, as do ``hetero-megatron run``, the testbed, and people by hand. A process 
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import re
 import socket
-import struct
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,8 +28,6 @@ SECRET = "HETERO_JOB_SECRET"
 SUPERVISED = "HETERO_LAUNCHER"  # set by ``hetero-megatron run``, which plans again when told to
 JOINS = "HETERO_JOINS"  # set for the processes of a host that joins a running job
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 TESTBED, TESTBED_DIRECTORY = "HETERO_TESTBED", "HETERO_TESTBED_DIR"
 DIAGNOSES = "HETERO_DIAGNOSES"
@@ -302,32 +297,3 @@ def _alone_among_others(task: Task) -> UserError:
         accepted=f"{task.advice}; or MASTER_ADDR and MASTER_PORT (the host of task 0 and a free port) beside, to take "
         "the tasks for the ranks; or RANK=0 WORLD_SIZE=1, to train alone",
     )  # fmt: skip
-
-
-def interface_of(address: str) -> str | None:
-    """The name of this host's interface with an IPv4 address; None: none has it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # one without an IPv4 address
-                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name[:15].encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
-
-
-def address_towards(host: str) -> str:
-    """This host's address on the way to another. OSError: there is no way."""
-    kind, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-def gloo_towards(host: str) -> dict[str, str]:
-    """The variable by which gloo listens where the ranks of other hosts reach this one, unless it is set."""
-    if GLOO_INTERFACE in os.environ or is_loopback(host):
-        return {}
-    with suppress(OSError):
-        if name := interface_of(address_towards(host)):
-            return {GLOO_INTERFACE: name}
-    return {}

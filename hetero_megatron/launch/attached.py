@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from hetero_megatron.environment.launcher import SECRET, gloo_towards
+from hetero_megatron.environment.launcher import SECRET
+from hetero_megatron.environment.network import gloo_towards
 from hetero_megatron.launch.jobs import LocalJob, Seat, Setup
 
 

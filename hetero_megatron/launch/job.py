@@ -14,7 +14,8 @@ from pathlib import Path
 
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.comm.job_store import JobStore
-from hetero_megatron.environment.launcher import SECRET, SUPERVISED, address_towards
+from hetero_megatron.environment.launcher import SECRET, SUPERVISED
+from hetero_megatron.environment.network import address_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.checks import CONNECT_SECONDS, check_facts, silent_hosts, wait_for_facts
 from hetero_megatron.launch.connection import LEASE, SSH, Connection, prefixed

@@ -26,7 +26,8 @@ from typing import Protocol
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.comm.epochs import SCOPE, EpochStore, JoinAnswer, JoinRequest
 from hetero_megatron.comm.job_store import LastingStore, StoreGone, await_listener
-from hetero_megatron.environment.launcher import JOINS, SECRET, gloo_towards
+from hetero_megatron.environment.launcher import JOINS, SECRET
+from hetero_megatron.environment.network import gloo_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Seat, Setup
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR, say_code

@@ -17,7 +17,8 @@ from datetime import timedelta
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm.job_store import LastingStore, Records, StoreGone, open_listener, serve
-from hetero_megatron.environment.launcher import LauncherEnvironment, address_towards, interface_of, is_loopback
+from hetero_megatron.environment.launcher import LauncherEnvironment, is_loopback
+from hetero_megatron.environment.network import address_towards, interface_of
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.attached import Attached
 from hetero_megatron.launch.jobs import Seat

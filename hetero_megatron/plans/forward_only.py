@@ -1,17 +1,21 @@
 """A second model that only runs forward beside the one that is trained: on ranks of its own, or on the same ones, cut
-alike. No torch."""
+alike; and which weights go to one that is the trained model itself. No torch."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Piece, transfer
 from hetero_megatron.plans.canonical import Interval, Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plans.canonical import Optimizer as OptimizerPlace
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.roles import GENERATOR, role_plan, score_transfer
 from hetero_megatron.plans.validate import validate
+from hetero_megatron.spec import trained_tensors
 from hetero_megatron.spec.distillation import LOGITS_WORDS, likeliest_words, saying_words
 from hetero_megatron.spec.flops import PLAIN_WORDS, Words
 
@@ -119,3 +123,18 @@ def plan_beside(plan: Plan, spec: ModelSpec, other: ModelSpec, cluster: Cluster 
 
 def _scaled(interval: Interval, factor: float) -> Interval:
     return round(interval[0] * factor), round(interval[1] * factor)
+
+
+def weight_moves(source: CompiledPlan, target: CompiledPlan) -> Iterator[tuple[str, tuple[Piece, ...]]]:
+    """By logical name, in an order that is equal on all ranks. Among replicas the one sends that has sent least.
+
+    Args:
+        source, target: of the same model, on other ranks. Adapters' base does not move: it never changes.
+    """
+    sent = Counter[int]()
+    for tensor in trained_tensors(source.spec):
+        held, wanted = (compiled.holders[tensor.name] for compiled in (source, target))
+        pieces = transfer(held, wanted, lambda holder, _: float(sent[holder])).pieces
+        for piece in pieces:
+            sent[piece.src] += piece.box.size
+        yield tensor.name, pieces

@@ -11,7 +11,7 @@ import torch
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box, Piece
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.plans.weight_moves import weight_moves
+from hetero_megatron.plans.forward_only import weight_moves
 from hetero_megatron.training.held_state import MOST_ELEMENTS, as_bytes
 
 Named = tuple[str, Piece]

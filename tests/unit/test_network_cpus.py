@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetero_megatron.comm.bridge import Bridge
-from hetero_megatron.environment.network_cpus import cpu_list, network_cpus, on_cpus
+from hetero_megatron.environment.network import cpu_list, network_cpus, on_cpus
 
 HERE = sorted(os.sched_getaffinity(0))
 

@@ -10,10 +10,9 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.canonical import Optimizer, Pipeline, Recompute, Stage
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.plans.forward_only import ForwardRole
+from hetero_megatron.plans.forward_only import ForwardRole, weight_moves
 from hetero_megatron.plans.memory.generator import cache_bytes
 from hetero_megatron.plans.shares import pipeline_shares, rank_shares
-from hetero_megatron.plans.weight_moves import weight_moves
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.rates import Rates, load_rates
