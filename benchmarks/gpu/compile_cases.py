@@ -164,4 +164,15 @@ def products_in_fp8() -> Iterator[Call]:
     yield "quantise_fp8 whole, turned", partial(whole, turned=True)
 
 
-CASES = (norms, elementwise, softmaxes, losses, attentions, grouped, delta_rules, products_in_fp8, optimizers)
+def narrow_weights() -> Iterator[Call]:
+    """The projections of Llama 3 70B's MLP, whole, and cut inside a block."""
+    tables = empty(28672 * 128 // 256, dtype=FP32), empty(1, dtype=FP32), empty(16, dtype=FP32), empty(256, dtype=FP32)
+    packed = empty(28672, 33 * 128, dtype=torch.uint8)
+    for dtype, kind in ((BF16, ""), (FP32, ", fp32")):
+        whole = partial(hk.nf4_dequantize, packed, *tables, empty(28672, 8192, dtype=dtype), across=128)
+        yield f"nf4_dequantize 28672x8192{kind}", whole
+    part = empty(28672, 33 * 44, dtype=torch.uint8), *tables, empty(28672, 2731)
+    yield "nf4_dequantize 28672x2731, cut", partial(hk.nf4_dequantize, *part, first=42, across=128, skip=43)
+
+
+CASES = (norms, elementwise, softmaxes, losses, attentions, grouped, delta_rules, products_in_fp8, narrow_weights, optimizers)

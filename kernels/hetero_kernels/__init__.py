@@ -53,6 +53,8 @@ Inputs may be views; outputs are contiguous. On the CPU set TRITON_INTERPRET=1 b
     quantise_fp8_blocks(x[rows, n], kind, blocks) -> (fp8, scales)   (blocks: 1x128, 128x128, 128x1)
     gemm_fp8_blocks(a[m, k], a_scale[m, k/128], b[n, k], b_scale, dtype) -> a b^T in dtype   (a, b in fp8; b_scale
         [n, k/128] or [n/128, k/128])
+    nf4_dequantize(weight[o, 33 n] uint8, groups, mean[1], levels[16], codes[256], matrix[o, c], *, first=0, across,
+        skip=0) -> matrix                             (written; bit for bit what torch computes)
     adamw_step(params, grads, exp_avg, exp_avg_sq, *, lr, beta1, beta2, eps, weight_decay, step, grad_scale=1.0,
         found_inf=None, copies=None, table=None) in place   (copies: 16-bit parameters rounded from fp32 params;
          grad_scale and found_inf may be scalars on the device; table: adamw_table(params, grads, ...), kept)
@@ -95,6 +97,7 @@ from hetero_kernels.linear_cross_entropy import (
     linear_vocab_stats,
 )
 from hetero_kernels.multi_tensor import TensorTable, tensor_table
+from hetero_kernels.nf4 import nf4_dequantize, nf4_dequantize_reference
 from hetero_kernels.rms_norm import rms_norm_bwd, rms_norm_fwd, rms_norm_reference
 from hetero_kernels.rope import rope_bwd, rope_fwd, rope_reference
 from hetero_kernels.softmax import softmax_bwd, softmax_fwd, softmax_reference
@@ -157,6 +160,8 @@ __all__ = [
     "linear_cross_entropy_reference",
     "linear_vocab_stats",
     "merge_stats",
+    "nf4_dequantize",
+    "nf4_dequantize_reference",
     "quantise_fp8",
     "quantise_fp8_blocks",
     "quantise_fp8_blocks_reference",

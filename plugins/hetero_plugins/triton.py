@@ -215,6 +215,14 @@ def _grouped_gemm_backward(
     return _grouped_input(dy, weight, ends), _grouped_weight(dy, x, ends), dbias
 
 
+def _nf4_dequantize(
+    weight: torch.Tensor, groups: torch.Tensor, mean: torch.Tensor, levels: torch.Tensor, codes: torch.Tensor,
+    matrix: torch.Tensor, first: int, across: int, skip: int,
+) -> tuple[()]:  # fmt: skip
+    kernels().nf4_dequantize(weight, groups, mean, levels, codes, matrix, first=first, across=across, skip=skip)
+    return ()
+
+
 _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
     "grouped_gemm": {"input": _grouped_input, "weight": _grouped_weight},
     "attention": {"share": attention_share, "delta": lambda dout, out: kernels().attention_delta(dout, out)},
@@ -242,6 +250,7 @@ _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ..
     ("grouped_gemm", "grouped_gemm", _grouped_gemm, _grouped_gemm_backward),
     ("gated_delta_rule", "gated_delta", gated_delta, gated_delta_backward),
     ("dropout", "dropout", _dropout, _dropout),
+    ("nf4_dequantize", "nf4", _nf4_dequantize, None),
     ("attn_delta", "attention", attention_delta, None),
     ("attn_merge", "attention", attention_merge, None),
     ("adamw", "adamw", _adamw, None),
