@@ -175,4 +175,6 @@ def narrow_weights() -> Iterator[Call]:
     yield "nf4_dequantize 28672x2731, cut", partial(hk.nf4_dequantize, *part, first=42, across=128, skip=43)
 
 
-CASES = (norms, elementwise, softmaxes, losses, attentions, grouped, delta_rules, products_in_fp8, narrow_weights, optimizers)
+CASES = (
+    norms, elementwise, softmaxes, losses, attentions, grouped, delta_rules, products_in_fp8, narrow_weights, optimizers
+)  # fmt: skip

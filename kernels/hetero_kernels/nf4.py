@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Matrices of their NormalFloat4 form with double quantisation (Dettmers et al., 2023), bit for bit as torch makes them.
+"""Matrices of their NormalFloat4 form with double quantisation (Dettmers et al., 2023), bit for bit as in torch.
 
 A kernel of its own, whose result the library's product takes, and not a part of the product: what is multiplied then
 does not depend on who multiplies, a block is decoded once per product instead of once per tile of tokens, and the
@@ -36,9 +36,10 @@ def nf4_dequantize_reference(
 @triton.jit(do_not_specialize=["first_program", "first", "across"])
 def nf4_values(
     weight_ptr, groups_ptr, mean_ptr, levels_ptr, codes_ptr, matrix_ptr, first_program, blocks, row_blocks, first,
-    across, skip, columns, weight_s, matrix_s, BLOCK: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    across, skip, columns, weight_s, matrix_s, BLOCK: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """TILE blocks of rows of ``row_blocks`` blocks each, which lie ``weight_s`` bytes and ``matrix_s`` elements apart."""
+    """TILE blocks of rows of ``row_blocks`` blocks each, ``weight_s`` bytes and ``matrix_s`` elements apart."""
     block = (tl.program_id(0) + first_program).to(tl.int64) * TILE + tl.arange(0, TILE)
     live, row, place = block < blocks, block // row_blocks, block % row_blocks
     byte = tl.arange(0, BLOCK // 2)
@@ -65,8 +66,8 @@ def nf4_dequantize(
     """Write a matrix, or a part of it, of its 4-bit form, computed in fp32 and rounded once.
 
     Args:
-        weight: uint8 [outputs, 33 per block of 64 columns], rows may lie apart: of each block 32 bytes of two elements, the
-            first one in the upper half, and one that says how large its largest magnitude is.
+        weight: uint8 [outputs, 33 per block of 64 columns], rows may lie apart: of each block 32 bytes of two
+            elements, the first one in the upper half, and one that says how large its largest magnitude is.
         groups: [groups of 256 blocks of the whole matrix]; mean: [1]; levels: [16]; codes: [256]; all in fp32.
         matrix: [outputs, columns], written and returned; rows may lie apart.
         first: number of the part's first block in the whole matrix; across: blocks of a whole row.
@@ -87,7 +88,7 @@ def nf4_dequantize(
     for begin in range(0, programs, limits.max_grid):
         nf4_values[(min(limits.max_grid, programs - begin),)](
             weight, groups, mean, levels, codes, matrix, begin, blocks, row_blocks, first, across, skip,
-            matrix.shape[1], weight.stride(0), matrix.stride(0), BLOCK, BYTES, GROUP, tile, num_warps=chosen["num_warps"],
-            enable_fp_fusion=False,
+            matrix.shape[1], weight.stride(0), matrix.stride(0), BLOCK, BYTES, GROUP, tile,
+            num_warps=chosen["num_warps"], enable_fp_fusion=False,
         )  # fmt: skip
     return matrix
