@@ -9,7 +9,7 @@ matrix: blocks are those of the whole, and a rank whose columns begin or end ins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,7 +63,7 @@ class Nf4Scales:
     dequantize: Callable[..., object] | None = None
 
     @property
-    def tensors(self) -> Sequence[torch.Tensor]:
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.groups, self.mean, self.levels, self.codes
 
     def copy_(self, other: Nf4Scales) -> None:
