@@ -147,6 +147,21 @@ def delta_rules() -> Iterator[Call]:
             yield f"gated_delta_bwd {call}", partial(hk.gated_delta_bwd, v, state, q, q, v, g, beta, **more)
 
 
+def state_space_rules() -> Iterator[Call]:
+    """Nemotron-H 8B's layer: 8 groups with 16 heads of 64 each, states of 128; and small states."""
+    for dim, dim_v, dtype in ((128, 64, BF16), (16, 64, BF16), (128, 64, torch.float16), (128, 64, FP32)):
+        q, v = empty(1, 16384, 8, dim, dtype=dtype), empty(1, 16384, 128, dim_v, dtype=dtype)
+        g, state = empty(1, 16384, 128, dtype=FP32), empty(1, 128, dim, dim_v, dtype=FP32)
+        more = {"state": state, "documents": empty(1, 16384, dtype=torch.int32)}
+        kind = {BF16: "", FP32: ", fp32"}.get(dtype, ", fp16")
+        for name, options in (("", dict[str, Any]()), (", documents", more)):
+            if name and (dim, dtype) != (128, BF16):
+                continue
+            call = f"{dim}x{dim_v}{kind}{name}"
+            yield f"state_space_fwd {call}", partial(hk.state_space_fwd, q, q, v, g, g, **options)
+            yield f"state_space_bwd {call}", partial(hk.state_space_bwd, v, state, q, q, v, g, g, **options)
+
+
 def products_in_fp8() -> Iterator[Call]:
     """A layer's product: 8,192 tokens, 4,096 x 4,096, and its weight's gradient."""
     n, fp8 = 4096, torch.float8_e4m3fn
@@ -176,5 +191,6 @@ def narrow_weights() -> Iterator[Call]:
 
 
 CASES = (
-    norms, elementwise, softmaxes, losses, attentions, grouped, delta_rules, products_in_fp8, narrow_weights, optimizers
+    norms, elementwise, softmaxes, losses, attentions, grouped, delta_rules, state_space_rules, products_in_fp8,
+    narrow_weights, optimizers,
 )  # fmt: skip

@@ -25,6 +25,8 @@ from hetero_plugins.triton_sequences import (
     attention_share,
     gated_delta,
     gated_delta_backward,
+    state_space,
+    state_space_backward,
 )
 
 HETERO_PLUGIN_API = 1
@@ -231,7 +233,8 @@ _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
 # Of the operators' contracts; others: 1.
 _VERSIONS = {"attention": 3, "adamw": 3, "attn_merge": 2, "linear_cross_entropy": 2, "rope": 2}
 _FEATURES = {"attention": ("softcap", "sinks", "dropout")}
-_LARGEST = {"gated_delta_rule": {"key_dim": 128}}  # whole columns of a state are in registers
+_STATES = {"key_dim": 128}  # whole columns of a state are in registers
+_LARGEST = {"gated_delta_rule": _STATES, "state_space_rule": _STATES}
 _OVERWRITTEN = {"cross_entropy": ("logits",), "vocab_cross_entropy": ("logits",), "rope": ("q", "k")}
 # operator, file of hetero_kernels, forward, backward
 _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ...] = (
@@ -249,6 +252,7 @@ _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ..
     ("attention", "attention", attention, attention_backward),
     ("grouped_gemm", "grouped_gemm", _grouped_gemm, _grouped_gemm_backward),
     ("gated_delta_rule", "gated_delta", gated_delta, gated_delta_backward),
+    ("state_space_rule", "state_space", state_space, state_space_backward),
     ("dropout", "dropout", _dropout, _dropout),
     ("nf4_dequantize", "nf4", _nf4_dequantize, None),
     ("attn_delta", "attention", attention_delta, None),

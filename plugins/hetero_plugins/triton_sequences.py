@@ -1,4 +1,4 @@
-"""Triton's kernels over sequences as operators: attention, also in parts, and the gated delta rule.
+"""Triton's kernels over sequences as operators: attention, also in parts, and the rules of linear attention.
 
 Documents become what each kernel takes for them once for all layers.
 """
@@ -122,4 +122,22 @@ def gated_delta_backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     return kernels().gated_delta_bwd(  # type: ignore[no-any-return]
         dout, dlast, q, k, v, g, beta, state, documents=_numbers(v, documents), eps=eps
+    )
+
+
+def state_space(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, write: torch.Tensor,
+    state: torch.Tensor | None, documents: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    return kernels().state_space_fwd(  # type: ignore[no-any-return]
+        q, k, v, g, write, state, documents=_numbers(v, documents)
+    )
+
+
+def state_space_backward(
+    dout: torch.Tensor, dlast: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
+    write: torch.Tensor, state: torch.Tensor | None, documents: Any,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    return kernels().state_space_bwd(  # type: ignore[no-any-return]
+        dout, dlast, q, k, v, g, write, state, documents=_numbers(v, documents)
     )
