@@ -147,6 +147,23 @@ def delta_rules() -> Iterator[Call]:
             yield f"gated_delta_bwd {call}", partial(hk.gated_delta_bwd, v, state, q, q, v, g, beta, **more)
 
 
+def feature_rules() -> Iterator[Call]:
+    """Kimi Linear's layer: 32 heads of 128, each feature of a key with a decay of its own."""
+    shapes = [(128, 128, BF16), (128, 256, BF16), (64, 64, BF16), (128, 128, torch.float16), (128, 128, FP32)]
+    for dim, dim_v, dtype in shapes:
+        q, v = empty(1, 16384, 32, dim, dtype=dtype), empty(1, 16384, 32, dim_v, dtype=dtype)
+        g, beta = empty(1, 16384, 32, dim, dtype=FP32), empty(1, 16384, 32, dtype=dtype)
+        state = empty(1, 32, dim, dim_v, dtype=FP32)
+        more = {"state": state, "documents": empty(1, 16384, dtype=torch.int32)}
+        kind = {BF16: "", FP32: ", fp32"}.get(dtype, ", fp16")
+        for name, options in (("", dict[str, Any]()), (", documents", more)):
+            if name and (dim_v, dtype) != (128, BF16):
+                continue
+            call = f"by feature {dim}x{dim_v}{kind}{name}"
+            yield f"gated_delta_fwd {call}", partial(hk.gated_delta_fwd, q, q, v, g, beta, **options)
+            yield f"gated_delta_bwd {call}", partial(hk.gated_delta_bwd, v, state, q, q, v, g, beta, **options)
+
+
 def state_space_rules() -> Iterator[Call]:
     """Nemotron-H 8B's layer: 8 groups with 16 heads of 64 each, states of 128; and small states."""
     for dim, dim_v, dtype in ((128, 64, BF16), (16, 64, BF16), (128, 64, torch.float16), (128, 64, FP32)):
@@ -191,6 +208,6 @@ def narrow_weights() -> Iterator[Call]:
 
 
 CASES = (
-    norms, elementwise, softmaxes, losses, attentions, grouped, delta_rules, state_space_rules, products_in_fp8,
-    narrow_weights, optimizers,
+    norms, elementwise, softmaxes, losses, attentions, grouped, delta_rules, feature_rules, state_space_rules,
+    products_in_fp8, narrow_weights, optimizers,
 )  # fmt: skip

@@ -34,6 +34,7 @@ import triton.language as tl
 
 from hetero_kernels.attention_rows import adjacent
 from hetero_kernels.gated_delta_backward import delta_key_gradients, delta_query_gradients, delta_state_gradients
+from hetero_kernels.gated_delta_features import delta_feature_gradients, delta_feature_pairs, delta_unit_gradients
 from hetero_kernels.gated_delta_forward import delta_pairs, delta_states
 from hetero_kernels.limits import INTERPRETED, Limits, accumulator, cdiv, config, limits_of, power_of_two, wide
 
@@ -41,11 +42,15 @@ Tensor = torch.Tensor
 
 
 class Pairs(NamedTuple):
-    """(1 + M)^-1 (anything without it), A, and what products with states are multiplied with: see ``delta_pairs``."""
+    """(1 + M)^-1 (anything without it), A, and what products with states are multiplied with (``delta_pairs``;
+    ``delta_feature_pairs``: lambda_C); q, k as they are read by, and k as it is written by, products with states."""
 
     inverse: Tensor
     inside: Tensor
     rates: Tensor
+    q: Tensor
+    read_k: Tensor
+    left_k: Tensor
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ class DeltaCall:
     def chunk(self) -> int:
         """Tokens of a chunk."""
         smallest = 1 if INTERPRETED else 16  # of a matrix unit's operand
-        return min(self.config("delta_pairs")["chunk"], max(power_of_two(self.k.shape[1]), smallest))
+        op = "delta_feature_pairs" if self.by_feature else "delta_pairs"
+        return min(self.config(op)["chunk"], max(power_of_two(self.k.shape[1]), smallest))
 
     @property
     def chunks(self) -> int:
@@ -85,37 +91,50 @@ class DeltaCall:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.stored, device=self.v.device)
 
+    @property
+    def by_feature(self) -> bool:
+        """Every feature of a key decays by itself."""
+        return self.g.dim() == 4
+
     def pairs(self) -> Pairs:
-        b, heads = self.ends[:2]
+        b, heads, dim, _ = self.ends
         inside = self.empty(b, heads, self.chunks, self.chunk, self.chunk)
         inverse = torch.empty_like(inside) if self.delta else inside
+        if self.by_feature:
+            carried = self.empty(b, heads, self.chunks, dim, dtype=wide(self.v.dtype))
+            operands = [self.empty(b, self.k.shape[1], heads, dim) for _ in range(3)]
+            self.launch(
+                delta_feature_pairs, b * heads * self.chunks, (self.q, self.k, self.beta, *self.decay),
+                (inverse, inside, carried, *operands), (self.g,),
+                (*self.of_tokens[1:], *self.products, self.exact, dim, self.block_f("delta_feature_pairs"), self.chunk,
+                 self.levels),
+            )  # fmt: skip
+            return Pairs(inverse, inside, carried, *operands)
         rates = self.empty(b, heads, self.chunks, 4, self.chunk, dtype=wide(self.v.dtype))
         self.launch(
             delta_pairs, b * heads * self.chunks, (self.q, self.k, self.beta, *self.decay), (inverse, inside, rates),
             (self.g,), (*self.of_tokens, *self.products, self.exact, *self.dims[::2], self.chunk, self.levels),
         )  # fmt: skip
-        return Pairs(inverse, inside, rates)
+        return Pairs(inverse, inside, rates, self.q, self.k, self.k)
 
     def states(self, pairs: Pairs, state: Tensor | None, results: Sequence[Tensor], out: bool) -> None:
         """``results``: out and the last state, or the state before each chunk and what is written."""
         found = (*results, *results)  # out, last, states, written: the kernel writes two of them
         state = None if state is None else state.contiguous()
         self.launch(
-            delta_states, self.tiles("delta_states"), (self.q, self.k, self.k, self.v, self.beta),
-            (*pairs, found[0] if state is None else state, *found), (self.v,),
-            (out, state is not None, self.delta, False, *self.products, *self.dims, self.block_v("delta_states"),
-             self.chunk),
+            delta_states, self.tiles("delta_states"), (*pairs[3:], self.v, self.beta),
+            (*pairs[:3], found[0] if state is None else state, *found), (self.v,),
+            (out, state is not None, self.delta, self.by_feature, *self.products, *self.dims,
+             self.block_v("delta_states"), self.chunk),
         )  # fmt: skip
 
-    def state_gradients(
-        self, pairs: Pairs, dout: Tensor, dlast: Tensor, results: Sequence[Tensor]
-    ) -> None:
+    def state_gradients(self, pairs: Pairs, dout: Tensor, dlast: Tensor, results: Sequence[Tensor]) -> None:
         """``results``: dv, the gradients of what is written, of the state after each chunk, and of the first one."""
         op = "delta_state_gradients"
         self.launch(
-            delta_state_gradients, self.tiles(op), (self.q, self.k, self.k, self.beta),
-            (*pairs, dout, dlast, *results), (dout,),
-            (self.delta, False, *self.products, *self.dims, self.block_v(op), self.chunk),
+            delta_state_gradients, self.tiles(op), (*pairs[3:], self.beta),
+            (*pairs[:3], dout, dlast, *results), (dout,),
+            (self.delta, self.by_feature, *self.products, *self.dims, self.block_v(op), self.chunk),
         )  # fmt: skip
 
     def token_gradients(
@@ -126,6 +145,9 @@ class DeltaCall:
         b, heads = self.ends[:2]
         key_heads, tokens = self.k.shape[2], self.k.shape[1]
         programs = b * key_heads * self.chunks
+        if self.by_feature:
+            self._feature_gradients(dout, (written, change, before, after), (dq, dk, dg, dbeta))
+            return dq, dk, dg, dbeta
         of_keys = self.empty(b, key_heads, self.chunks, self.chunk, self.chunk)
         running = self.empty(b, tokens, heads, dtype=wide(self.v.dtype))
         inputs, constants = (self.q, self.k, self.beta, *self.decay), (*self.of_tokens, *self.products, *self.dims)
@@ -140,6 +162,21 @@ class DeltaCall:
         )  # fmt: skip
         return dq, dk, dg, dbeta
 
+    def _feature_gradients(self, dout: Tensor, made: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        b, heads, dim, _ = self.ends
+        op, tokens = "delta_feature_gradients", self.k.shape[1]
+        units = [self.empty(b, tokens, heads, dim, dtype=wide(self.v.dtype)) for _ in range(2)]
+        self.launch(
+            delta_feature_gradients, b * heads * self.chunks, (self.q, self.k, self.beta, *self.decay),
+            (self.v, dout, *made, *units, *results[2:]), (self.g, self.v, dout),
+            (*self.of_tokens[1:], *self.products, *self.dims[:2], self.block_f(op), self.block_v(op), self.chunk,
+             self.levels),
+        )  # fmt: skip
+        self.launch(
+            delta_unit_gradients, b * self.k.shape[2] * self.chunks, (self.q, self.k), (*units, *results[:2]), (),
+            (self.eps, self.products[0], *self.dims[::2], self.chunk),
+        )  # fmt: skip
+
     @property
     def decay(self) -> tuple[Tensor, Tensor]:
         """g, and numbers of documents, or anything."""
@@ -148,7 +185,8 @@ class DeltaCall:
     @property
     def of_tokens(self) -> tuple[bool, bool, float, float]:
         """DELTA, DOCUMENTS, EPS, SCALE."""
-        return self.delta, self.documents is not None, self.eps, self.k.shape[3] ** -0.5 if self.delta else 1.0
+        scale = self.k.shape[3] ** -0.5 if self.delta else 1.0
+        return self.delta, self.documents is not None, self.eps, scale
 
     @property
     def products(self) -> tuple[tl.dtype, tl.dtype, str]:
@@ -174,7 +212,7 @@ class DeltaCall:
 
     @property
     def _tf32(self) -> bool:
-        return "tf32" in self.config("delta_pairs")
+        return "tf32" in self.config("delta_feature_pairs" if self.by_feature else "delta_pairs")
 
     def config(self, op: str) -> dict[str, int]:
         return config(op, self.k.shape[3], self.v.dtype, self.limits)
@@ -183,6 +221,10 @@ class DeltaCall:
         """BLOCK_V."""
         smallest = 1 if INTERPRETED else 16
         return min(self.config(op)["block_v"], max(power_of_two(self.v.shape[3]), smallest))
+
+    def block_f(self, op: str) -> int:
+        """BLOCK_F: of features of keys."""
+        return min(self.config(op)["block_f"], self.dims[2])
 
     def tiles(self, op: str) -> int:
         """Programs of a kernel that goes from chunk to chunk."""
@@ -222,13 +264,15 @@ def prepare(
     key_heads, dim = k.shape[2:]
     assert q.shape == k.shape and k.shape[:2] == v.shape[:2], "q, k and v do not fit together"
     assert heads % max(key_heads, 1) == 0, f"{heads} value heads over {key_heads} key heads"
-    assert g.shape == beta.shape == v.shape[:3], f"g and beta: expected {list(v.shape[:3])}"
+    assert beta.shape == v.shape[:3], f"{'beta' if delta else 'write'}: expected {list(v.shape[:3])}"
+    decays = (beta.shape, (*beta.shape, dim)) if delta else (beta.shape,)
+    assert g.shape in decays, f"g {list(g.shape)}: expected {' or '.join(str(list(x)) for x in decays)}"
     assert q.dtype == k.dtype == v.dtype, "q, k and v have one dtype"
     assert state is None or state.shape == (b, heads, dim, dim_v), f"state: expected {[b, heads, dim, dim_v]}"
     if documents is not None:
         assert documents.shape == (b, tokens), f"documents {list(documents.shape)}: expected {[b, tokens]}"
         documents = documents.contiguous()
-    q, k, v = adjacent(q), adjacent(k), adjacent(v)
+    q, k, v, g = adjacent(q), adjacent(k), adjacent(v), adjacent(g) if g.dim() == 4 else g
     return DeltaCall(q, k, v, g, beta, documents, eps, delta, limits or limits_of(v.device))
 
 

@@ -24,10 +24,10 @@ def gated_delta_reference(
     s = v.new_zeros(*v.shape[::2], q.shape[-1], v.shape[-1], dtype=dtype) if state is None else state.to(dtype)
     outs = [torch.zeros_like(v[:, :0], dtype=dtype)]
     for t in range(v.shape[1]):
-        decay = g[:, t].to(dtype).exp()
+        decay = g[:, t].to(dtype).exp() if g.dim() == 4 else g[:, t].to(dtype).exp()[..., None]
         if documents is not None and t:
-            decay = decay * (documents[:, t] == documents[:, t - 1])[:, None]
-        s = s * decay[..., None, None]
+            decay = decay * (documents[:, t] == documents[:, t - 1])[:, None, None]
+        s = s * decay[..., None]
         change = (v[:, t].to(dtype) - torch.einsum("bhd,bhde->bhe", unit_k[:, t], s)) * beta[:, t, :, None].to(dtype)
         s = s + unit_k[:, t, :, :, None] * change[:, :, None]
         outs.append(torch.einsum("bhd,bhde->bhe", unit_q[:, t], s)[:, None] * q.shape[-1] ** -0.5)
@@ -48,7 +48,6 @@ def _prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, documents: Tensor | None,
     eps: float, limits: Limits | None,
 ) -> delta_chunks.DeltaCall:  # fmt: skip
-    assert g.dim() == 3, f"g {list(g.shape)}: the decay is one number per value head, not one per key feature"
     assert beta.dtype == v.dtype, "q, k, v and beta have one dtype"
     return delta_chunks.prepare(q, k, v, g, beta, state, documents, eps, True, limits)
 
@@ -62,7 +61,8 @@ def gated_delta_fwd(
     Args:
         q, k: [b, s, key heads, dk]; v: [b, s, value heads, dv], of which consecutive ones share a key head; views are
             fine.
-        g: [b, s, value heads], at most 0, in at least fp32; beta: the same, in the dtype of v.
+        g: [b, s, value heads], at most 0, in at least fp32; or [b, s, value heads, dk], where every feature of a key
+            decays by itself. beta: [b, s, value heads], in the dtype of v.
         state: [b, value heads, dk, dv] in at least fp32, before the first token; None: zeros.
         documents: int32 [b, s]: where it differs from the token before, the state is zeros again. See
             :func:`document_numbers`.

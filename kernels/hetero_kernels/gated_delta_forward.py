@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Forward kernels of the gated delta rule, and of the state-space rule, which is the same without DELTA: what the tokens
-of a chunk are to each other, then the states one after the other. Formulas and names: ``delta_chunks.py``."""
+"""Forward kernels of the gated delta rule, and of the state-space rule, which is the same without DELTA: what the
+tokens of a chunk are to each other, then the states one after the other. Formulas and names: ``delta_chunks.py``."""
 
 import triton
 import triton.language as tl
@@ -18,10 +18,11 @@ def load_rows(ptr, lane, live, col, inside, stride, TYPE: tl.constexpr):
 @triton.jit
 def one_over_norm(x, live, DELTA: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr):
     """1 / sqrt(sum of x^2 + eps) of each row, without DELTA 1; 0 of those that are not there."""
-    if not DELTA:
-        return tl.where(live, 1.0, 0.0).to(ACC)
-    wide = x.to(ACC)
-    return tl.where(live, 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + EPS), 0.0)
+    one_over = tl.full(live.shape, 1.0, ACC)
+    if DELTA:
+        wide = x.to(ACC)
+        one_over = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + EPS)
+    return tl.where(live, one_over, 0.0)
 
 
 @triton.jit
@@ -29,13 +30,13 @@ def chunk_decay(
     g_ptr, g_s, number_ptr, start, tokens, DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr, ACC: tl.constexpr,
     FINE: tl.constexpr,
 ):  # fmt: skip
-    """(running sum of g, and the rest of it, lambda, kappa, lambda of the whole chunk, number of each token's document).
+    """(running sum of g, what it lacks, lambda, kappa, lambda of the whole chunk, number of each token's document).
 
-    With FINE, where products are exact to fp32, the sum is exact in multiples of 2^-10, and the rest, below 2^-4, is
-    summed by itself: where a token forgets nearly all, differences of rounded sums are off by up to 5e-4 among the
+    With FINE, where products are exact to fp32, the sum is exact in multiples of 2^-10, and what it lacks, below 2^-4,
+    is summed by itself: where a token forgets nearly all, differences of rounded sums are off by up to 5e-4 among the
     tokens after it. What is below the exponential of LEAST is 0.
     """
-    LEAST: tl.constexpr = -128.0 if ACC == tl.float32 else -1024.0
+    LEAST: tl.constexpr = -1024.0 if ACC == tl.float64 else -128.0  # noqa: SIM300
     lane = tl.arange(0, CHUNK)
     g = tl.load(g_ptr + (start + lane) * g_s, mask=start + lane < tokens, other=0.0).to(ACC)
     g = tl.where(g < LEAST, LEAST, g)
@@ -95,8 +96,9 @@ def delta_pairs(
     DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """(1 + M)^-1, with DELTA, and A of each chunk, [b, heads, chunks, CHUNK, CHUNK], and what rows of products with states are
-    multiplied with, [b, heads, chunks, 4, CHUNK]: lambda / |k|, kappa / |k|, lambda scale / |q|, and lambda_C."""
+    """(1 + M)^-1, with DELTA, and A of each chunk, [b, heads, chunks, CHUNK, CHUNK], and what rows of products with
+    states are multiplied with, [b, heads, chunks, 4, CHUNK]: lambda / |k|, kappa / |k|, lambda scale / |q|, and
+    lambda_C."""
     program = tl.program_id(0) + first_program
     chunk, head = program % chunks, (program // chunks % heads).to(tl.int64)
     batch = (program // chunks // heads).to(tl.int64)

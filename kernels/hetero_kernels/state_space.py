@@ -1,5 +1,5 @@
-"""The state-space rule of Mamba-2 (Dao and Gu, 2024), by chunks of tokens, forward and backward: the kernels of the gated
-delta rule without its correction and its norms (``delta_chunks.py``)."""
+"""The state-space rule of Mamba-2 (Dao and Gu, 2024), by chunks of tokens, forward and backward: the kernels of the
+gated delta rule without its correction and its norms (``delta_chunks.py``)."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import torch
 
 from hetero_megatron.ops.cross_entropy import NO_LABEL
 from hetero_megatron.ops.dropout import dropped_units
+from hetero_megatron.ops.gated_delta import CHANNELS
 from hetero_megatron.ops.grouped_gemm import bias_gradient
 from hetero_megatron.ops.spec import TRITON, Capability, Kernel
 from hetero_megatron.platform.plugins import PluginApi, source_file
@@ -232,7 +233,7 @@ _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 # Of the operators' contracts; others: 1.
 _VERSIONS = {"attention": 3, "adamw": 3, "attn_merge": 2, "linear_cross_entropy": 2, "rope": 2}
-_FEATURES = {"attention": ("softcap", "sinks", "dropout")}
+_FEATURES = {"attention": ("softcap", "sinks", "dropout"), "gated_delta_rule": (CHANNELS,)}
 _STATES = {"key_dim": 128}  # whole columns of a state are in registers
 _LARGEST = {"gated_delta_rule": _STATES, "state_space_rule": _STATES}
 _OVERWRITTEN = {"cross_entropy": ("logits",), "vocab_cross_entropy": ("logits",), "rope": ("q", "k")}

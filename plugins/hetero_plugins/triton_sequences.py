@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.errors import UserError
 from hetero_megatron.ops.attention_op import add_sinks, sink_gradient
 from hetero_megatron.ops.dropout import ScoreDropout, dropped_units
 from hetero_plugins.triton_package import kernels
@@ -98,19 +97,10 @@ def _document_numbers(documents: tuple[tuple[int, ...], ...], tokens: int, devic
     return kernels().document_numbers(documents, tokens, device)  # type: ignore[no-any-return]
 
 
-def _one_decay_per_head(g: torch.Tensor) -> None:
-    if g.dim() != 3:
-        raise UserError(
-            "it decays whole states, not one feature of keys otherwise than another", field="gated_delta_rule: g",
-            value=list(g.shape), accepted="[b, s, value heads], or another provider of it: --kernels",
-        )  # fmt: skip
-
-
 def gated_delta(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor | None,
     documents: Any, eps: float,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    _one_decay_per_head(g)
     return kernels().gated_delta_fwd(  # type: ignore[no-any-return]
         q, k, v, g, beta, state, documents=_numbers(v, documents), eps=eps
     )
