@@ -197,9 +197,8 @@ def delta_key_gradients(
         )
         row, row_s = (batch * tokens + first) * heads + head, heads * DIM_V
         state = ((batch * heads + head) * chunks + chunk) * DIM * DIM_V
-        d_beta, d_running = (
-            tl.zeros([CHUNK], ACC), tl.load(running_ptr + row + lane * heads, mask=live, other=0.0)
-        )  # fmt: skip
+        d_beta = tl.zeros([CHUNK], ACC)
+        d_running = tl.load(running_ptr + row + lane * heads, mask=live, other=0.0)
         if DELTA:  # (1 + M) V = beta (v - (lambda k) S)
             beta = widen(
                 tl.load(beta_ptr + batch * w_b + head * w_h + (start + lane) * w_s, mask=live, other=0.0), ACC

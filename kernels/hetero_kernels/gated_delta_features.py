@@ -170,18 +170,37 @@ def _with_state(
 
 
 @triton.jit
+def _with_states(
+    do_ptr, do_s, change_ptr, written_ptr, row_s, states_ptr, after_ptr, lane, live, f, inside_f, ACC: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, DIM_V: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of out and ``change`` with the state before the chunk; what is written with the gradient after."""
+    asked = _with_state(
+        do_ptr, do_s, states_ptr, lane, live, f, inside_f, ACC, DOT, PRECISION, DIM_V, BLOCK_F, BLOCK_V, CHUNK
+    )
+    read = _with_state(
+        change_ptr, row_s, states_ptr, lane, live, f, inside_f, ACC, DOT, PRECISION, DIM_V, BLOCK_F, BLOCK_V, CHUNK
+    )
+    left = _with_state(
+        written_ptr, row_s, after_ptr, lane, live, f, inside_f, ACC, DOT, PRECISION, DIM_V, BLOCK_F, BLOCK_V, CHUNK
+    )
+    return asked, read, left
+
+
+@triton.jit
 def _with_tokens(
-    x_ptr, x_s, y_ptr, y_s, lane, live, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, x_s, y_ptr, y_s, lane, live, seen, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """x with y, [CHUNK, DIM_V] both, over the features of values: [CHUNK, CHUNK]."""
+    """x with y, [CHUNK, DIM_V] both, over the features of values, where ``seen``: [CHUNK, CHUNK]."""
     total = tl.zeros([CHUNK, CHUNK], ACC)
     for at in range(0, DIM_V, BLOCK_V):
         e = at + tl.arange(0, BLOCK_V)
         x = load_rows(x_ptr, lane, live, e, e < DIM_V, x_s, DOT)
         y = load_rows(y_ptr, lane, live, e, e < DIM_V, y_s, DOT)
         total = tl.dot(x, tl.trans(y), total, input_precision=PRECISION, out_dtype=ACC)
-    return total
+    return tl.where(seen, total, 0.0)
 
 
 @triton.jit(do_not_specialize=["first_program", "chunks"])
@@ -210,13 +229,11 @@ def delta_feature_gradients(
     number, entered, leaves, through = _document_masks(number_ptr + batch * tokens, start, tokens, DOCUMENTS, CHUNK)
     seen = _same_document(number, DOCUMENTS, CHUNK)
     d_inside = _with_tokens(
-        do_ptr, do_s, written_ptr, row_s, lane, live, ACC, DOT, PRECISION, DIM_V, BLOCK_V, CHUNK
+        do_ptr, do_s, written_ptr, row_s, lane, live, seen, ACC, DOT, PRECISION, DIM_V, BLOCK_V, CHUNK
     )
-    d_inside = tl.where(seen, d_inside, 0.0)
-    d_lower = _with_tokens(
-        change_ptr, row_s, written_ptr, row_s, lane, live, ACC, DOT, PRECISION, DIM_V, BLOCK_V, CHUNK
+    d_lower = -_with_tokens(  # of M without beta; its diagonal is not read
+        change_ptr, row_s, written_ptr, row_s, lane, live, seen, ACC, DOT, PRECISION, DIM_V, BLOCK_V, CHUNK
     )
-    d_lower = tl.where(seen, -d_lower, 0.0)  # of M without beta; its diagonal is not read
     itself = tl.sum(tl.where(lane[:, None] == lane[None, :], d_inside, 0.0), 1)
     beta = widen(tl.load(beta_ptr + batch * w_b + head * w_h + (start + lane) * w_s, mask=live, other=0.0), ACC)
     v_at = v_ptr + batch * v_b + head * v_h + first * v_s
@@ -241,34 +258,29 @@ def delta_feature_gradients(
         d_x *= beta[:, None]
         running += (d_x - d_y) * k
         d_k += d_x + d_y
+        asked, part, left = _with_states(
+            do_ptr, do_s, change_ptr, written_ptr, row_s, states_ptr + state, after_ptr + state, lane, live, f,
+            inside_f, ACC, DOT, PRECISION, DIM_V, BLOCK_F, BLOCK_V, CHUNK,
+        )  # fmt: skip
         # out = (lambda q) S + A V
         reach = tl.where(entered[:, None], reach, 0.0)
-        part = reach * _with_state(
-            do_ptr, do_s, states_ptr + state, lane, live, f, inside_f, ACC, DOT, PRECISION, DIM_V, BLOCK_F, BLOCK_V,
-            CHUNK,
-        )  # fmt: skip
-        d_q += part
-        running += part * q
+        asked *= reach
+        d_q += asked
+        running += asked * q
         # (1 + M) V = beta (v - (lambda k) S)
-        part = reach * _with_state(
-            change_ptr, row_s, states_ptr + state, lane, live, f, inside_f, ACC, DOT, PRECISION, DIM_V, BLOCK_F,
-            BLOCK_V, CHUNK,
-        )  # fmt: skip
+        part *= reach
         d_beta -= tl.sum(part * k, 1)
         part *= -beta[:, None]
         d_k += part
         running += part * k
         # S <- lambda_C S + (kappa k)' V
-        part = tl.where(leaves[:, None], rest, 0.0) * _with_state(
-            written_ptr, row_s, after_ptr + state, lane, live, f, inside_f, ACC, DOT, PRECISION, DIM_V, BLOCK_F,
-            BLOCK_V, CHUNK,
-        )  # fmt: skip
-        d_k += part
-        part *= k
+        left *= tl.where(leaves[:, None], rest, 0.0)
+        d_k += left
+        left *= k
         ends = row_products(
             states_ptr + state, DIM_V, after_ptr + state, DIM_V, f, inside_f, ACC, DIM_V, BLOCK_F
-        ) * tl.where(through, carried, 0.0) + tl.sum(part, 0)
-        running += tl.where((lane == CHUNK - 1)[:, None], ends[None, :], 0.0) - part
+        ) * tl.where(through, carried, 0.0) + tl.sum(left, 0)
+        running += tl.where((lane == CHUNK - 1)[:, None], ends[None, :], 0.0) - left
         at_row = row * DIM
         store_tile(dg_ptr + at_row, lane, live, f, inside_f, heads * DIM, tl.cumsum(running, 0, reverse=True))
         store_tile(dq_ptr + at_row, lane, live, f, inside_f, heads * DIM, d_q * SCALE)
