@@ -147,6 +147,38 @@ def delta_rules() -> Iterator[Call]:
             yield f"gated_delta_bwd {call}", partial(hk.gated_delta_bwd, v, state, q, q, v, g, beta, **more)
 
 
+def feature_rules() -> Iterator[Call]:
+    """Kimi Linear's layer: 32 heads of 128, each feature of a key with a decay of its own."""
+    shapes = [(128, 128, BF16), (128, 256, BF16), (64, 64, BF16), (128, 128, torch.float16), (128, 128, FP32)]
+    for dim, dim_v, dtype in shapes:
+        q, v = empty(1, 16384, 32, dim, dtype=dtype), empty(1, 16384, 32, dim_v, dtype=dtype)
+        g, beta = empty(1, 16384, 32, dim, dtype=FP32), empty(1, 16384, 32, dtype=dtype)
+        state = empty(1, 32, dim, dim_v, dtype=FP32)
+        more = {"state": state, "documents": empty(1, 16384, dtype=torch.int32)}
+        kind = {BF16: "", FP32: ", fp32"}.get(dtype, ", fp16")
+        for name, options in (("", dict[str, Any]()), (", documents", more)):
+            if name and (dim_v, dtype) != (128, BF16):
+                continue
+            call = f"by feature {dim}x{dim_v}{kind}{name}"
+            yield f"gated_delta_fwd {call}", partial(hk.gated_delta_fwd, q, q, v, g, beta, **options)
+            yield f"gated_delta_bwd {call}", partial(hk.gated_delta_bwd, v, state, q, q, v, g, beta, **options)
+
+
+def state_space_rules() -> Iterator[Call]:
+    """Nemotron-H 8B's layer: 8 groups with 16 heads of 64 each, states of 128; and small states."""
+    for dim, dim_v, dtype in ((128, 64, BF16), (16, 64, BF16), (128, 64, torch.float16), (128, 64, FP32)):
+        q, v = empty(1, 16384, 8, dim, dtype=dtype), empty(1, 16384, 128, dim_v, dtype=dtype)
+        g, state = empty(1, 16384, 128, dtype=FP32), empty(1, 128, dim, dim_v, dtype=FP32)
+        more = {"state": state, "documents": empty(1, 16384, dtype=torch.int32)}
+        kind = {BF16: "", FP32: ", fp32"}.get(dtype, ", fp16")
+        for name, options in (("", dict[str, Any]()), (", documents", more)):
+            if name and (dim, dtype) != (128, BF16):
+                continue
+            call = f"{dim}x{dim_v}{kind}{name}"
+            yield f"state_space_fwd {call}", partial(hk.state_space_fwd, q, q, v, g, g, **options)
+            yield f"state_space_bwd {call}", partial(hk.state_space_bwd, v, state, q, q, v, g, g, **options)
+
+
 def products_in_fp8() -> Iterator[Call]:
     """A layer's product: 8,192 tokens, 4,096 x 4,096, and its weight's gradient."""
     n, fp8 = 4096, torch.float8_e4m3fn
@@ -164,4 +196,18 @@ def products_in_fp8() -> Iterator[Call]:
     yield "quantise_fp8 whole, turned", partial(whole, turned=True)
 
 
-CASES = (norms, elementwise, softmaxes, losses, attentions, grouped, delta_rules, products_in_fp8, optimizers)
+def narrow_weights() -> Iterator[Call]:
+    """The projections of Llama 3 70B's MLP, whole, and cut inside a block."""
+    tables = empty(28672 * 128 // 256, dtype=FP32), empty(1, dtype=FP32), empty(16, dtype=FP32), empty(256, dtype=FP32)
+    packed = empty(28672, 33 * 128, dtype=torch.uint8)
+    for dtype, kind in ((BF16, ""), (FP32, ", fp32")):
+        whole = partial(hk.nf4_dequantize, packed, *tables, empty(28672, 8192, dtype=dtype), across=128)
+        yield f"nf4_dequantize 28672x8192{kind}", whole
+    part = empty(28672, 33 * 44, dtype=torch.uint8), *tables, empty(28672, 2731)
+    yield "nf4_dequantize 28672x2731, cut", partial(hk.nf4_dequantize, *part, first=42, across=128, skip=43)
+
+
+CASES = (
+    norms, elementwise, softmaxes, losses, attentions, grouped, delta_rules, feature_rules, state_space_rules,
+    products_in_fp8, narrow_weights, optimizers,
+)  # fmt: skip

@@ -3,10 +3,14 @@
     python benchmarks/gpu/compile_kernels.py [--only WORDS …] [--arch 90] [--check | --update] [--table FILE] [--json]
 
 No GPU and no driver are used: the calls of ``compile_cases.py`` run on tensors without memory (device "meta"), and
-each launch is compiled to machine code instead of run. ``--check`` compares with ``compiled/cuda-<arch>.json`` and
-exits with 1 if a number is worse than recorded there; ``--update`` records what is found. With ``--changed`` nothing is
-compiled while the kernels, their tables and the calls are those that the whole table was recorded from. Exits with 1 if
-a kernel does not compile, and with 3 if the table was recorded with another version of Triton.
+each launch is compiled to machine code instead of run. ``--check`` compares with the table of this version of Triton,
+``compiled/cuda-<arch>.json`` if that is recorded with it, else ``compiled/cuda-<arch>-triton-<version>.json``, and
+exits with 1 if a number is worse than recorded there; ``--update`` records what is found. With ``--changed`` a kernel
+is compiled only if its source, its arguments or its options are not those that it was recorded with. Exits with 1 if
+a kernel does not compile, and with 3 if there is no table of this version. Another one is tried with
+
+    pip install --no-deps --target DIR triton==3.6.0
+    PYTHONPATH=DIR TRITON_CACHE_DIR=DIR/cache python benchmarks/gpu/compile_kernels.py --update --changed
 
 Per kernel: registers; spill_bytes, and loop_spills, how often spilled registers are read or written in the worst of the
 innermost loops, which is what makes a kernel slow; instructions, and those of the longest innermost loop; shared_bytes;
@@ -18,8 +22,6 @@ products by warp groups and by warps.
 from __future__ import annotations
 
 import argparse
-import ast
-import hashlib
 import json
 import os
 import re
@@ -87,10 +89,10 @@ def blocks_per_sm(registers: int, warps: int, shared: int) -> int:
 
 
 class Compiler:
-    """Stands in for the launch of a kernel."""
+    """Stands in for the launch of a kernel. ``recorded``: rows of kernels that need not be compiled again."""
 
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
+    def __init__(self, arch: int, recorded: Mapping[str, dict[str, Any]] | None = None) -> None:
+        self.arch, self.recorded = arch, recorded or {}
         self.target = GPUTarget("cuda", arch, 32)  # lint: allow vendor (the compiler's name of its back end)
         self.rows: dict[str, dict[str, Any]] = {}
         self.case = ""
@@ -115,10 +117,14 @@ class Compiler:
                 constants[(index,)] = value
             signature[parameter.name] = kind
         source = triton.compiler.ASTSource(kernel, signature, constants, divisible)
-        compiled = triton.compile(source, target=self.target, options=options)
         name = f"{self.case}: {kernel.fn.__name__.lstrip('_')}"
         assert name not in self.rows, f"{name} is launched twice: give the calls names of their own"
-        self.rows[name] = {**options, **self.resources(compiled, options["num_warps"])}
+        what = {**options, "source": source.hash()[:16]}
+        if what.items() <= self.recorded.get(name, {}).items():
+            self.rows[name] = self.recorded[name]
+            return
+        compiled = triton.compile(source, target=self.target, options=options)
+        self.rows[name] = {**what, **self.resources(compiled, options["num_warps"])}
 
     def resources(self, compiled: Any, warps: int) -> dict[str, Any]:
         """The assembler's own report, and what the machine code says."""
@@ -156,25 +162,12 @@ class Compiler:
         }
 
 
-def content(file: Path) -> str:
-    """What a file says: of a module without comments, layout and the first lines of documentation."""
-    if file.suffix != ".py":
-        return file.read_text()
-    tree = ast.parse(file.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            del node.body[0]
-    return ast.dump(tree)
-
-
-def sources() -> str:
-    """A digest of all that the numbers of one version of Triton depend on."""
-    package, here = Path(hk.__file__).parent, Path(__file__).resolve().parent
-    files = [*package.rglob("*.py"), *package.rglob("*.json"), *here.glob("*_cases.py"), Path(__file__).resolve()]
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(f"{file.name} {content(file)}\n".encode())
-    return digest.hexdigest()
+def table_path(arch: int) -> Path:
+    """Of this version of Triton."""
+    path = TABLES / f"cuda-{arch}.json"  # lint: allow vendor (the compiler's name of its back end)
+    if not path.exists() or json.loads(path.read_text())["triton"] == triton.__version__:
+        return path
+    return path.with_name(f"{path.stem}-triton-{triton.__version__}.json")
 
 
 def worse(found: Mapping[str, Mapping[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -215,26 +208,23 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="calls whose name contains one of these")
     parser.add_argument("--table", default=None, help="tuning table instead of the built-in one")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--changed", action="store_true", help="only if something changed since the table was recorded")
+    parser.add_argument("--changed", action="store_true", help="only what changed since it was recorded")
     act = parser.add_mutually_exclusive_group()
     act.add_argument("--check", action="store_true", help="exit with 1 if anything is worse than recorded")
     act.add_argument("--update", action="store_true", help="record what is found (all, or --only)")
     options = parser.parse_args()
-    path = TABLES / f"cuda-{options.arch}.json"  # lint: allow vendor (the compiler's name of its back end)
-    table: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"triton": triton.__version__}
-    if options.check and table["triton"] != triton.__version__:
-        print(f"recorded with triton {table['triton']}, and this is {triton.__version__}: nothing to compare with")
+    path = table_path(options.arch)
+    table: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if options.check and not table:
+        print(f"no table was recorded with triton {triton.__version__}: nothing to compare with")
         return 3
-    if options.changed and table.get("sources") == sources():
-        print(f"{path.name} was recorded from these kernels")
-        return 0
     arch = f"cuda-{options.arch}"  # lint: allow vendor (the name of a tuning table)
     limits = hk.Limits(arch, 132, 2**31 - 1, 65536, 32, 232448, options.table)
-    compiler = Compiler(options.arch)
+    recorded = table.get("kernels", {})
+    compiler = Compiler(options.arch, recorded if options.changed else None)
     failed = compile_all(compiler, limits, options.only, not options.json)
     if options.json:
         print(json.dumps({"arch": options.arch, "kernels": compiler.rows, "failed": failed}))
-    recorded = table.get("kernels", {})
     found = worse(compiler.rows, recorded) if options.check or options.update else []
     for line in found:
         print(f"worse: {line}", file=sys.stderr)
@@ -243,10 +233,7 @@ def main() -> int:
         rows = dict(sorted({**kept, **compiler.rows}.items()))
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
         path.parent.mkdir(exist_ok=True)
-        made_of = json.dumps(sources() if not options.only else "")
-        path.write_text(
-            f'{{"triton": {json.dumps(triton.__version__)}, "sources": {made_of}, "kernels": {{\n{lines}\n}}}}\n'
-        )
+        path.write_text(f'{{"triton": {json.dumps(triton.__version__)}, "kernels": {{\n{lines}\n}}}}\n')
     return 1 if failed or (options.check and found) else 0
 
 

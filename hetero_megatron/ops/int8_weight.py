@@ -12,10 +12,39 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hetero_megatron.ops.spec import ATEN, Bounds, Kernel, OpSpec
+
 if TYPE_CHECKING:
     from hetero_megatron.ops.nf4_weight import Nf4Scales
 
     Scales = torch.Tensor | Nf4Scales  # of a weight in 8 bits, and in 4
+
+
+def _of_nf4(name: str) -> Callable[..., Any]:
+    """A function of ``nf4_weight.py``, which runs without weights in 4 bits do not load."""
+
+    def call(*args: Any) -> Any:
+        from hetero_megatron.ops import nf4_weight
+
+        return getattr(nf4_weight, name)(*args)
+
+    return call
+
+
+def _nf4_definition(*args: Any) -> tuple[torch.Tensor]:
+    _of_nf4("nf4_dequantize")(*args)
+    return (args[5],)
+
+
+# Its fp32 results are equal to the last bit: what adapters are trained against does not depend on who computed it.
+SPEC = OpSpec(
+    name="nf4_dequantize", tensors=("weight", "groups", "mean", "levels", "codes", "matrix"),
+    options=("first", "across", "skip"), results=(), in_place=("matrix",), wide=("groups", "mean", "levels", "codes"),
+    definition=_nf4_definition, forward=_of_nf4("nf4_dequantize"), backward=None, fake=lambda *args: (),
+    flops=_of_nf4("nf4_flops"), cases=_of_nf4("nf4_cases"), bounds=Bounds(fp32=(0.0, 0.0)), schema=None,
+    speed=lambda: _of_nf4("nf4_case")("4096 x 4096", 4096, 4096, 64),
+)  # fmt: skip
+KERNELS = (Kernel("nf4_dequantize", ATEN, ATEN, _of_nf4("nf4_dequantize"), None, traceable=True),)
 
 LEVELS = 127.5  # half of the range of int8
 SMALLEST = torch.finfo(torch.float32).eps  # of scales: a channel of zeros has one, too

@@ -9,11 +9,12 @@ matrix: blocks are those of the whole, and a rank whose columns begin or end ins
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
+from hetero_megatron.ops.spec import Case, uniform
 from hetero_megatron.spec.lora import NF4_BLOCK, NF4_BYTES, NF4_CHUNK, NF4_GROUP, nf4_blocks
 
 # Quantiles of a normal distribution, over the largest one; 0 among them (bitsandbytes, and the paper's appendix E).
@@ -48,6 +49,7 @@ class Nf4Scales:
             waits for them.
         first: number of its first block in the whole matrix; across: blocks of a whole row.
         skip, columns: the part begins so many columns after its first block does, and has so many.
+        dequantize: the operator ``nf4_dequantize`` of the weight's stage; None: torch's.
     """
 
     groups: torch.Tensor
@@ -58,9 +60,10 @@ class Nf4Scales:
     across: int
     skip: int
     columns: int
+    dequantize: Callable[..., object] | None = None
 
     @property
-    def tensors(self) -> Sequence[torch.Tensor]:
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.groups, self.mean, self.levels, self.codes
 
     def copy_(self, other: Nf4Scales) -> None:
@@ -75,27 +78,68 @@ class Nf4Scales:
 
     def widened(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The part [outputs, columns] of the matrix, computed in fp32 and rounded once to ``dtype``."""
-        out = torch.empty(len(weight), self.columns, dtype=dtype, device=weight.device)
-        blocks = _blocks(weight)
-        for start, stop in _chunks(len(weight), blocks.shape[1] * NF4_BLOCK, NF4_CHUNK):
-            part = blocks[start:stop]
-            pairs = part[..., :-1]
-            levels = torch.stack([pairs >> 4, pairs & 15], -1).flatten(2)
-            values = (self.levels[levels.int()] * self._magnitudes(part[..., -1], start)).flatten(1)
-            out[start:stop] = values[:, self.skip : self.skip + self.columns]
-        return out
+        matrix = torch.empty(len(weight), self.columns, dtype=dtype, device=weight.device)
+        (self.dequantize or nf4_dequantize)(weight, *self.tensors, matrix, self.first, self.across, self.skip)
+        return matrix
 
-    def _magnitudes(self, codes: torch.Tensor, start: int) -> torch.Tensor:
-        """Largest magnitudes [rows, blocks of a row here, 1] of the rows from ``start``, in fp32; ``codes``: uint8
-        [rows, blocks]."""
-        rows = torch.arange(start, start + len(codes), device=codes.device)[:, None] * self.across + self.first
-        group = (rows + torch.arange(codes.shape[1], device=codes.device)) // NF4_GROUP
-        return (self.codes[codes.int()] * self.groups[group] + self.mean)[..., None]
+
+def nf4_dequantize(
+    weight: torch.Tensor, groups: torch.Tensor, mean: torch.Tensor, levels: torch.Tensor, codes: torch.Tensor,
+    matrix: torch.Tensor, first: int, across: int, skip: int,
+) -> tuple[()]:  # fmt: skip
+    """The operator, in torch: write a part of a matrix, computed in fp32 and rounded once, whatever the dtypes.
+
+    Args:
+        weight: uint8 [outputs, 33 per block]; groups, mean, levels, codes, first, across, skip: see ``Nf4Scales``.
+        matrix: [outputs, columns], written.
+    """
+    blocks = _blocks(weight)
+    groups, mean, levels, codes = (x.float() for x in (groups, mean, levels, codes))
+    places = torch.arange(blocks.shape[1], device=weight.device)
+    for start, stop in _chunks(len(weight), blocks.shape[1] * NF4_BLOCK, NF4_CHUNK):
+        part = blocks[start:stop]
+        pairs = part[..., :-1]
+        group = (torch.arange(start, stop, device=weight.device)[:, None] * across + first + places) // NF4_GROUP
+        magnitudes = codes[part[..., -1].int()] * groups[group] + mean
+        code_indices = torch.stack([pairs >> 4, pairs & 15], -1).flatten(2)
+        values = (levels[code_indices.int()] * magnitudes[..., None]).flatten(1)
+        matrix[start:stop] = values[:, skip : skip + matrix.shape[1]]
+    return ()
+
+
+def nf4_flops(*args: torch.Tensor) -> int:
+    return args[5].numel()
+
+
+def nf4_case(
+    name: str, rows: int, columns: int, across: int, first: int = 0, skip: int = 0, seed: int = 0
+) -> Case:
+    """Random bytes, for ``rows`` of ``columns`` of a matrix with ``across`` blocks in a row."""
+    blocks = -(-(skip + columns) // NF4_BLOCK)
+    groups = max(first + (rows - 1) * across + blocks - 1, 0) // NF4_GROUP + 1
+    weight = uniform(rows, blocks * NF4_BYTES, seed=seed, low=0.0, high=256.0).to(torch.uint8)
+    tables = (
+        uniform(groups, seed=seed + 1, low=0.001, high=0.02), uniform(1, seed=seed + 2, low=0.03, high=0.1),
+        torch.tensor(VALUES), dynamic_values(),
+    )  # fmt: skip
+    matrix = torch.zeros(rows, columns, dtype=torch.float64)
+    return Case(name, (weight, *(x.float().double() for x in tables), matrix, first, across, skip))
+
+
+def nf4_cases() -> Iterable[Case]:
+    """Columns that end and begin inside blocks, groups that begin inside rows, and no rows."""
+    yield nf4_case("whole", 5, 128, 2)
+    yield nf4_case("a cut inside blocks", 3, 75, 3, 7, 60, seed=4)
+    yield nf4_case("several groups", 150, 129, 7, 250, 63, seed=2)
+    yield nf4_case("one column", 2, 1, 1, 3, 63, seed=5)
+    yield nf4_case("no rows", 0, 64, 1)
+    yield nf4_case("many rows", 65_537, 64, 2, 1, seed=3)
 
 
 def empty_nf4(
-    rows: tuple[int, int], columns: tuple[int, int], shape: tuple[int, int], device: torch.device | str
-) -> tuple[torch.Tensor, Nf4Scales]:
+    rows: tuple[int, int], columns: tuple[int, int], shape: tuple[int, int], device: torch.device | str,
+    dequantize: Callable[..., object] | None = None,
+) -> tuple[torch.Tensor, Nf4Scales]:  # fmt: skip
     """(weight uint8 [rows, bytes], scales) of the rows and columns of a matrix [outputs, inputs], uninitialised."""
     a, b = nf4_blocks(*columns)
     count, blocks_per_row = rows[1] - rows[0], shape[1] // NF4_BLOCK
@@ -104,6 +148,7 @@ def empty_nf4(
         torch.empty(groups, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.float32, device=device),
         torch.tensor(VALUES, dtype=torch.float32, device=device), dynamic_values().to(device),
         rows[0] * blocks_per_row + a, blocks_per_row, columns[0] - a * NF4_BLOCK, columns[1] - columns[0],
+        dequantize,
     )  # fmt: skip
     return torch.empty(count, (b - a) * NF4_BYTES, dtype=torch.uint8, device=device), scales
 

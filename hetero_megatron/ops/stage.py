@@ -26,6 +26,8 @@ def stage_operators(spec: ModelSpec, share: Share, head: bool, tp: int) -> Itera
     heads, kv_heads = (b - a for a, b in (share.q_heads, share.kv_heads))
     ffn, vocabulary = share.ffn[1] - share.ffn[0], share.vocab[1] - share.vocab[0]
     yield "gemm", {"inputs": (h, heads * d, ffn), "outputs": (heads * d, kv_heads * d, h, ffn)}
+    if spec.in_nf4:
+        yield "nf4_dequantize", {"inputs": (h, heads * d, ffn)}
     rms_widths = ((h,) if spec.norm == "rms" else ()) + ((d,) if spec.qk_norm == "head" else ())
     rms_widths += (spec.delta.value_dim,) if spec.delta is not None and spec.delta.mixer == "gated_delta" else ()
     if rms_widths:

@@ -47,8 +47,9 @@ def store_in_few_bits(
 
             box, (rows, columns) = boxes[weight_name], held[weight_name].shape
             packed, module.scales = empty_nf4(
-                (box.lo[0], box.hi[0]), (box.lo[1], box.hi[1]), (rows, columns), module.weight.device
-            )
+                (box.lo[0], box.hi[0]), (box.lo[1], box.hi[1]), (rows, columns), module.weight.device,
+                module.kernels.nf4_dequantize,
+            )  # fmt: skip
             module.weight = nn.Parameter(packed, requires_grad=False)
             module.alone, scales[weight_name] = True, module.scales
 

@@ -14,8 +14,8 @@ EVERY = "all"  # one provider for every operator that it has
 OPERATORS = (
     "adamw", "add_rms_norm", "attention", "attn_delta", "attn_merge", "causal_conv", "clamped_swiglu", "cross_entropy",
     "dropout", "gated_delta_rule", "gelu", "gemm", "gemm_fp8_blockwise", "gemm_fp8_tensorwise", "grouped_gemm",
-    "l2norm", "layer_norm", "linear_cross_entropy", "moe_permute", "moe_unpermute", "rms_norm", "rope", "router_topk",
-    "softmax", "squared_relu", "state_space_rule", "swiglu", "vocab_cross_entropy",
+    "l2norm", "layer_norm", "linear_cross_entropy", "moe_permute", "moe_unpermute", "nf4_dequantize", "rms_norm",
+    "rope", "router_topk", "softmax", "squared_relu", "state_space_rule", "swiglu", "vocab_cross_entropy",
 )  # fmt: skip
 
 

@@ -49,10 +49,15 @@ Inputs may be views; outputs are contiguous. On the CPU set TRITON_INTERPRET=1 b
         documents=None, eps=1e-6) -> out[b, s, hv, dv], last[b, hv, dk, dv]
         (documents: document_numbers(documents, s, device) -> int32[b, s])
     gated_delta_bwd(dout, dlast, q, k, v, g, beta, state|None, *, <same>) -> dq, dk, dv, dg, dbeta, dstate|None
+    state_space_fwd(q[b, s, groups, dk], k, v[b, s, h, dv], g[b, s, h], write, state[b, h, dk, dv]|None, *,
+        documents=None) -> out[b, s, h, dv], last[b, h, dk, dv]
+    state_space_bwd(dout, dlast, q, k, v, g, write, state|None, *, <same>) -> dq, dk, dv, dg, dwrite, dstate|None
     quantise_fp8(x[b, rows, n], kind, largest[b], turned) -> (fp8, scales)   (one pass; turned: [b, n, rows])
     quantise_fp8_blocks(x[rows, n], kind, blocks) -> (fp8, scales)   (blocks: 1x128, 128x128, 128x1)
     gemm_fp8_blocks(a[m, k], a_scale[m, k/128], b[n, k], b_scale, dtype) -> a b^T in dtype   (a, b in fp8; b_scale
         [n, k/128] or [n/128, k/128])
+    nf4_dequantize(weight[o, 33 n] uint8, groups, mean[1], levels[16], codes[256], matrix[o, c], *, first=0, across,
+        skip=0) -> matrix                             (written; bit for bit what torch computes)
     adamw_step(params, grads, exp_avg, exp_avg_sq, *, lr, beta1, beta2, eps, weight_decay, step, grad_scale=1.0,
         found_inf=None, copies=None, table=None) in place   (copies: 16-bit parameters rounded from fp32 params;
          grad_scale and found_inf may be scalars on the device; table: adamw_table(params, grads, ...), kept)
@@ -95,9 +100,11 @@ from hetero_kernels.linear_cross_entropy import (
     linear_vocab_stats,
 )
 from hetero_kernels.multi_tensor import TensorTable, tensor_table
+from hetero_kernels.nf4 import nf4_dequantize, nf4_dequantize_reference
 from hetero_kernels.rms_norm import rms_norm_bwd, rms_norm_fwd, rms_norm_reference
 from hetero_kernels.rope import rope_bwd, rope_fwd, rope_reference
 from hetero_kernels.softmax import softmax_bwd, softmax_fwd, softmax_reference
+from hetero_kernels.state_space import state_space_bwd, state_space_fwd, state_space_reference
 from hetero_kernels.swiglu import swiglu_bwd, swiglu_fwd, swiglu_reference
 from hetero_kernels.vocab_parallel_cross_entropy import (
     merge_stats,
@@ -157,6 +164,8 @@ __all__ = [
     "linear_cross_entropy_reference",
     "linear_vocab_stats",
     "merge_stats",
+    "nf4_dequantize",
+    "nf4_dequantize_reference",
     "quantise_fp8",
     "quantise_fp8_blocks",
     "quantise_fp8_blocks_reference",
@@ -170,6 +179,9 @@ __all__ = [
     "softmax_bwd",
     "softmax_fwd",
     "softmax_reference",
+    "state_space_bwd",
+    "state_space_fwd",
+    "state_space_reference",
     "swiglu_bwd",
     "swiglu_fwd",
     "swiglu_reference",

@@ -109,6 +109,8 @@ def attention_backward_kv(
         stretch_ptr + (batch * k_blocks + block) * 4, block * BLOCK_K, tl.minimum(block * BLOCK_K + BLOCK_K, keys),
         queries, offset, CAUSAL, WINDOW, BOUNDS, BLOCK_Q,
     )  # fmt: skip
+    if BOUNDS:  # documents leave few blocks that need no mask, and loops of their own for them cost registers
+        full_begin = end
     bounds_ptr += batch * 2 * queries
     drop_key, drop_sample = number(drop_key), number(drop_sample).to(tl.int32) + batch.to(tl.int32)
     dk = tl.zeros([BLOCK_K, BLOCK_D], ACC)
@@ -126,13 +128,14 @@ def attention_backward_kv(
                 drop_sample, DROPPED, ALIGNED, SCALE, SOFTCAP, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS,
                 DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
-        dk, dv = _kv_stretch(
-            dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_begin, full_end, key, queries, keys,
-            offset, q_s, do_s, drop_key, drop_q, drop_k + block * BLOCK_K, drop_head + head.to(tl.int32),
-            drop_sample, DROPPED, ALIGNED, SCALE, SOFTCAP, ACC, DOT, PRECISION, False, CAUSAL, WINDOW, BOUNDS,
-            DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_Q, BLOCK_K,
-        )  # fmt: skip
-        if BOUNDS or WINDOW > 0 or not EVEN_Q:
+        if not BOUNDS:
+            dk, dv = _kv_stretch(
+                dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_begin, full_end, key, queries,
+                keys, offset, q_s, do_s, drop_key, drop_q, drop_k + block * BLOCK_K, drop_head + head.to(tl.int32),
+                drop_sample, DROPPED, ALIGNED, SCALE, SOFTCAP, ACC, DOT, PRECISION, False, CAUSAL, WINDOW, BOUNDS,
+                DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_Q, BLOCK_K,
+            )  # fmt: skip
+        if not BOUNDS and (WINDOW > 0 or not EVEN_Q):
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_end, end, key, queries, keys,
                 offset, q_s, do_s, drop_key, drop_q, drop_k + block * BLOCK_K, drop_head + head.to(tl.int32),

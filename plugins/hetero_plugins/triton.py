@@ -13,6 +13,7 @@ import torch
 
 from hetero_megatron.ops.cross_entropy import NO_LABEL
 from hetero_megatron.ops.dropout import dropped_units
+from hetero_megatron.ops.gated_delta import CHANNELS
 from hetero_megatron.ops.grouped_gemm import bias_gradient
 from hetero_megatron.ops.spec import TRITON, Capability, Kernel
 from hetero_megatron.platform.plugins import PluginApi, source_file
@@ -25,6 +26,8 @@ from hetero_plugins.triton_sequences import (
     attention_share,
     gated_delta,
     gated_delta_backward,
+    state_space,
+    state_space_backward,
 )
 
 HETERO_PLUGIN_API = 1
@@ -215,6 +218,14 @@ def _grouped_gemm_backward(
     return _grouped_input(dy, weight, ends), _grouped_weight(dy, x, ends), dbias
 
 
+def _nf4_dequantize(
+    weight: torch.Tensor, groups: torch.Tensor, mean: torch.Tensor, levels: torch.Tensor, codes: torch.Tensor,
+    matrix: torch.Tensor, first: int, across: int, skip: int,
+) -> tuple[()]:  # fmt: skip
+    kernels().nf4_dequantize(weight, groups, mean, levels, codes, matrix, first=first, across=across, skip=skip)
+    return ()
+
+
 _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
     "grouped_gemm": {"input": _grouped_input, "weight": _grouped_weight},
     "attention": {"share": attention_share, "delta": lambda dout, out: kernels().attention_delta(dout, out)},
@@ -222,8 +233,9 @@ _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 # Of the operators' contracts; others: 1.
 _VERSIONS = {"attention": 3, "adamw": 3, "attn_merge": 2, "linear_cross_entropy": 2, "rope": 2}
-_FEATURES = {"attention": ("softcap", "sinks", "dropout")}
-_LARGEST = {"gated_delta_rule": {"key_dim": 128}}  # whole columns of a state are in registers
+_FEATURES = {"attention": ("softcap", "sinks", "dropout"), "gated_delta_rule": (CHANNELS,)}
+_STATES = {"key_dim": 128}  # whole columns of a state are in registers
+_LARGEST = {"gated_delta_rule": _STATES, "state_space_rule": _STATES}
 _OVERWRITTEN = {"cross_entropy": ("logits",), "vocab_cross_entropy": ("logits",), "rope": ("q", "k")}
 # operator, file of hetero_kernels, forward, backward
 _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ...] = (
@@ -241,7 +253,9 @@ _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ..
     ("attention", "attention", attention, attention_backward),
     ("grouped_gemm", "grouped_gemm", _grouped_gemm, _grouped_gemm_backward),
     ("gated_delta_rule", "gated_delta", gated_delta, gated_delta_backward),
+    ("state_space_rule", "state_space", state_space, state_space_backward),
     ("dropout", "dropout", _dropout, _dropout),
+    ("nf4_dequantize", "nf4", _nf4_dequantize, None),
     ("attn_delta", "attention", attention_delta, None),
     ("attn_merge", "attention", attention_merge, None),
     ("adamw", "adamw", _adamw, None),

@@ -1,4 +1,4 @@
-"""Triton's kernels over sequences as operators: attention, also in parts, and the gated delta rule.
+"""Triton's kernels over sequences as operators: attention, also in parts, and the rules of linear attention.
 
 Documents become what each kernel takes for them once for all layers.
 """
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.errors import UserError
 from hetero_megatron.ops.attention_op import add_sinks, sink_gradient
 from hetero_megatron.ops.dropout import ScoreDropout, dropped_units
 from hetero_plugins.triton_package import kernels
@@ -98,19 +97,10 @@ def _document_numbers(documents: tuple[tuple[int, ...], ...], tokens: int, devic
     return kernels().document_numbers(documents, tokens, device)  # type: ignore[no-any-return]
 
 
-def _one_decay_per_head(g: torch.Tensor) -> None:
-    if g.dim() != 3:
-        raise UserError(
-            "it decays whole states, not one feature of keys otherwise than another", field="gated_delta_rule: g",
-            value=list(g.shape), accepted="[b, s, value heads], or another provider of it: --kernels",
-        )  # fmt: skip
-
-
 def gated_delta(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor | None,
     documents: Any, eps: float,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    _one_decay_per_head(g)
     return kernels().gated_delta_fwd(  # type: ignore[no-any-return]
         q, k, v, g, beta, state, documents=_numbers(v, documents), eps=eps
     )
@@ -122,4 +112,22 @@ def gated_delta_backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     return kernels().gated_delta_bwd(  # type: ignore[no-any-return]
         dout, dlast, q, k, v, g, beta, state, documents=_numbers(v, documents), eps=eps
+    )
+
+
+def state_space(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, write: torch.Tensor,
+    state: torch.Tensor | None, documents: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    return kernels().state_space_fwd(  # type: ignore[no-any-return]
+        q, k, v, g, write, state, documents=_numbers(v, documents)
+    )
+
+
+def state_space_backward(
+    dout: torch.Tensor, dlast: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
+    write: torch.Tensor, state: torch.Tensor | None, documents: Any,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    return kernels().state_space_bwd(  # type: ignore[no-any-return]
+        dout, dlast, q, k, v, g, write, state, documents=_numbers(v, documents)
     )

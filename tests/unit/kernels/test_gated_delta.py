@@ -17,12 +17,14 @@ from hetero_megatron.ops import SPECS, Signature
 from hetero_megatron.ops.kernel_plan import resolve
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_plugins import triton_package
-from hetero_plugins import triton_sequences as provider
 from tests.support.kernel_cases import BF16, DEVICE, FP16, FP32, FP64, fenced_memory, inputs_fenced, randn
 
 EPS = 0.3
 SMALL = {
     "delta_pairs": {"chunk": 4, "num_warps": 4, "num_stages": 1},
+    "delta_feature_pairs": {"chunk": 4, "block_f": 2, "num_warps": 4, "num_stages": 1},
+    "delta_feature_gradients": {"block_f": 2, "block_v": 2, "num_warps": 4, "num_stages": 1},
+    "delta_unit_gradients": {"num_warps": 4, "num_stages": 1},
     **{f"delta_{name}": {"block_v": 2, "num_warps": 4, "num_stages": 1}
        for name in ("states", "state_gradients", "query_gradients", "key_gradients")},
 }  # fmt: skip
@@ -103,7 +105,7 @@ def test_operands_with_as_few_bits_as_a_gpu_gives_them(
     def create_dot(self: Any, a: Any, b: Any, total: Any, precision: Any, most: int) -> Any:
         rounded.add(str(precision).rpartition(".")[2].lower())
         if "x3" not in str(precision).lower():
-            a, b = (interpreter.TensorHandle(_rounded(x.data, bits), x.dtype.scalar) for x in (a, b))
+            a, b = (interpreter.TensorHandle(rounded_to(x.data, bits), x.dtype.scalar) for x in (a, b))
         return plain(self, a, b, total, precision, most)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
@@ -116,7 +118,7 @@ def test_operands_with_as_few_bits_as_a_gpu_gives_them(
     assert rounded == {"tf32x3", "ieee" if dtype == BF16 else "tf32"}
 
 
-def _rounded(x: Any, bits: int) -> Any:
+def rounded_to(x: Any, bits: int) -> Any:
     """fp32 to nearest even of ``bits`` bits of mantissa."""
     cut, word = 23 - bits, x.view(numpy.uint32)
     word = word + (numpy.uint32((1 << cut - 1) - 1) + ((word >> numpy.uint32(cut)) & numpy.uint32(1)))
@@ -129,13 +131,6 @@ def test_an_empty_share_has_its_state() -> None:
     gradients = hk.gated_delta_bwd(out, last + 1, *found)
     assert not out.numel() and torch.equal(last, found[5]) and torch.equal(gradients[5], last + 1)
     assert [x.shape for x in gradients] == [x.shape for x in found]
-
-
-def test_a_decay_of_single_features_is_refused_by_name() -> None:
-    q, k, v, g, beta, state = arguments(1, 2, 1, 1, 3, 2, FP32)
-    with pytest.raises(UserError, match="decays whole states") as refused:
-        provider.gated_delta(q, k, v, g[..., None].expand(-1, -1, -1, 3), beta, state, None, EPS)
-    assert "[1, 2, 1, 3]" in str(refused.value) and "gated_delta_rule: g" in str(refused.value)
 
 
 def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,4 +149,4 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve(registry, [signature], {"gated_delta_rule": "triton"})
     by_feature = SPECS["gated_delta_rule"].features
     signature = Signature("gated_delta_rule", "cuda", BF16, "cuda", dims=dims, features=by_feature)
-    assert resolve(registry, [signature]).provider("gated_delta_rule") == "aten"  # a decay per key feature
+    assert resolve(registry, [signature]).provider("gated_delta_rule") == "triton"  # a decay per key feature
