@@ -198,7 +198,7 @@ class Group:
         recv = send.new_empty(sum(recv_counts)) if into is None else into
         sizes = {r: n * send.element_size() for r, n in zip(self.ranks, send_counts) if r != self.comm.rank}
 
-        messages = self.comm.device.type == "cpu" and self.size <= MOST_MESSAGES
+        messages = send.device.type == "cpu" and self.size <= MOST_MESSAGES
 
         def start() -> dist.Work | Works:
             if self._bridge is not None or messages:
@@ -222,7 +222,7 @@ class Group:
             return Work(self.comm, None, None, ())
         self.count(send[0], [x.numel() for x in send])
         sizes = {r: x.nbytes for r, x in zip(self.ranks, send, strict=True) if r != self.comm.rank}
-        messages = self._bridge is not None or self.comm.device.type == "cpu"
+        messages = self._bridge is not None or send[0].device.type == "cpu"
         start = self._messages if messages else self._one_launch
         work = self.comm.start(self._others(), lambda: start(send, receive), sizes, tuple(sorted(self.ranks)))
         return Work(self.comm, work, None, self._others(), send, collective=True)
@@ -324,6 +324,7 @@ class Group:
 
     def _gather_now(self, mine: torch.Tensor) -> torch.Tensor:
         """[n] from every member -> [members, n]."""
+        self.comm.check()
         out = [torch.empty_like(mine) for _ in self.ranks]
         start = time.perf_counter()
         try:

@@ -54,7 +54,7 @@ class TransferWatch:
     ) -> None:
         self._timeout, self._failure, self._aside = timeout, failure, aside
         self._transfers: deque[_Transfer] = deque()  # appended to by one thread, emptied under the lock
-        self._lock = threading.Lock()
+        self._lock, self._stopped = threading.Lock(), False
 
     def add(self, work: TorchWork, peers: tuple[int, ...], activity: str) -> None:
         """Called for every started transfer."""
@@ -98,8 +98,15 @@ class TransferWatch:
         """Poll in a thread; ``lost`` is called there, once."""
 
         def run() -> None:
-            while (error := self.look()) is None:
+            while not self._stopped:
+                if (error := self.look()) is not None:
+                    return lost(error)
                 time.sleep(LOOK_SECONDS)
-            lost(error)
 
         threading.Thread(target=run, daemon=True, name="watch").start()
+
+    def stop(self) -> None:
+        """Nobody wants to know any more."""
+        self._stopped = True
+        with self._lock:
+            self._transfers.clear()

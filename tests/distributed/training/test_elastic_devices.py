@@ -1,0 +1,55 @@
+"""Elastic runs on emulated devices, whose library connects ranks: as on processors, nothing changes a bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.training.test_elastic import check, run
+from tests.support.elastic_jobs import Devices, Happening
+from tests.support.paths import ROOT
+from tests.support.selection import quick
+from tests.support.vendors import PLUGINS
+
+pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.timeout(1800)]  # building takes minutes
+
+PLUGIN = {
+    "HETERO_PLUGINS": "hetero_emulated_vendor.plugin",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(PLUGINS / "emulated_vendor")]),
+}
+SILENT = "silent-abort,blocking-groups,lazy-loading"
+
+
+def emulated(count: int, habits: str = "", processors: int = 0) -> Devices:
+    """So many emulated devices, and processors behind them."""
+    devices = [(("--platform", "emulated_vendor"), {**PLUGIN, "HETERO_EMULATED_HABITS": habits})] * count
+    return [*devices, *[(("--platform", "cpu"), PLUGIN)] * processors]
+
+
+# Name -> (happenings to four ranks, habits of the device, of the ranks that are processors). Ranks 0 and 1 are a
+# pipeline's first stage, 2 its second, 3 is another pipeline.
+CASES = {
+    "a receive waits on the device": ([Happening(2, "message", 4)], "", 0),
+    "a receive waits, and its abort says nothing": ([Happening(2, "message", 4)], SILENT, 0),
+    "in the sum of gradients": ([Happening(1, "reduce", 4)], SILENT, 0),
+    "in the update, and one leaves": ([Happening(3, "update", 3), Happening(0, "step", 6, "leave")], "", 0),
+    "while state moves": ([Happening(3, "step", 3), Happening(1, "move", 1)], "", 0),
+    "while groups are made": ([Happening(3, "step", 3), Happening(1, "join", 1)], "blocking-groups", 0),
+    "beside processors": ([Happening(1, "reduce", 4)], SILENT, 1),
+    "a processor, and a receive": ([Happening(3, "step", 3), Happening(1, "message", 6)], "", 1),
+}
+EVERY_TIME = ["a receive waits, and its abort says nothing", "in the update, and one leaves"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", quick(CASES, [], EVERY_TIME))
+def test_whatever_happens_on_devices(name: str, tmp_path: Path) -> None:
+    happenings, habits, processors = CASES[name]
+    found = run(tmp_path, 4, happenings, devices=emulated(4 - processors, habits, processors))
+    left = processors - (name == "a processor, and a receive")
+    by_count = {count: emulated(count - min(processors if count == 4 else left, count), habits,
+                                min(processors if count == 4 else left, count)) for count in range(1, 5)}  # fmt: skip
+    assert len(check(tmp_path, 4, found, devices_by_count=by_count)) == len(happenings), found.output
+    assert all("from memory" in text for text, _ in found.epochs), found.output
