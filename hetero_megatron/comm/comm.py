@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.platform.platform import backend_of
 from hetero_megatron.utils.out_of_memory import out_of_memory
 from hetero_megatron.utils.text import rank_ranges
+
+if TYPE_CHECKING:
+    from hetero_megatron.comm.captured import CapturedTransfers
 
 MAKING = "making a group"  # activity
 T = TypeVar("T")
@@ -58,6 +61,7 @@ class Comm:
         sockets: the connections of its groups, where somebody may want to cut them; None: nobody.
         over: whether the job goes on without these groups, so that waiting is in vain.
         torn: they were abandoned: nothing that transfers have brought since is to be used, or told to others.
+        capturing: what takes transfers while a device graph is captured.
         fence: asked before anything is written that others read; CommError where the job went on without these groups.
     """
 
@@ -82,10 +86,10 @@ class Comm:
         self.load_direct: Callable[[str], None] = lambda _: None
         self.sockets: Sockets | None = None
         self.over: Callable[[], bool] = lambda: False
-        self.torn = False
-        self._loss: Exception | None = None  # why, where this rank found out by itself
+        self.torn, self._loss = False, cast(Exception | None, None)  # why, where this rank found out by itself
         self._library_groups: list[dist.ProcessGroup] = []
         self.fence: Callable[[], None] = lambda: None
+        self.capturing: CapturedTransfers | None = None
         self._waiters = threading.local()  # a thread waits for one transfer at a time
         self._groups: dict[tuple[int, ...], list[Group]] = {}
         self._background: dict[tuple[tuple[int, ...], str], Group | None] = {}
@@ -262,19 +266,16 @@ class Comm:
         group = self._groups[key][lane]
         return group if key == tuple(ranks) else replace(group, ranks=tuple(ranks))
 
-    def background_group(
-        self, ranks: Sequence[int], timeout: timedelta | None = None, purpose: str = ""
-    ) -> Group | None:
+    def background_group(self, ranks: Sequence[int], timeout: timedelta | None = None, use: str = "") -> Group | None:
         """A further group of the same ranks, of gloo, for use by another thread (host memory only), since two threads
-        must not share a group; None on other ranks. Every rank of the job calls it. ``purpose``: those of unlike ones
-        are different groups."""
+        must not share a group; None on other ranks. Every rank of the job calls it. ``use``: each has its own group."""
         key = tuple(sorted(ranks))
         if len(key) == 1 or not dist.is_initialized():
             return Group(self, key, None) if self.rank in key else None
-        if (key, purpose) not in self._background:
+        if (key, use) not in self._background:
             handle = self._new_gloo_group(key, timeout or self.timeout)
-            self._background[key, purpose] = Group(self, key, handle) if self.rank in key else None
-        return self._background[key, purpose]
+            self._background[key, use] = Group(self, key, handle) if self.rank in key else None
+        return self._background[key, use]
 
     def destroy_groups(self) -> None:
         """Destroy the groups made by ``create_groups`` and ``background_group``, whose threads would otherwise run as
@@ -288,7 +289,7 @@ class Comm:
 
     def wait_for(self, work: TorchWork) -> None:
         """See :class:`Transport`."""
-        if self.sockets is None:
+        if self.sockets is None or self.capturing is not None:
             work.wait()
             return
         if not hasattr(self._waiters, "mine"):
@@ -357,6 +358,8 @@ class Comm:
     ) -> TorchWork | None:
         """Start a transfer. Sends (``sizes``: bytes by peer) go through ``hooks.submit``."""
         self.check()
+        if self.capturing is not None:
+            return self.capturing.start(peers, transfer)
         self.clock.pause()
         try:
             work = transfer() if sizes is None else self.hooks.submit(transfer, sizes, group)

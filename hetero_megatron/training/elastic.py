@@ -298,11 +298,11 @@ class ElasticRank:
         return PeerReplicas(group, config.elastic.replicas_every, self.node, config.elastic.room)
 
     @staticmethod
-    def _host_group(comm: Comm, ranks: Sequence[int], lane: int, purpose: str) -> Group | None:
+    def _host_group(comm: Comm, ranks: Sequence[int], lane: int, use: str) -> Group | None:
         """Of these ranks, for what lies in host memory: where some have devices, a group of gloo beside those of their
         libraries; None on other ranks. Called on all ranks of the job."""
         if comm.islands is not None and comm.islands.has_devices:
-            return comm.background_group(ranks, purpose=purpose)
+            return comm.background_group(ranks, use=use)
         return comm.group(ranks, lane) if comm.rank in ranks else None
 
     def _phases(self, training: Training, source: HeldMoment | None, furthest: int, moved: int) -> Phases | None:

@@ -113,9 +113,7 @@ class Runtime:
         if options.graphs_after is not None:
             from hetero_megatron.parallel.device_graphs import LayerGraphs
 
-            assert comm.accelerator is not None, "there are no graphs of a processor"
-            chunks = here.stage.chunks
-            self.graphs = LayerGraphs(built.module, chunks, comm.accelerator, self.sync, options.graphs_after)
+            self.graphs = LayerGraphs(built.module, here.stage.chunks, comm, self.sync, options.graphs_after)
         by_load = [t.name for t in logical_tensors(spec) if t.by_load]
         offload = here.stage.optimizer.offload
         self.optimizer: ShardedOptimizer | None = None

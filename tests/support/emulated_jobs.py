@@ -358,13 +358,13 @@ def nobody_sends(comm: Any) -> str:
 
 
 def abort_ends_it(comm: Any) -> str:
-    """What is wrong with an abort of a group whose two members wait for each other; empty: nothing. Rank 0 aborts first,
-    of which rank 1 learns nothing."""
+    """What is wrong with an abort of a group whose two members wait for each other; empty: nothing. Rank 0 aborts
+    first, of which rank 1 learns nothing."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=60), backend="emuccl")
     if comm.rank > 1:
         return ""
     backend, peer, x = group._get_backend(comm.device), 1 - comm.rank, torch.zeros(4, device=comm.device)
-    works = [dist.irecv(x, peer, group), dist.all_reduce(torch.zeros(1, device=comm.device), group=group, async_op=True)]
+    works = [dist.irecv(x, peer, group), dist.all_reduce(torch.zeros_like(x), group=group, async_op=True)]
     works[0].wait()
     late = threading.Timer(0.2 + 0.6 * comm.rank, backend.abort)
     began = time.monotonic()

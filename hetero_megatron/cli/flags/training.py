@@ -376,8 +376,6 @@ def _in_plan(plan: Plan, spec: ModelSpec) -> Iterator[str]:
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             stage_name = f"pipelines[{p}].stages[{s}]"
-            if any(unit.tp > 1 for unit in stage.units):
-                yield f"layers of {stage_name} communicate: it has tensor parallelism"
             if len({unit.sequences for unit in stage.units}) < len(stage.units):
                 yield f"layers of {stage_name} communicate: it has context groups"
             if stage.optimizer.offload:

@@ -7,6 +7,7 @@
 
 #include <thread>
 
+#include "graphs.h"
 #include "habits.h"
 
 namespace emu {
@@ -39,6 +40,10 @@ bool DeviceWork::wait(Milliseconds timeout) {
   if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
   end_.block(current_stream(end_.device));
   return true;
+}
+
+bool CapturedWork::isCompleted() {
+  TORCH_CHECK(false, "emuccl: a transfer in the capture of a graph has no end that the host could ask for");
 }
 
 void DeviceWork::synchronize() { wait(kNoTimeout); }
@@ -192,12 +197,9 @@ DeviceBackend::Work DeviceBackend::start(
   require(reads, name.c_str());
   require(writes, name.c_str());
   if (device_ == -1) device_ = current_device();
+  Recording* recording = current_stream(device_).recording;
+  if (recording != nullptr && communicators_.count(peer) == 0) recording->refuse("the first transfer, which connects");
   connect(peer);
-  Stream& stream = stream_for(peer);
-  ++started_;
-  Event begin, end;
-  begin.record(current_stream(device_));
-  begin.block(stream);
   std::vector<Use> uses;
   std::vector<std::shared_ptr<const Extent>> kept;
   for (const auto& [tensors, kind] : {std::pair(&reads, Kind::Read), std::pair(&writes, Kind::Write)}) {
@@ -205,17 +207,27 @@ DeviceBackend::Work DeviceBackend::start(
       const Use use = use_of(tensor, kind);
       if (use.shadow == nullptr) continue;
       uses.push_back(use);
-      kept.push_back(extent_of(tensor.storage()));
-      Checker::get().record_stream(*use.shadow, stream.actor);
+      if (recording == nullptr) kept.push_back(extent_of(tensor.storage()));
     }
   }
-  Checker::get().run(stream.actor, "emuccl " + name, uses);
-  auto failed = std::make_shared<std::exception_ptr>();
-  const int slots = type == c10d::OpType::RECV ? ctas_ : 0;
   // A transfer that is aborted may still be in its thread, so that has all that it uses.
   const auto whole = [inner = inner_, transfer = std::move(transfer), kept = std::move(kept)]() mutable {
     transfer(*inner);
   };
+  if (recording != nullptr) {  // a launch of the graph, on whose stream it then runs
+    recording->add_transfer(
+        "emuccl " + name, uses, [whole, abort = abort_, limit = limit_] { abort->run(whole, limit); });
+    return c10::make_intrusive<CapturedWork>(rank_, type);
+  }
+  Stream& stream = stream_for(peer);
+  ++started_;
+  Event begin, end;
+  begin.record(current_stream(device_));
+  begin.block(stream);
+  for (const Use& use : uses) Checker::get().record_stream(*use.shadow, stream.actor);
+  Checker::get().run(stream.actor, "emuccl " + name, uses);
+  auto failed = std::make_shared<std::exception_ptr>();
+  const int slots = type == c10d::OpType::RECV ? ctas_ : 0;
   stream.enqueue([whole, failed, slots, abort = abort_, limit = limit_] {
     Slots::get().take(slots);
     try {

@@ -34,6 +34,15 @@ class DeviceWork final : public c10d::Work {
   Tensors outputs_;
 };
 
+// A transfer that a graph holds: what is captured after it comes after it.
+class CapturedWork final : public c10d::Work {
+ public:
+  CapturedWork(int rank, c10d::OpType type) : Work(rank, type) {}
+  bool isCompleted() override;
+  bool wait(Milliseconds) override { return true; }
+  void synchronize() override {}
+};
+
 // Returns once all members of a group have said whose they are. Throws if one is not of `vendor`, or does not come.
 void meet(c10d::Store& store, const std::string& vendor, int rank, int size, Milliseconds timeout);
 
