@@ -133,7 +133,8 @@ class Group:
     ``all_to_all`` and ``gather_objects`` require ascending ranks.
 
     If the members are in several islands without a common library, everything goes as messages over ``_bridge`` and
-    ``_handle`` is a gloo group. ``_library``: ``_handle`` belongs to a device library.
+    ``_handle`` is a gloo group. ``_library``: ``_handle`` belongs to a device library. ``narrow_sums``: sums of 16-bit
+    values may be that library's, which rounds after every addition.
     """
 
     comm: Transport
@@ -141,6 +142,7 @@ class Group:
     _handle: dist.ProcessGroup | None
     _bridge: Bridge | None = None
     _library: bool = False
+    narrow_sums: bool = False
 
     @property
     def size(self) -> int:

@@ -89,8 +89,9 @@ class Runtime:
         # Where nothing is trained, divided weights stay whole.
         shared = [b for b in compiled.divided if comm.rank in b.ranks] if optimizer is not None else []
         self.stage_model = built = StageModel(
-            here, comm, dtype, kernels, initialize, options.dropout, {n for b in shared for n in b.names}
-        )
+            here, comm, dtype, kernels, initialize, options.dropout, {n for b in shared for n in b.names},
+            options.narrow_tp_sums,
+        )  # fmt: skip
         self.balance: LoadBalance | None = None
         if spec.moe is not None:
             from hetero_megatron.parallel.balance import LoadBalance

@@ -253,9 +253,11 @@ def build_alignment(args: Arguments) -> AlignmentConfig:
 
 
 def build_distributed(args: Arguments) -> DistributedConfig:
+    if args["tp_sums_in_16_bits"] and not args["bf16"] and not args["fp16"]:
+        args.notices.append("--tp-sums-in-16-bits: nothing is in 16 bits here (--bf16 and --fp16 are)")
     return DistributedConfig(
         args["distributed_backend"], args["distributed_timeout_minutes"], args["transport"],
-        args["overlap_param_gather"],
+        args["overlap_param_gather"], args["tp_sums_in_16_bits"],
     )  # fmt: skip
 
 

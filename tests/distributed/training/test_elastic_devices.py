@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.training.test_elastic import check, run
-from tests.support.elastic_jobs import Devices, Happening
+from tests.support.elastic_jobs import Devices, Happening, Host
 from tests.support.paths import ROOT
 from tests.support.selection import quick
 from tests.support.vendors import PLUGINS
@@ -53,3 +53,15 @@ def test_whatever_happens_on_devices(name: str, tmp_path: Path) -> None:
                                 min(processors if count == 4 else left, count)) for count in range(1, 5)}  # fmt: skip
     assert len(check(tmp_path, 4, found, devices_by_count=by_count)) == len(happenings), found.output
     assert all("from memory" in text for text, _ in found.epochs), found.output
+
+
+@pytest.mark.slow
+def test_a_host_with_devices_joins_and_leaves(tmp_path: Path) -> None:
+    """Two ranks, four after the third step or so, and two again after the sixth."""
+    words, environment = emulated(1, "blocking-groups")[0]
+    leaves = (Happening(0, "step", 6, "leave"),)
+    late = Host("late", 1, 2, leaves, tuple(words), tuple(environment.items()))
+    found = run(tmp_path, 2, [Happening(0, "step", 3, "wait")], hosts=[late], devices=emulated(2, "blocking-groups"))
+    assert len(found.epochs) == 2 and "late joined (2 ranks); 4 ranks went on" in found.epochs[0][0], found.output
+    by_count = {count: emulated(count, "blocking-groups") for count in (2, 4)}
+    assert check(tmp_path, 2, found, devices_by_count=by_count)[1] == 7, found.output
