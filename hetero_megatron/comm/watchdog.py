@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from hetero_megatron.comm.hooks import TorchWork
-from hetero_megatron.comm.work import Works
+from hetero_megatron.comm.work import MessageWorks, Works
 
 LOOK_SECONDS = 1.0  # polling interval; also how long the memory of completed works is kept
 
@@ -57,7 +57,10 @@ class TransferWatch:
         self._lock, self._stopped = threading.Lock(), False
 
     def add(self, work: TorchWork, peers: tuple[int, ...], activity: str) -> None:
-        """Called for every started transfer."""
+        """Called for every started transfer. Messages of gloo, which bring a time-out of their own, are left to whoever
+        waits for them: a second wait would be for another message."""
+        if isinstance(work, MessageWorks):
+            return
         for transfer in work.works if isinstance(work, Works) else (work,):
             self._transfers.append(_Transfer(transfer, peers, activity, time.monotonic()))
 
@@ -102,11 +105,10 @@ class TransferWatch:
                 if (error := self.look()) is not None:
                     return lost(error)
                 time.sleep(LOOK_SECONDS)
+            self._transfers.clear()
 
         threading.Thread(target=run, daemon=True, name="watch").start()
 
     def stop(self) -> None:
-        """Nobody wants to know any more."""
+        """Nobody wants to know any more: the thread ends when it looks next."""
         self._stopped = True
-        with self._lock:
-            self._transfers.clear()
