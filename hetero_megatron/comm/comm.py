@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from hetero_megatron.cluster import BRIDGE_STRIPES
 from hetero_megatron.comm.bridge import Bridge, Copies
 from hetero_megatron.comm.connectivity import Connectivity, Sockets, explain
 from hetero_megatron.comm.group import Group
-from hetero_megatron.comm.hooks import Hooks, TorchWork
+from hetero_megatron.comm.hooks import Capture, Hooks, TorchWork
 from hetero_megatron.comm.islands import Islands
 from hetero_megatron.comm.watchdog import TransferWatch
 from hetero_megatron.comm.work import CommError, Waiter, Work, Works, first_line, full_memory, with_timeout
@@ -34,9 +34,6 @@ from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.platform.platform import backend_of
 from hetero_megatron.utils.out_of_memory import out_of_memory
 from hetero_megatron.utils.text import rank_ranges
-
-if TYPE_CHECKING:
-    from hetero_megatron.comm.captured import CapturedTransfers
 
 MAKING = "making a group"  # activity
 T = TypeVar("T")
@@ -89,7 +86,7 @@ class Comm:
         self.torn, self._loss = False, cast(Exception | None, None)  # why, where this rank found out by itself
         self._library_groups: list[dist.ProcessGroup] = []
         self.fence: Callable[[], None] = lambda: None
-        self.capturing: CapturedTransfers | None = None
+        self.capturing: Capture | None = None
         self._waiters = threading.local()  # a thread waits for one transfer at a time
         self._groups: dict[tuple[int, ...], list[Group]] = {}
         self._background: dict[tuple[tuple[int, ...], str], Group | None] = {}

@@ -253,9 +253,9 @@ class Group:
         self, call: Callable[..., dist.Work], into: torch.Tensor, given: torch.Tensor, size: int
     ) -> Work:
         sizes = dict.fromkeys(self._others(), size)
-        work = self.comm.start(
-            self._others(), lambda: call(into, given, group=self._handle, async_op=True), sizes, self.ranks
-        )
+        # A work keeps its tensors as long as it is watched, and must not keep what autograd makes of them.
+        start = functools.partial(call, into.data, given.data, group=self._handle, async_op=True)
+        work = self.comm.start(self._others(), start, sizes, self.ranks)
         return Work(self.comm, work, into, self._others(), given, collective=True)
 
     def _messages(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Works:
@@ -270,8 +270,8 @@ class Group:
 
     def _one_launch(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> dist.Work | None:
         empty = send[self.index].new_empty(0)
-        outgoing = self._ascending([empty if i == self.index else x for i, x in enumerate(send)])
-        incoming = self._ascending([empty if i == self.index else x for i, x in enumerate(receive)])
+        outgoing = self._ascending([empty if i == self.index else x.data for i, x in enumerate(send)])
+        incoming = self._ascending([empty if i == self.index else x.data for i, x in enumerate(receive)])
         return dist.all_to_all(incoming, outgoing, group=self._handle, async_op=True)  # type: ignore[no-any-return]
 
     def count(self, send: torch.Tensor, send_counts: Sequence[int]) -> None:
