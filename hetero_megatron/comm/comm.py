@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,10 @@ from hetero_megatron.cluster import BRIDGE_STRIPES
 from hetero_megatron.comm.bridge import Bridge, Copies
 from hetero_megatron.comm.connectivity import Connectivity, Sockets, explain
 from hetero_megatron.comm.group import Group
-from hetero_megatron.comm.hooks import Hooks, TorchWork
+from hetero_megatron.comm.hooks import Capture, Hooks, TorchWork
 from hetero_megatron.comm.islands import Islands
 from hetero_megatron.comm.watchdog import TransferWatch
-from hetero_megatron.comm.work import CommError, Waiter, Work, Works, with_timeout, within
+from hetero_megatron.comm.work import CommError, Waiter, Work, Works, first_line, full_memory, with_timeout
 from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.environment.network import GLOO_INTERFACE, gloo_towards
 from hetero_megatron.errors import UserError
@@ -37,8 +37,6 @@ from hetero_megatron.platform.platform import backend_of
 from hetero_megatron.utils.out_of_memory import out_of_memory
 from hetero_megatron.utils.text import rank_ranges
 
-FULL = 0.05  # share of a device's memory that is left, below which it may be the reason why a rank is stuck
-FULL_SECONDS = 2.0  # to find that out: a driver may be stuck as well
 MAKING = "making a group"  # activity
 T = TypeVar("T")
 Channel = dist.ProcessGroup | Bridge | None  # of point-to-point messages; None: the job's gloo group
@@ -61,6 +59,8 @@ class Comm:
         load_direct: has a direct backend of this rank's platform registered with torch.
         sockets: the connections of its groups, where somebody may want to cut them; None: nobody.
         over: whether the job goes on without these groups, so that waiting is in vain.
+        torn: they were abandoned: nothing that transfers have brought since is to be used, or told to others.
+        capturing: what takes transfers while a device graph is captured.
         fence: asked before anything is written that others read; CommError where the job went on without these groups.
     """
 
@@ -85,10 +85,13 @@ class Comm:
         self.load_direct: Callable[[str], None] = lambda _: None
         self.sockets: Sockets | None = None
         self.over: Callable[[], bool] = lambda: False
+        self.torn, self._loss = False, cast(Exception | None, None)  # why, where this rank found out by itself
+        self._library_groups: list[dist.ProcessGroup] = []
         self.fence: Callable[[], None] = lambda: None
+        self.capturing: Capture | None = None
         self._waiters = threading.local()  # a thread waits for one transfer at a time
         self._groups: dict[tuple[int, ...], list[Group]] = {}
-        self._background: dict[tuple[int, ...], Group | None] = {}
+        self._background: dict[tuple[tuple[int, ...], str], Group | None] = {}
         self._channels: dict[int, tuple[Channel, Channel]] = {}  # by island of the peer: to lower ranks, to higher ones
 
     def join(self, store: dist.Store, total: int, patience: timedelta) -> None:
@@ -164,16 +167,20 @@ class Comm:
             others, start = self._others(ranks), time.perf_counter()
             limit = self.watch.during(others, MAKING) if self.watch is not None else nullcontext()
             try:
+                make = functools.partial(dist.new_group, timeout=patience, backend=backend, pg_options=options)
                 with self.hooks.on_other_cores(), limit:
-                    handle = dist.new_group(list(ranks), timeout=patience, backend=backend, pg_options=options)
+                    handle = self._abandonable(lambda: make(list(ranks)))
             except (RuntimeError, ValueError) as error:
-                if others and (gone := self.connectivity.gone(others, 0)):  # its death is no fault of the library
+                # Its death is no fault of the library.
+                if others and ((gone := self.connectivity.gone(others, 0)) or self.over()):
                     peers = tuple(dict.fromkeys([*gone, *others]))
                     raise self.failure(peers, time.perf_counter() - start, error, MAKING) from error
                 raise UserError(
                     f"rank {self.rank} cannot make a group of ranks {rank_ranges(ranks)} with it: {first_line(error)}",
                     field="--distributed-backend", value=backend,
                 ) from error  # fmt: skip
+            self._library_groups.append(handle)
+            self.check()
         bridged = route is not None and route.bridged
         # On one host there is no network to fill, and its cores have better to do.
         extra_stripes = range(0 if self.launcher.one_host or not bridged else BRIDGE_STRIPES - 1)
@@ -200,6 +207,19 @@ class Comm:
 
         variables = {**gloo_towards(self.launcher.address), **os.environ}
         return network_cpus(variables.get(GLOO_INTERFACE, "").split(",")[0])
+
+    def _abandonable(self, call: Callable[[], T]) -> T:
+        """What ``call`` returns, which makes a library's group; RuntimeError as soon as the job goes on without it. For
+        that it runs in a thread, where the job may do so."""
+        if self.sockets is None or self.accelerator is None:
+            return call()
+        accelerator, index = self.accelerator, self.device.index or 0
+
+        def run() -> T:
+            accelerator.use(index)
+            return call()
+
+        return with_timeout(2 * self.timeout.total_seconds(), run, lambda: [self.rank] if self.over() else [])
 
     def _new_gloo_group(self, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
         """A gloo group for these ranks; of no use on others."""
@@ -268,16 +288,16 @@ class Comm:
         group = self._groups[key][lane]
         return group if key == tuple(ranks) else replace(group, ranks=tuple(ranks))
 
-    def background_group(self, ranks: Sequence[int], timeout: timedelta | None = None) -> Group | None:
-        """A second group of the same ranks for use by another thread (host memory only), since two threads must not
-        share a group; None on other ranks. Every rank of the job calls it."""
+    def background_group(self, ranks: Sequence[int], timeout: timedelta | None = None, use: str = "") -> Group | None:
+        """A further group of the same ranks, of gloo, for use by another thread (host memory only), since two threads
+        must not share a group; None on other ranks. Every rank of the job calls it. ``use``: each has its own group."""
         key = tuple(sorted(ranks))
         if len(key) == 1 or not dist.is_initialized():
             return Group(self, key, None) if self.rank in key else None
-        if key not in self._background:
+        if (key, use) not in self._background:
             handle = self._new_gloo_group(key, timeout or self.timeout)
-            self._background[key] = Group(self, key, handle) if self.rank in key else None
-        return self._background[key]
+            self._background[key, use] = Group(self, key, handle) if self.rank in key else None
+        return self._background[key, use]
 
     def destroy_groups(self) -> None:
         """Destroy the groups made by ``create_groups`` and ``background_group``, whose threads would otherwise run as
@@ -291,12 +311,31 @@ class Comm:
 
     def wait_for(self, work: TorchWork) -> None:
         """See :class:`Transport`."""
-        if self.sockets is None:
+        if self.sockets is None or self.capturing is not None:
             work.wait()
             return
         if not hasattr(self._waiters, "mine"):
-            self._waiters.mine = Waiter(self.over)
+            self._waiters.mine = Waiter(lambda: self.torn or self.over(), self.accelerator, self.device)
         self._waiters.mine.wait(work)
+
+    def abandon(self) -> None:
+        """The job goes on without these groups: end what device and host wait for in groups of the device's library.
+        From any thread, also more than once."""
+        if self.torn:
+            return
+        self.torn = True  # before anything ends that waits: who reads a result then knows that it is none
+        if self.accelerator is not None:
+            self.accelerator.abort(list(self._library_groups))
+
+    def lose(self, error: Exception) -> None:
+        """The same because of a transfer that does not end, on this rank's own account."""
+        self._loss = self._loss or error
+        self.abandon()
+
+    def check(self) -> None:
+        """CommError where these groups were abandoned."""
+        if self.torn:
+            raise self._loss or CommError(f"rank {self.rank}, in {self.activity}: a rank was lost meanwhile", self.rank)
 
     def sever(self) -> None:
         """Cut the connections of the gloo groups, which are not used any more."""
@@ -340,6 +379,9 @@ class Comm:
         group: tuple[int, ...] = (),
     ) -> TorchWork | None:
         """Start a transfer. Sends (``sizes``: bytes by peer) go through ``hooks.submit``."""
+        self.check()
+        if self.capturing is not None:
+            return self.capturing.start(peers, transfer)
         self.clock.pause()
         try:
             work = transfer() if sizes is None else self.hooks.submit(transfer, sizes, group)
@@ -370,26 +412,10 @@ class Comm:
             return refusal
         activity = self.activity if activity is None else activity
         names = ", ".join(map(str, peers[:8])) + (", …" if len(peers) > 8 else "")
-        states = self.connectivity.look(peers)
+        states, room = self.connectivity.look(peers), full_memory(self.accelerator, self.rank)
         return CommError(
             f"rank {self.rank}, in {activity}, waited {seconds:.1f} s for rank {names} and got no answer "
-            f"(time-out {self.timeout.total_seconds():g} s): {explain(peers, states)}{self._full_memory()} "
+            f"(time-out {self.timeout.total_seconds():g} s): {explain(peers, states)}{room} "
             f"[{first_line(error)}]",
             self.rank, peers, seconds, activity, states,
         )  # fmt: skip
-
-
-    def _full_memory(self) -> str:
-        """A device that has no memory left gives back what it has cached, and waits for that until all that was
-        started has ended: then a transfer that never ends hides that this rank is out of memory."""
-        accelerator = self.accelerator
-        free_and_total = within(FULL_SECONDS, accelerator.free_memory) if accelerator is not None else None
-        if free_and_total is None or free_and_total[0] > FULL * free_and_total[1]:
-            return ""
-        mib = [round(size / 2**20) for size in free_and_total]
-        return f"; the device of rank {self.rank} has {mib[0]} of {mib[1]} MiB left: perhaps it waits for memory"
-
-
-def first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -191,20 +191,23 @@ class Sockets:
     def __init__(self) -> None:
         self._older = _open_sockets()
 
+    def connections(self) -> dict[int, str]:
+        """Those that are open now, by file descriptor, as ``/proc`` names them; none that only listens."""
+        return {n: name for n, name in _open_sockets().items() if self._older.get(n) != name and _connects(n)}
+
     def cut(self) -> None:
         """End all of them, on both sides: transfers that wait fail, and gloo closes what it had open."""
-        for number, name in _open_sockets().items():
-            if self._older.get(number) != name:
-                with suppress(OSError):
-                    _shut(number)
+        for number in self.connections():
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
-def _shut(number: int) -> None:
-    with socket.socket(fileno=os.dup(number)) as connection:
-        network = connection.family in (socket.AF_INET, socket.AF_INET6)
-        listens = network and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if network and not listens:  # gloo ends the process where its listener fails
-            connection.shutdown(socket.SHUT_RDWR)
+def _connects(number: int) -> bool:
+    """Whether a socket is one end of a connection over the network: gloo ends the process where its listener fails."""
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+        network = found.family in (socket.AF_INET, socket.AF_INET6)
+        return network and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    return False
 
 
 def _open_sockets() -> dict[int, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hetero_megatron.comm.job_store import KeyStore, LastingStore, Records, StoreGone
@@ -266,18 +266,20 @@ class EpochWatch:
         called_off: why the job is to stop; empty: it is not.
         paused: whether this epoch is to end at a step's end.
         gone: why there is no launcher any more; empty: there is.
+        when_broken: called in the thread, perhaps more than once, when this epoch is.
     """
 
     def __init__(self, store: EpochStore) -> None:
         self._store, self.called_off, self.paused, self.gone = store, "", False, ""
         self._number, self._broken, self._ended = 0, False, False
+        self.when_broken: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         threading.Thread(target=self._run, daemon=True, name="epochs").start()
 
     def begin(self, number: int) -> None:
         """Epoch ``number`` is the one that counts."""
         with self._lock:
-            self._number, self._broken, self.paused = number, False, False
+            self._number, self._broken, self.paused, self.when_broken = number, False, False, lambda: None
 
     def broken(self) -> bool:
         """Whether a member of this epoch is lost, or the launcher, as far as this process knows."""
@@ -294,10 +296,14 @@ class EpochWatch:
                 self.called_off = self.called_off or self._store.called_off()
             except StoreGone as error:
                 self.gone = str(error)
+                self.when_broken()
                 return
             with self._lock:
                 if number == self._number:
                     self._broken, self.paused = self._broken or broken, self.paused or paused
+                when_broken = self.when_broken if self._broken else None
+            if when_broken is not None:
+                when_broken()
             time.sleep(WATCH_SECONDS)
 
 

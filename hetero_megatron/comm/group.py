@@ -133,7 +133,8 @@ class Group:
     ``all_to_all`` and ``gather_objects`` require ascending ranks.
 
     If the members are in several islands without a common library, everything goes as messages over ``_bridge`` and
-    ``_handle`` is a gloo group. ``_library``: ``_handle`` belongs to a device library.
+    ``_handle`` is a gloo group. ``_library``: ``_handle`` belongs to a device library. ``narrow_sums``: sums of 16-bit
+    values may be that library's, which rounds after every addition.
     """
 
     comm: Transport
@@ -141,6 +142,7 @@ class Group:
     _handle: dist.ProcessGroup | None
     _bridge: Bridge | None = None
     _library: bool = False
+    narrow_sums: bool = False
 
     @property
     def size(self) -> int:
@@ -198,7 +200,7 @@ class Group:
         recv = send.new_empty(sum(recv_counts)) if into is None else into
         sizes = {r: n * send.element_size() for r, n in zip(self.ranks, send_counts) if r != self.comm.rank}
 
-        messages = self.comm.device.type == "cpu" and self.size <= MOST_MESSAGES
+        messages = send.device.type == "cpu" and self.size <= MOST_MESSAGES
 
         def start() -> dist.Work | Works:
             if self._bridge is not None or messages:
@@ -222,7 +224,7 @@ class Group:
             return Work(self.comm, None, None, ())
         self.count(send[0], [x.numel() for x in send])
         sizes = {r: x.nbytes for r, x in zip(self.ranks, send, strict=True) if r != self.comm.rank}
-        messages = self._bridge is not None or self.comm.device.type == "cpu"
+        messages = self._bridge is not None or send[0].device.type == "cpu"
         start = self._messages if messages else self._one_launch
         work = self.comm.start(self._others(), lambda: start(send, receive), sizes, tuple(sorted(self.ranks)))
         return Work(self.comm, work, None, self._others(), send, collective=True)
@@ -251,9 +253,9 @@ class Group:
         self, call: Callable[..., dist.Work], into: torch.Tensor, given: torch.Tensor, size: int
     ) -> Work:
         sizes = dict.fromkeys(self._others(), size)
-        work = self.comm.start(
-            self._others(), lambda: call(into, given, group=self._handle, async_op=True), sizes, self.ranks
-        )
+        # A work keeps its tensors as long as it is watched, and must not keep what autograd makes of them.
+        start = functools.partial(call, into.data, given.data, group=self._handle, async_op=True)
+        work = self.comm.start(self._others(), start, sizes, self.ranks)
         return Work(self.comm, work, into, self._others(), given, collective=True)
 
     def _messages(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Works:
@@ -268,8 +270,8 @@ class Group:
 
     def _one_launch(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> dist.Work | None:
         empty = send[self.index].new_empty(0)
-        outgoing = self._ascending([empty if i == self.index else x for i, x in enumerate(send)])
-        incoming = self._ascending([empty if i == self.index else x for i, x in enumerate(receive)])
+        outgoing = self._ascending([empty if i == self.index else x.data for i, x in enumerate(send)])
+        incoming = self._ascending([empty if i == self.index else x.data for i, x in enumerate(receive)])
         return dist.all_to_all(incoming, outgoing, group=self._handle, async_op=True)  # type: ignore[no-any-return]
 
     def count(self, send: torch.Tensor, send_counts: Sequence[int]) -> None:
@@ -324,6 +326,7 @@ class Group:
 
     def _gather_now(self, mine: torch.Tensor) -> torch.Tensor:
         """[n] from every member -> [members, n]."""
+        self.comm.check()
         out = [torch.empty_like(mine) for _ in self.ranks]
         start = time.perf_counter()
         try:

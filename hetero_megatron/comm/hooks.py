@@ -23,6 +23,13 @@ class TorchWork(Protocol):
         """Block until complete; raises RuntimeError if it failed or timed out."""
 
 
+class Capture(Protocol):
+    """Takes the transfers that are started while a device graph is captured."""
+
+    def start(self, peers: tuple[int, ...], transfer: Callable[[], TorchWork | None]) -> TorchWork | None:
+        """Begin one, with ``peers``; RuntimeError: no graph can hold it."""
+
+
 class Submit(Protocol):
     """Starts a transfer now, or returns a work that starts it later."""
 

@@ -29,6 +29,7 @@ class Endpoint:
         torch: version; library_version: of ``library``, empty where it does not say.
         device: torch's name of its kind; identity: of the device, with its host; empty where its driver does not say.
         transport: value of ``--transport`` on that rank.
+        aborts: whether groups of ``library`` can be abandoned there while other ranks are lost.
     """
 
     platform: str
@@ -43,13 +44,14 @@ class Endpoint:
     library_version: str = ""
     device: str = "cpu"
     identity: str = ""
+    aborts: bool = True
 
     @classmethod
     def of(cls, platform: Platform, torch: str, transport: str = AUTO) -> Endpoint:
         return cls(
             platform.name, platform.vendor, platform.chip(), platform.library, platform.reach(), platform.backend,
             platform.direct, torch, transport, platform.library_version(), platform.device.type,
-            platform.identity(),
+            platform.identity(), platform.library == "gloo" or platform.aborts,
         )  # fmt: skip
 
 

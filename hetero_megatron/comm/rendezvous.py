@@ -15,13 +15,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hetero_megatron.comm.comm import Comm, first_line
+from hetero_megatron.comm.comm import Comm
 from hetero_megatron.comm.connectivity import PATIENCE, UNREACHABLE, Address, Connectivity, Sockets, explain, listen
 from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks
 from hetero_megatron.comm.islands import AUTO, Endpoint, Islands
 from hetero_megatron.comm.job_store import Records, await_listener, open_listener, serve
-from hetero_megatron.comm.work import CommError, copies_of, within
+from hetero_megatron.comm.work import CommError, copies_of, first_line, within
 from hetero_megatron.environment.launcher import LauncherEnvironment, loopback_interface, read_launcher
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
@@ -263,8 +263,8 @@ def start_comm(
     if platform.accelerator is not None:
         comm.load_direct = platform.accelerator.load_direct
     if total > 1:
-        if copies is not None and lost is not None:
-            comm.watch_devices(copies.aside, lost)
+        if copies is not None and (lost is not None or over is not None):
+            comm.watch_devices(copies.aside, lost or comm.lose)
         all_ranks = Group(comm, tuple(range(total)), dist.group.WORLD)
         endpoint = Endpoint.of(platform, torch.__version__, transport)
         islands = Islands(all_ranks.gather_objects(endpoint, Endpoint))

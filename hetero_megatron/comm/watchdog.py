@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from hetero_megatron.comm.hooks import TorchWork
-from hetero_megatron.comm.work import Works
+from hetero_megatron.comm.work import MessageWorks, Works
 
 LOOK_SECONDS = 1.0  # polling interval; also how long the memory of completed works is kept
 
@@ -54,10 +54,13 @@ class TransferWatch:
     ) -> None:
         self._timeout, self._failure, self._aside = timeout, failure, aside
         self._transfers: deque[_Transfer] = deque()  # appended to by one thread, emptied under the lock
-        self._lock = threading.Lock()
+        self._lock, self._stopped = threading.Lock(), False
 
     def add(self, work: TorchWork, peers: tuple[int, ...], activity: str) -> None:
-        """Called for every started transfer."""
+        """Called for every started transfer. Messages of gloo, which bring a time-out of their own, are left to whoever
+        waits for them: a second wait would be for another message."""
+        if isinstance(work, MessageWorks):
+            return
         for transfer in work.works if isinstance(work, Works) else (work,):
             self._transfers.append(_Transfer(transfer, peers, activity, time.monotonic()))
 
@@ -98,8 +101,14 @@ class TransferWatch:
         """Poll in a thread; ``lost`` is called there, once."""
 
         def run() -> None:
-            while (error := self.look()) is None:
+            while not self._stopped:
+                if (error := self.look()) is not None:
+                    return lost(error)
                 time.sleep(LOOK_SECONDS)
-            lost(error)
+            self._transfers.clear()
 
         threading.Thread(target=run, daemon=True, name="watch").start()
+
+    def stop(self) -> None:
+        """Nobody wants to know any more: the thread ends when it looks next."""
+        self._stopped = True

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -112,6 +112,9 @@ class Transport(Protocol):
     def wait_for(self, work: TorchWork) -> None:
         """Until a transfer has ended; RuntimeError: it has failed, or is in vain."""
 
+    def check(self) -> None:
+        """CommError where the groups were abandoned."""
+
     def failure(
         self, peers: tuple[int, ...], seconds: float, error: Exception, activity: str | None = None
     ) -> CommError | UserError:
@@ -157,18 +160,20 @@ class Waiter:
 
     Args:
         over: whether all transfers are in vain.
+        accelerator, device: of this rank, whose current stream is to wait, not that of the waiting thread; None: works
+            of host memory.
     """
 
     LOOK_SECONDS = 0.05
 
-    def __init__(self, over: Callable[[], bool]) -> None:
-        self._over = over
-        self._works: SimpleQueue[TorchWork] = SimpleQueue()
+    def __init__(self, over: Callable[[], bool], accelerator: Accelerator | None, device: torch.device) -> None:
+        self._over, self._accelerator, self._device = over, accelerator, device
+        self._works: SimpleQueue[tuple[TorchWork, Any]] = SimpleQueue()
         self._ended: SimpleQueue[RuntimeError | None] = SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="waiting").start()
 
     def wait(self, work: TorchWork) -> None:
-        self._works.put(work)
+        self._works.put((work, self._accelerator.current_stream() if self._accelerator is not None else None))
         while True:
             try:
                 error = self._ended.get(timeout=self.LOOK_SECONDS)
@@ -181,10 +186,14 @@ class Waiter:
             return
 
     def _run(self) -> None:
+        if self._accelerator is not None:
+            self._accelerator.use(self._device.index or 0)
         while True:
             error = None
+            work, stream = self._works.get()
             try:
-                self._works.get().wait()
+                with self._accelerator.on_stream(stream) if self._accelerator is not None else nullcontext():
+                    work.wait()
             except RuntimeError as failed:
                 error = failed
             self._ended.put(error)
@@ -282,3 +291,23 @@ def within(seconds: float, call: Callable[[], T]) -> T | None:
     with suppress(RuntimeError, UserError):
         return with_timeout(seconds, call)
     return None
+
+
+FULL = 0.05  # share of a device's memory that is left, below which it may be the reason why a rank is stuck
+FULL_SECONDS = 2.0  # to find that out: a driver may be stuck as well
+
+
+def full_memory(accelerator: Accelerator | None, rank: int) -> str:
+    """A device that has no memory left gives back what it has cached, and waits for that until all that was started has
+    ended: then a transfer that never ends hides that this rank is out of memory. A clause that says so, where it may
+    be; else empty."""
+    free_and_total = within(FULL_SECONDS, accelerator.free_memory) if accelerator is not None else None
+    if free_and_total is None or free_and_total[0] > FULL * free_and_total[1]:
+        return ""
+    mib = [round(size / 2**20) for size in free_and_total]
+    return f"; the device of rank {rank} has {mib[0]} of {mib[1]} MiB left: perhaps it waits for memory"
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

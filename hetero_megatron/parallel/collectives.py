@@ -35,9 +35,11 @@ def _gather(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tenso
 
 def _scatter_sum(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tensor:
     """Partial sums [b, sum(shards), h] on every rank -> the summed [b, shards[index], h], added in rank order; by a
-    library of devices, where it can and need not round to 16 bits after every addition, in its own order."""
+    library of devices, where it can, in its own order: where that does not round to 16 bits after every addition, or
+    the group allows it (``narrow_sums``)."""
     wide_dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    if group.has_collectives and len(set(shards)) == 1 and wide_dtype == x.dtype:
+    in_library = wide_dtype == x.dtype or group.narrow_sums
+    if group.has_collectives and len(set(shards)) == 1 and in_library:
         b, _, h = x.shape
         sums = x.new_empty(b, shards[0], h)
         rows = x.reshape(b, group.size, shards[0], h).transpose(0, 1).contiguous()

@@ -16,6 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from hetero_megatron.comm import Comm
+from hetero_megatron.comm.captured import CapturedTransfers
 from hetero_megatron.errors import UserError
 from hetero_megatron.model.gpt import GPTStage, Layer, ResidualStream
 from hetero_megatron.model.layers import Context
@@ -81,7 +83,8 @@ class LayerGraphs:
     """Those of a stage's layers, which run as they are until ``warmed_up`` and where there is no backward.
 
     Every micro-batch must have the same shape, positions and kernels, and nothing in a layer may depend on values that
-    the host knows, communicate or hold up the host: ``cli/flags/training.py`` refuses what would. What dropout
+    the host knows, be sent by it, or hold it up: ``cli/flags/training.py`` refuses what would. Collectives of the
+    device's library are launches as others are. What dropout
     draws by depends on step and sample, and so is copied to where a layer's graphs read it (``Draws.table``).
 
     Args:
@@ -91,10 +94,11 @@ class LayerGraphs:
     """
 
     def __init__(
-        self, stage: GPTStage, chunks: Sequence[tuple[int, int]], accelerator: Accelerator, sync: GradientSync,
-        eager_steps: int,
-    ) -> None:  # fmt: skip
-        self._eager_steps = eager_steps
+        self, stage: GPTStage, chunks: Sequence[tuple[int, int]], comm: Comm, sync: GradientSync, eager_steps: int
+    ) -> None:
+        accelerator = comm.accelerator
+        assert accelerator is not None, "there are no graphs of a processor"
+        self.comm, self._eager_steps = comm, eager_steps
         self.accelerator, self.stream, self.sync, self.warmed_up = accelerator, accelerator.stream(), sync, False
         # Backward leaves nothing but the gradients of its layer's input, which the next graph that runs uses up.
         self.backward = GraphPool(accelerator, self.stream)
@@ -165,14 +169,29 @@ class GraphedLayer:
         return context.draws.table[self.place]
 
     def capture(self, pool: GraphPool, run: Callable[[], Any]) -> tuple[Graph, Any]:
+        transfers = CapturedTransfers(self.graphs.comm)
         try:
-            return pool.capture(run)
+            with transfers.recorded():
+                graph, returned = pool.capture(run)
+            return LayerGraph(graph, transfers), returned
         except RuntimeError as error:
             problem = str(error).partition("\n")[0]
             raise UserError(
                 f"layer {self.number} cannot be captured as a graph: {problem}", field="--cuda-graph-impl",
                 value="local", accepted="none, or other kernels (--kernels)",
             ) from error  # fmt: skip
+
+
+class LayerGraph:
+    """A graph with the transfers that it holds."""
+
+    def __init__(self, graph: Graph, transfers: CapturedTransfers) -> None:
+        self._graph, self._transfers = graph, transfers
+
+    def replay(self) -> None:
+        """See :class:`Graph`."""
+        self._graph.replay()
+        self._transfers.started()
 
 
 class Slot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -110,8 +111,10 @@ class StageModel:
         initialize: Initialize,
         dropout: Dropout,
         divided: Collection[str] = (),
+        narrow_tp_sums: bool = False,
     ) -> None:
         self.here, self.comm, self.dtype, self.kernels = here, comm, dtype, kernels
+        self._narrow_tp_sums = narrow_tp_sums
         stage, spec = here.stage, here.spec
         empty = empty_stage(
             spec, stage, here.share, dtype, comm.device, kernels, here.plan.seq_length, dropout, divided
@@ -149,7 +152,8 @@ class StageModel:
         shards = tuple(b - a for a, b in cut(unit.num_tokens, [1] * unit.tp))
         if unit.tp > 1:
             heads = [rank_shares(rank_stage.spec, stage)[rank].kv_heads for rank in unit.ranks]
-            apply_tensor_parallel(model, comm.group(unit.ranks), shards, rank_stage.share.vocab, heads)
+            group = replace(comm.group(unit.ranks), narrow_sums=self._narrow_tp_sums)
+            apply_tensor_parallel(model, group, shards, rank_stage.share.vocab, heads)
         intervals = [torch.arange(a, b, device=comm.device) for a, b in unit.tokens or ((0, 0),)]
         model.token_numbers = torch.cat(intervals)
         if rank_stage.context is not None:

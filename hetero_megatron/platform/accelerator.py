@@ -56,6 +56,8 @@ class Accelerator:
             exact_settings: further ones that equal bits in every run need (``--deterministic-mode``).
         brought: direct backends of other plugins, which serve after its own.
         eager_settings: with which its driver loads all kernels when it starts, and waits for none later.
+        aborts: whether groups of its library can be abandoned while ranks wait for lost ones, see :meth:`abort`.
+        abort_settings: with which the library leaves transfers whose peer is lost to :meth:`abort`.
     """
 
     name: ClassVar[str] = ""
@@ -73,6 +75,8 @@ class Accelerator:
     settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
     exact_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
     eager_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    aborts: ClassVar[bool] = False
+    abort_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
     brought: tuple[DirectBackend, ...] = ()
 
     def configure(self, deterministic: bool = False) -> tuple[str, ...]:
@@ -274,6 +278,15 @@ class Accelerator:
     def stop(self) -> None:
         """End the communication library, where that needs more than taking its groups down. Every rank calls it."""
 
+    def abort(self, groups: Sequence[Any]) -> None:
+        """End what this process's device and host wait for in process groups of its library, though peers are gone,
+        and give back what the groups hold of the device. Called from any thread, perhaps while another one is in the
+        library; the groups are not used again. What transfers under way were to write is undefined then, whether or
+        not they end with an error."""
+        from hetero_megatron.platform.abort import abort_backends
+
+        abort_backends(groups, torch.device(self.device_type))
+
     def host_memory(self, size: int) -> torch.Tensor:
         """[size] uint8 in host memory that the device copies from and to while the host goes on."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -354,7 +367,9 @@ class CPU(Accelerator):
         return self.stream()
 
     def event(self, timing: bool = False) -> Any:
-        return _HostEvent()
+        from hetero_megatron.platform.host_event import HostEvent
+
+        return HostEvent()
 
     @contextlib.contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
@@ -374,25 +389,3 @@ class CPU(Accelerator):
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
-
-
-class _HostEvent:
-    """An event of a device that is always in step with the host."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        import time
-
-        self.seconds = time.perf_counter()
-
-    def synchronize(self) -> None:
-        return None
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: _HostEvent) -> float:
-        """Milliseconds from this event to ``other``."""
-        return (other.seconds - self.seconds) * 1e3

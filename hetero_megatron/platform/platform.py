@@ -51,6 +51,11 @@ class Platform:
         """Backends that reach other vendors' chips, best first."""
         return self.accelerator.reaches() if self.accelerator is not None else ()
 
+    @property
+    def aborts(self) -> bool:
+        """Whether groups of its library can be abandoned, see :meth:`Accelerator.abort`."""
+        return self.accelerator is not None and self.accelerator.aborts
+
     def identity(self) -> str:
         """Host and device, as its driver tells devices apart; empty where it does not."""
         device_name = self.accelerator.identity(self.device.index or 0) if self.accelerator is not None else ""

@@ -43,6 +43,7 @@ def run_facts(config: RunConfig) -> Mapping[str, object]:
     for name in NAMES:
         del facts[name]
     facts |= {f"failure.{name}": getattr(config.failure, name) for name in WATCHED}
+    facts["distributed.narrow_tp_sums"] = config.distributed.narrow_tp_sums
     facts |= {f"data.{name}": getattr(config.data, name, None) for name in READ}
     for name, value in _walk("checkpoint", config.checkpoint):
         facts[name] = value is not None if name.split(".")[-1] in PLACES else value

@@ -209,12 +209,14 @@ class ElasticConfig:
 @dataclass(frozen=True)
 class DistributedConfig:
     """``backend``: of torch.distributed (None: the device's own); ``timeout_minutes``: how long a rank waits;
-    ``transport``: between chips of unlike vendors (``comm/islands.py``); ``overlap_param_gather``: with the forward."""
+    ``transport``: between chips of unlike vendors (``comm/islands.py``); ``overlap_param_gather``: with the forward;
+    ``narrow_tp_sums``: 16-bit sums of tensor parallelism are the device library's, rounded after every addition."""
 
     backend: str | None = None
     timeout_minutes: float = 10.0
     transport: str = "auto"
     overlap_param_gather: bool = False
+    narrow_tp_sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -283,16 +285,14 @@ class RunConfig:
         deterministic: refuse operators that do not give the same bits every time.
         platform: name of the platform to run on; None: the one that is here.
         compile, graphs_after: backend of torch.compile, and steps after which layers are device graphs; None: neither.
-        elastic: None: the job ends when a rank does.
         logits_bytes: where the logits of a micro-batch on a rank would be more, head and loss go through it in chunks.
-        balancing: of the experts, where the model has some.
+        balancing: of the experts, where the model has some. elastic: None: the job ends when a rank does.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
-        allow_over_memory: do not refuse ranks that need more than their chip has.
         load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
         model_directory: the Hugging Face directory that --model names; what is in it besides weights travels along.
         save_hf: where the weights go at the end, as a Hugging Face directory; None: nowhere.
         save_hf_dtype: of its tensors; None: of each that which it had where it came from, of new ones ``dtype``.
-        skip_train: evaluate once, and nothing else.
+        skip_train: evaluate once, and nothing else. allow_over_memory: take ranks that need more than their chip has.
         notices: what was accepted without effect, and why. preference: the loss of pairs; None: that of tokens.
         reference_hf: directory whose safetensors are the reference's weights; None: those that the run begins with.
         reference_logps: file of the reference's log-probabilities, written unless it is there; None: not in a file.

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm, world_group
+from hetero_megatron.comm import Comm, CommError, Group, start_comm, stop_comm, world_group
 from hetero_megatron.comm.connectivity import UNREACHABLE
+from hetero_megatron.comm.device_clock import DeviceClock
 from hetero_megatron.comm.epochs import (
     Drifted,
     Epoch,
@@ -25,6 +26,7 @@ from hetero_megatron.comm.epochs import (
     await_epoch,
     await_first_epoch,
 )
+from hetero_megatron.comm.hooks import Clock
 from hetero_megatron.comm.job_store import StoreGone
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import LauncherEnvironment
@@ -36,13 +38,22 @@ from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.training.agreement import chip_arch
 from hetero_megatron.training.checkpointing import Checkpointing, ConsumedSamples
 from hetero_megatron.training.config import RunConfig, ScheduleConfig
+from hetero_megatron.training.elastic_devices import check_abandonable, prepare, settle
 from hetero_megatron.training.elastic_state import ElasticState, HandOver, Phases, scale_at
 from hetero_megatron.training.exit import ExitConditions
 from hetero_megatron.training.held_state import Held, HeldMoment, Holding, newest, restore
 from hetero_megatron.training.loop import OnStep, Training
 from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.peer_replicas import PeerReplicas
-from hetero_megatron.training.rank_platform import check_device, check_world, platform_at, position, transport_of
+from hetero_megatron.training.rank_platform import (
+    check_device,
+    check_graphs,
+    check_world,
+    platform_at,
+    position,
+    sizes_follow_data,
+    transport_of,
+)
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.step_numbers import StepStats
 from hetero_megatron.training.train import agree, leaving, run_training, set_up
@@ -63,13 +74,13 @@ class Restored:
     source: HeldMoment
     held: list[Held]
     comm: Comm
+    all_ranks: Group
     moved: int = 0
 
     def load(self, checkpoints: Checkpointing, runtime: Runtime) -> tuple[RunConfig, ConsumedSamples, LossScale]:
         checkpoints.go_on()
         self.comm.activity = "moving the state"
-        all_ranks = self.comm.group(range(self.comm.launcher.world_size))
-        self.moved = restore(self.source, self.held, runtime.optimizer, self.config.compiled, all_ranks)
+        self.moved = restore(self.source, self.held, runtime.optimizer, self.config.compiled, self.all_ranks)
         moment = self.source.moment
         return self.config, ConsumedSamples(moment.step, moment.consumed), scale_at(self.config, moment)
 
@@ -165,6 +176,8 @@ class ElasticRank:
         except (CommError, UserError) as error:
             if isinstance(error, UserError) and (training is not None or not self._newcomers_fail):
                 raise
+            if comm is not None:
+                settle(comm)
             self._keep(training)
             if not self.watch.broken():
                 print(f"elastic: {error}", flush=True)
@@ -173,6 +186,8 @@ class ElasticRank:
                 self.store.cannot_reach(self.number, self.member, cut_off)
         except HandOver as handed:
             failed = False
+            if comm is not None:
+                settle(comm)
             self._keep(training)
             self.held += handed.held
             if handed.leaves:
@@ -198,22 +213,23 @@ class ElasticRank:
         comm = start_comm(
             self.platform, timeout, place, self.launcher, emulation.hooks(), transport, over=self.watch.broken
         )
+        if comm.accelerator is not None:
+            self.watch.when_broken = comm.abandon
+            if type(comm.clock) is Clock:  # a device queues its work: the host's seconds would say nothing about it
+                comm.clock = DeviceClock(comm.accelerator)
         comm.fence = Fence(EpochStore.of_member(self.launcher), self.number, comm.rank).check
         return comm, emulation
 
     def _set_up(self, comm: Comm, emulation: Emulation) -> Training | None:
         """The run, ready for its next step; None on a rank that the plan does not use."""
-        if comm.islands is not None and comm.islands.has_devices:
-            raise UserError(
-                "the groups of a device's library cannot be left and made anew yet", field="--elastic",
-                accepted="ranks that communicate by gloo; or --on-failure replan alone",
-            )  # fmt: skip
+        check_abandonable(comm.islands)
         config = self._same_schedule(comm)
         started_before = self.epoch is not None and not self.epoch.joined
         config = agree(config, comm, self.platform, self.plugins, emulation, started_before)
         replicas = self._replicas(comm, config)
         seconds, since = {"groups": time.perf_counter() - self._began}, time.perf_counter()
-        all_ranks = comm.group(range(self.launcher.world_size))
+        all_ranks = self._host_group(comm, range(self.launcher.world_size), 0, "state")
+        assert all_ranks is not None
         comm.activity = "agreeing on a step"
         holdings = all_ranks.gather_objects([held_state.said() for held_state in self.held], list[Holding])
         furthest = max(all_ranks.gather_objects(self.furthest, int))
@@ -229,7 +245,7 @@ class ElasticRank:
                 restore(source, self.held, None, config.compiled, all_ranks)
             return None
         exit, peak = (self.before.exit, self.before.peak) if self.before is not None else (None, None)
-        resume = Restored(config, exit, peak, source, self.held, comm) if source is not None else None
+        resume = Restored(config, exit, peak, source, self.held, comm, all_ranks) if source is not None else None
         training = set_up(config, comm, self.platform, self.plugins, emulation, resume)
         training.on_step = self._on_step
         if training.stragglers is not None:
@@ -278,10 +294,20 @@ class ElasticRank:
         ranks = tuple(sorted(config.plan.ranks))
         if config.elastic.replicas_every is None or len(ranks) == 1:
             return None
-        comm.create_groups([ranks] * (max(config.compiled.groups.count(ranks), 1) + 1))
-        if comm.rank not in ranks:
+        if comm.islands is None or not comm.islands.has_devices:
+            comm.create_groups([ranks] * (max(config.compiled.groups.count(ranks), 1) + 1))
+        group = self._host_group(comm, ranks, -1, "copies")
+        if group is None:
             return None
-        return PeerReplicas(comm.group(ranks, -1), config.elastic.replicas_every, self.node, config.elastic.room)
+        return PeerReplicas(group, config.elastic.replicas_every, self.node, config.elastic.room)
+
+    @staticmethod
+    def _host_group(comm: Comm, ranks: Sequence[int], lane: int, use: str) -> Group | None:
+        """Of these ranks, for what lies in host memory: where some have devices, a group of gloo beside those of their
+        libraries; None on other ranks. Called on all ranks of the job."""
+        if comm.islands is not None and comm.islands.has_devices:
+            return comm.background_group(ranks, use=use)
+        return comm.group(ranks, lane) if comm.rank in ranks else None
 
     def _phases(self, training: Training, source: HeldMoment | None, furthest: int, moved: int) -> Phases | None:
         epoch, step = self.epoch, training.step
@@ -357,8 +383,12 @@ def train_elastic(
     """
     plugins = load_plugins()
     place = position(config.cluster, launcher)
+    apart = config.data is not None and (config.data.reset_attention_mask or config.data.sft)
     platform = platform_at(
-        place, config.cluster, launcher, plugins, config.platform, config.distributed.backend, config.deterministic
-    )
+        place, config.cluster, launcher, plugins, config.platform, config.distributed.backend, config.deterministic,
+        sizes_follow_data(config.plan, config.spec, apart),
+    )  # fmt: skip
     check_device(platform, launcher)
+    check_graphs(config, platform)
+    prepare(platform)
     return ElasticRank(config, launcher, platform, plugins, configure, on_step).run()

@@ -16,8 +16,8 @@ from hetero_megatron.training.peer_replicas import PeerReplicas, hand_over
 STOP, LEAVE, PAUSE = "stop", "leave", "pause"
 
 
-class HandOver(Exception):
-    """Raised on all ranks at the end of a step: the run goes on in another epoch.
+class HandOver(BaseException):
+    """Raised on all ranks at the end of a step: the run goes on in another epoch. No error, and taken for none.
 
     Attributes:
         leaves: this rank is not in it.
@@ -117,6 +117,8 @@ class ElasticState:
         if STOP in wishes or not wishes & {LEAVE, PAUSE} or self.all_leave:
             return
         training.checkpoints.wait()
+        if runtime.comm.accelerator is not None:
+            runtime.comm.accelerator.synchronize()  # no group is left while something is under way in it
         leaves = self.node in leaving
         if not leaving:
             raise HandOver(leaves, ())

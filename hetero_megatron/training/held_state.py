@@ -176,7 +176,8 @@ Move = tuple[str, int, int, int, Box]  # name, holder, its rank, the owner's ran
 def _move(
     pieces: Sequence[Move], given: Mapping[int, Mapping[str, Mapping[Box, torch.Tensor]]], taken: Boxed, group: Group
 ) -> int:
-    """Both sides list what passes between two ranks in one order, so no index travels with the data."""
+    """Both sides list what passes between two ranks in one order, so no index travels with the data. It passes through
+    host memory, where copies are, and all ranks have some."""
     own_rank = group.comm.rank
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -189,7 +190,8 @@ def _move(
         target.copy_(values)
     sent_bytes = [sum(part.nbytes for part in outgoing[rank]) for rank in group.ranks]
     takes_bytes = [sum(part.nbytes for part in incoming[rank]) for rank in group.ranks]
-    flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(as_bytes(p) for r in group.ranks for p in outgoing[r])])
+    parts = (as_bytes(part).cpu() for rank in group.ranks for part in outgoing[rank])
+    flat = torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
     received = group.all_to_all(flat, sent_bytes, takes_bytes).wait()
     assert received is not None
     offset = 0

@@ -89,8 +89,9 @@ class Runtime:
         # Where nothing is trained, divided weights stay whole.
         shared = [b for b in compiled.divided if comm.rank in b.ranks] if optimizer is not None else []
         self.stage_model = built = StageModel(
-            here, comm, dtype, kernels, initialize, options.dropout, {n for b in shared for n in b.names}
-        )
+            here, comm, dtype, kernels, initialize, options.dropout, {n for b in shared for n in b.names},
+            options.narrow_tp_sums,
+        )  # fmt: skip
         self.balance: LoadBalance | None = None
         if spec.moe is not None:
             from hetero_megatron.parallel.balance import LoadBalance
@@ -113,9 +114,7 @@ class Runtime:
         if options.graphs_after is not None:
             from hetero_megatron.parallel.device_graphs import LayerGraphs
 
-            assert comm.accelerator is not None, "there are no graphs of a processor"
-            chunks = here.stage.chunks
-            self.graphs = LayerGraphs(built.module, chunks, comm.accelerator, self.sync, options.graphs_after)
+            self.graphs = LayerGraphs(built.module, here.stage.chunks, comm, self.sync, options.graphs_after)
         by_load = [t.name for t in logical_tensors(spec) if t.by_load]
         offload = here.stage.optimizer.offload
         self.optimizer: ShardedOptimizer | None = None

@@ -42,6 +42,7 @@ class RuntimeOptions:
         preference, distillation, grpo: the loss, where it is not that of tokens alone.
         reduce_in_bf16: gradients are rounded to bf16 where they travel between ranks.
         fixed_order: gradients are added in the order of ranks on devices, too, not in their library's.
+        narrow_tp_sums: 16-bit sums of tensor parallelism are the device library's, which rounds after every addition.
     """
 
     compile_backend: str | None = None
@@ -56,6 +57,7 @@ class RuntimeOptions:
     reduce_in_bf16: bool = False
     grpo: Grpo | None = None
     fixed_order: bool = False
+    narrow_tp_sums: bool = False
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -72,7 +74,7 @@ class RuntimeOptions:
         return RuntimeOptions(
             config.compile, config.logits_bytes, config.balancing, config.fp8, config.dropout, config.seed,
             config.graphs_after, config.preference, config.distillation, config.reduce_in_bf16, config.grpo,
-            config.deterministic,
+            config.deterministic, config.distributed.narrow_tp_sums,
         )  # fmt: skip
 
 

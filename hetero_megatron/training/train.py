@@ -389,6 +389,8 @@ def leaving(comm: Comm, platform: Platform) -> Iterator[None]:
     except (CommError, KeyboardInterrupt):
         raise  # without a farewell: taking groups down waits for transfers that will never end (a save, for hours)
     except BaseException as error:
+        if isinstance(error, Exception):
+            comm.check()  # what computes on results that never came may raise anything
         if isinstance(error, RuntimeError) and (lost_peer := comm.lost()) is not None:
             raise lost_peer from error
         if out_of_memory(error) is None:  # which only this rank is perhaps: then as above

@@ -19,6 +19,9 @@ MESSAGE_CTAS = 4  # thread blocks of a message: enough for a network card, and f
 
 
 class CudaGraphs(Accelerator):
+    aborts = True  # by torch since 2.6, and by NCCL; 2.25.1 of that hangs there (pytorch#149153)
+    abort_settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # else torch's watchdog ends the process
+
     def message_options(self) -> Any:
         options = getattr(torch.distributed, "ProcessGroupNCCL", None)
         config = getattr(options.Options(), "config", None) if options is not None else None

@@ -9,11 +9,12 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ class Happening:
             ``copy``: a copy of step ``at`` is about to travel; ``hashes``, ``save`` and ``evaluation``: it begins what
             follows step ``at``; ``join`` and ``move``: it connects, and moves state, in epoch ``at``; ``await``: it
             waits for epoch ``at``, whose plan is being looked for.
-            ``publish``: its checkpoint of step ``at`` is about to appear.
+            ``publish``: its checkpoint of step ``at`` is about to appear. ``message`` and ``reduce``: in step ``at`` it
+            is about to send a message to another stage, and its part of a sum of gradients.
         what: ``kill``, ``leave`` (SIGTERM), ``freeze``, ``doze``: freeze, and go on when others have done two steps
             more, or ``wait``: until a host is about to join.
     """
@@ -74,6 +76,7 @@ def _wake(process: int, metrics: Path, step: int) -> None:
 def _instrument(mine: Sequence[Happening], run: Path) -> Callable[[int, Any], None]:
     """Make them happen in this process; returns what is to be told of every step."""
     from hetero_megatron.checkpoint.directory import CheckpointDirectory
+    from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
     from hetero_megatron.parallel.optimizer import ShardedOptimizer
     from hetero_megatron.training import checkpointing, elastic, failure, held_state, peer_replicas
     from hetero_megatron.training.runtime import Runtime
@@ -138,6 +141,18 @@ def _instrument(mine: Sequence[Happening], run: Path) -> Callable[[int, Any], No
         due("publish", step)
         publish(self, step)
 
+    def before(owner: type, name: str, when: str) -> None:
+        """This method is called in a step."""
+        method = getattr(owner, name)
+
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            due(when, progress["step"] + 1)
+            return method(*arguments, **named)
+
+        setattr(owner, name, wrapped)
+
+    before(Comm, "isend", "message")
+    before(BucketExchange, "start_reduce", "reduce")
     CheckpointDirectory.publish = publishing  # type: ignore[method-assign]
     after(failure.ReplicaCheck, "after_step", "hashes")
     after(checkpointing.Checkpointing, "save", "save")
@@ -159,6 +174,7 @@ class Host:
     chips: int = 1
     what: tuple[Happening, ...] = ()
     words: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
     def run(self, directory: str, log: str) -> None:
         """In a process of its own: what ``hetero-megatron run --join`` does, with forked ranks."""
@@ -191,8 +207,9 @@ class ForkedHere:
         self._codes: dict[int, int] = {}
         for index, member in enumerate(self.ranks):
             environment = {
-                **ENVIRONMENT, "WORLD_SIZE": str(first + len(setup.seats)), "RANK": str(member),
-                "MASTER_ADDR": job.host, "MASTER_PORT": str(job.port), "HETERO_JOB_SECRET": job.secret,
+                **ENVIRONMENT, **dict(host.environment), "WORLD_SIZE": str(first + len(setup.seats)),
+                "RANK": str(member), "MASTER_ADDR": job.host, "MASTER_PORT": str(job.port),
+                "HETERO_JOB_SECRET": job.secret,
                 "TORCHELASTIC_USE_AGENT_STORE": "True", "HETERO_LAUNCHER": "1", "TORCHELASTIC_RESTART_COUNT": "0",
                 "LOCAL_RANK": str(index), "HETERO_NODE": setup.seats[index].node, "HETERO_JOINS": "1",
             }  # fmt: skip
@@ -222,6 +239,7 @@ def _rank(words: list[str], environment: dict[str, str], output: str, mine: Sequ
     os.environ.update(environment)
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
     os.dup2(1, 2)
+    sys.path += environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
     os.chdir(ROOT)
     from hetero_megatron.cli.configure import configure
@@ -245,12 +263,17 @@ def _rank(words: list[str], environment: dict[str, str], output: str, mine: Sequ
     os._exit(code)
 
 
+# By rank, the flags that choose its device, and the environment that this needs; empty: all are processors.
+Devices = Sequence[tuple[Sequence[str], Mapping[str, str]]]
+
+
 class ForkedRanks:
     """See :class:`~hetero_megatron.launch.in_place.ElasticJob`."""
 
     def __init__(
-        self, words: list[str], ranks: int, happenings: Sequence[Happening], log: Path, host: str, port: int
-    ) -> None:
+        self, words: list[str], ranks: int, happenings: Sequence[Happening], log: Path, host: str, port: int,
+        devices: Devices = (),
+    ) -> None:  # fmt: skip
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         secret = secrets.token_hex(32)
@@ -262,9 +285,10 @@ class ForkedRanks:
         self.processes = []
         for rank in range(ranks):
             mine = [one for one in happenings if one.member == rank]
-            environment = {**ENVIRONMENT, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own, more = devices[rank] if devices else ((), {})
+            environment = {**ENVIRONMENT, **more, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             environment["HETERO_NODE"] = f"rank{rank}"
-            process = context.Process(target=_rank, args=(words, environment, str(log), mine), daemon=True)
+            process = context.Process(target=_rank, args=([*words, *own], environment, str(log), mine), daemon=True)
             process.start()
             self.processes.append(process)
 
@@ -299,12 +323,14 @@ class ElasticRun:
 def run_elastic(
     directory: Path, plans: Sequence[Path], words: Sequence[str], ranks: int, happenings: Sequence[Happening],
     fits: Callable[[int], Path | None], grace: float = 30.0, losses: int = 10, hosts: Sequence[Host] = (),
+    devices: Devices = (),
 ) -> ElasticRun:  # fmt: skip
     """A run that begins with ``plans[0]``, to its end.
 
     Args:
         fits: the plan for so many ranks.
         hosts: join it.
+        devices: of the ranks that it begins with.
     """
     log, said = directory / "output", list[str]()
     flags = ["--plan", str(plans[0]), *words, "--elastic"]
@@ -312,7 +338,7 @@ def run_elastic(
     (directory / "run").mkdir(exist_ok=True)
     run = directory / "run"
     supervisor = InPlaceSupervisor(
-        setup, lambda host, port: ForkedRanks(flags, ranks, happenings, log, host, port),
+        setup, lambda host, port: ForkedRanks(flags, ranks, happenings, log, host, port, devices),
         lambda seats, _: fits(len(seats)), losses, grace, run, said.append,
         lambda host, port, secret: JobFile(
             host, port, secret.decode(), str(plans[0]), "", flags[2:], str(ROOT)
@@ -334,13 +360,16 @@ def run_elastic(
 
 
 def run_segments(
-    directory: Path, words: Sequence[str], segments: Sequence[tuple[Path, int, int]]
-) -> list[dict[str, Any]]:
+    directory: Path, words: Sequence[str], segments: Sequence[tuple[Path, int, int]],
+    devices_by_count: Mapping[int, Devices] = MappingProxyType({}),
+) -> list[dict[str, Any]]:  # fmt: skip
     """The same run without an event, metrics of its steps: each (plan, its ranks, last step) begins anew, from the
     checkpoint of the one before."""
     for i, (plan, ranks, last) in enumerate(segments):
         flags, store = ["--plan", str(plan), *words, "--exit-interval", str(last)], JobStore()
-        job = ForkedRanks(flags, ranks, (), directory / f"output-{i}", store.host, store.port)
+        job = ForkedRanks(
+            flags, ranks, (), directory / f"output-{i}", store.host, store.port, devices_by_count.get(ranks, ())
+        )
         try:
             while len(codes := job.poll()) < ranks:
                 time.sleep(0.02)

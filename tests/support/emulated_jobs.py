@@ -6,6 +6,8 @@ import ctypes
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -353,6 +355,31 @@ def nobody_sends(comm: Any) -> str:
     if message(work.wait):
         return "the host was held up"
     return message(torch.emu.synchronize)  # type: ignore[attr-defined]
+
+
+def abort_ends_it(comm: Any) -> str:
+    """What is wrong with an abort of a group whose two members wait for each other; empty: nothing. Rank 0 aborts
+    first, of which rank 1 learns nothing."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=60), backend="emuccl")
+    if comm.rank > 1:
+        return ""
+    backend, peer, x = group._get_backend(comm.device), 1 - comm.rank, torch.zeros(4, device=comm.device)
+    works = [dist.irecv(x, peer, group), dist.all_reduce(torch.zeros_like(x), group=group, async_op=True)]
+    works[0].wait()
+    late = threading.Timer(0.2 + 0.6 * comm.rank, backend.abort)
+    began = time.monotonic()
+    late.start()
+    if comm.rank == 1:
+        time.sleep(0.5)
+        if works[0].is_completed():
+            return "the abort of a peer ended a receive"
+    said = message(torch.emu.synchronize)  # type: ignore[attr-defined]
+    late.join()
+    if "aborted" not in said or time.monotonic() - began < 0.2 + 0.6 * comm.rank:
+        return f"the device said {said!r} too early, or nothing"
+    again = message(lambda: dist.irecv(x, peer, group))
+    backend.abort()
+    return "" if "aborted" in again and bool((x + 1 == 1).all()) else f"afterwards: {again!r}, {x}"
 
 
 def collectives(comm: Any) -> str:

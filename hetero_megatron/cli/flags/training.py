@@ -253,9 +253,11 @@ def build_alignment(args: Arguments) -> AlignmentConfig:
 
 
 def build_distributed(args: Arguments) -> DistributedConfig:
+    if args["tp_sums_in_16_bits"] and not args["bf16"] and not args["fp16"]:
+        args.notices.append("--tp-sums-in-16-bits: nothing is in 16 bits here (--bf16 and --fp16 are)")
     return DistributedConfig(
         args["distributed_backend"], args["distributed_timeout_minutes"], args["transport"],
-        args["overlap_param_gather"],
+        args["overlap_param_gather"], args["tp_sums_in_16_bits"],
     )  # fmt: skip
 
 
@@ -377,8 +379,6 @@ def _in_plan(plan: Plan, spec: ModelSpec) -> Iterator[str]:
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             stage_name = f"pipelines[{p}].stages[{s}]"
-            if any(unit.tp > 1 for unit in stage.units):
-                yield f"layers of {stage_name} communicate: it has tensor parallelism"
             if len({unit.sequences for unit in stage.units}) < len(stage.units):
                 yield f"layers of {stage_name} communicate: it has context groups"
             if stage.optimizer.offload:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hetero_emulated_vendor import device
 from hetero_emulated_vendor.extension import extension, vendor, version
+from hetero_megatron.comm.connectivity import Sockets
 
 MESSAGE_CTAS = 16  # execution slots of a message, unless its group was made with fewer
 
@@ -25,8 +26,10 @@ def make_backend(options: Any, asked: Options | None = None) -> Any:
     """The creator that ``register_backend`` asks for: ``options`` has store, rank, size and time-out of the group."""
     store, rank, size = options.store, options.group_rank, options.group_size
     extension.meet(store, f"{vendor()}{version()}", rank, size, options.timeout)
+    sockets = Sockets()
     inner = dist.ProcessGroupGloo(dist.PrefixStore("emuccl/inner/", store), rank, size, options.timeout)
-    return extension.DeviceBackend(inner, store, rank, size, options.timeout, (asked or Options()).max_ctas)
+    ctas, connections = (asked or Options()).max_ctas, sockets.connections()
+    return extension.DeviceBackend(inner, store, rank, size, options.timeout, ctas, connections)
 
 
 def _register() -> None:

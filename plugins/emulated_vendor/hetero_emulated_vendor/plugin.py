@@ -28,6 +28,7 @@ class EmulatedVendor(Accelerator):
     eager_settings = {"HETERO_EMULATED_LOADING": "EAGER"}
     automatic = False
     tested = True
+    aborts = True
 
     def reach(self) -> str:
         """Ranks of unlike names (``HETERO_EMULATED_VENDOR``) count as unlike vendors: only the bridge joins

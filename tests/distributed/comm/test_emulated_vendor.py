@@ -113,6 +113,10 @@ def test_a_silent_peer_fails_the_transfer_in_time(pool: Pool) -> None:
     assert "Timed out" in pool.run(jobs.nobody_sends)[0]
 
 
+def test_an_abort_ends_what_waits_for_a_lost_peer(pool: Pool) -> None:
+    assert pool.run(jobs.abort_ends_it) == [""] * 4
+
+
 def stage(*ranks: int, layers: tuple[int, int], **more: Any) -> dict[str, Any]:
     return {"ranks": list(ranks), "layers": list(layers), **more}
 

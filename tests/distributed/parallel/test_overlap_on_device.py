@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from hetero_megatron.comm import Comm, Group
 from hetero_megatron.comm.hooks import Hooks, TorchWork
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import initial_values
+from hetero_megatron.parallel.collectives import gather_tokens, scatter_tokens
 from hetero_megatron.parallel.optimizer import SGD
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.buckets import IN_FLIGHT
@@ -175,3 +179,51 @@ def test_the_library_sums_and_gathers_equal_parts(pool: Pool) -> None:
         assert fixed[rank][1] == waiting[rank][1] == pytest.approx(by_library[rank][1], rel=1e-5)
         assert all(torch.equal(a, b) for a, b in zip(fixed[rank][2], waiting[rank][2], strict=True))
         torch.testing.assert_close(by_library[rank][2], fixed[rank][2], rtol=1e-5, atol=1e-6)
+
+
+def tp_sums(comm: Comm) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(sums of three ranks' values in bf16 as they are by default, and by the library, collectives of the latter)."""
+    comm.create_groups([(0, 1, 2)])
+    group, counted = comm.group((0, 1, 2)), list[str]()
+    values = torch.tensor([1.0, 2.0**-8, 2.0**-8][comm.rank], dtype=torch.bfloat16).expand(1, 6, 4).to(comm.device)
+    wide = scatter_tokens(values, group, (2, 2, 2))
+    reduce_scatter = Group.reduce_scatter
+    Group.reduce_scatter = lambda *a: counted.append("") or reduce_scatter(*a)  # type: ignore[method-assign,func-returns-value]
+    try:
+        narrow = scatter_tokens(values, replace(group, narrow_sums=True), (2, 2, 2))
+        scatter_tokens(values, replace(group, narrow_sums=True), (3, 2, 1))
+    finally:
+        Group.reduce_scatter = reduce_scatter  # type: ignore[method-assign]
+    return wide.cpu(), narrow.cpu(), len(counted)
+
+
+def test_sums_of_tensor_parallelism_are_rounded_once_or_by_the_library(pool: Pool) -> None:
+    for wide, narrow, collectives in pool.run(tp_sums):
+        assert torch.equal(wide, torch.full((1, 2, 4), 1 + 2.0**-7, dtype=torch.bfloat16))
+        assert collectives == 1, "of equal shares alone"
+        assert torch.equal(narrow, torch.ones_like(narrow)) or torch.equal(narrow, wide), "by the library's order"
+
+
+def memory_that_works_keep(comm: Comm) -> int:
+    """MiB that are held by works which somebody keeps, as the watch does, of what autograd had to keep as well."""
+    comm.create_groups([(0, 1, 2)])
+    group, emu, kept = comm.group((0, 1, 2)), torch.emu, list[object]()  # type: ignore[attr-defined]
+    watch, shards = comm.watch, (2, 2, 2)
+    emu.synchronize()
+    before = emu.memory_allocated()
+    comm.watch = SimpleNamespace(add=lambda work, *more: kept.append(work))  # type: ignore[assignment]
+    try:
+        x, factor = (torch.ones(1, 6, 1 << 18, device=comm.device) for _ in range(2))  # 6 MiB each
+        gathered = gather_tokens(scatter_tokens(x.requires_grad_() * factor, group, shards), group, shards)
+        assert gathered.grad_fn is not None and len(kept) == 2
+        del x, factor, gathered
+    finally:
+        comm.watch = watch
+    gc.collect()
+    emu.synchronize()
+    return (emu.memory_allocated() - before) >> 20  # type: ignore[no-any-return]
+
+
+def test_works_keep_what_they_write_and_nothing_of_autograds(pool: Pool) -> None:
+    """Else the graph of a step before is alive, beside which nothing can be captured, while the watch has its works."""
+    assert max(pool.run(memory_that_works_keep)) <= 2 + 6

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hetero_megatron.comm import Comm
+from hetero_megatron.comm.captured import CapturedTransfers
 from hetero_megatron.parallel.device_graphs import GraphPool
 from tests.support.pool import Pool
 
@@ -76,6 +79,39 @@ def backward_in_a_graph(comm: Comm) -> None:
         assert [g.item() for g in grads] == [2 * 9 * value, 2 * 3 * value**2]
 
 
+def collectives_in_a_graph(comm: Comm) -> None:
+    """They start when the graph runs, and hold up the device, not the host, until the other rank's does."""
+    comm.create_groups([(0, 1)])
+    group, pool, x = comm.group((0, 1)), graph_pool(comm), numbers(comm, comm.rank, 10)
+    transfers, sent = CapturedTransfers(comm), dict(comm.sent_bytes)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        doubled, whole, part = x * 2, x.new_empty(4), x.new_empty(2)
+        group.all_gather(doubled, whole).wait()
+        group.exchange([whole[:2], whole[:2]], [part, part]).wait()
+        return whole + 1, part
+
+    with transfers.recorded():
+        graph, (whole, part) = pool.capture(run)
+    assert comm.sent_bytes[1 - comm.rank] == sent.get(1 - comm.rank, 0), "nothing has moved"
+    if comm.rank == 1:
+        time.sleep(0.3)
+    for step in (1, 2):
+        x[0] = comm.rank + step
+        graph.replay()
+        transfers.started()
+        assert whole.tolist() == [2 * step + 1, 21, 2 * step + 3, 21] and part.tolist() == [2 * step, 20]
+    assert comm.sent_bytes[1 - comm.rank] == sent.get(1 - comm.rank, 0) + 2 * (16 + 16)
+
+
+def asked_for_its_end(comm: Comm, x: torch.Tensor) -> object:
+    return comm.group((0, 1)).all_gather(x, x.new_empty(4)).done
+
+
+def connects(comm: Comm, x: torch.Tensor) -> object:
+    return dist.isend(x, 1 - comm.rank, comm.group((0, 1))._handle)
+
+
 def hosts_value(comm: Comm, x: torch.Tensor) -> object:
     return (x + 1).sum().item()
 
@@ -107,12 +143,14 @@ def random_numbers(comm: Comm, x: torch.Tensor) -> object:
 REFUSED: dict[Callable[[Comm, torch.Tensor], object], str] = {
     hosts_value: "the host would wait for aten::_local_scalar_dense", shape_from_values: "aten::nonzero",
     copy_to_host: "a copy between host and device", copy_from_host: "a copy between host and device",
+    asked_for_its_end: "no end that the host could ask for", connects: "the first transfer, which connects",
     synchronisation: "synchronize", event: "an event", random_numbers: "random numbers of a generator",
 }  # fmt: skip
 
 
 def refusals(comm: Comm) -> dict[str, str]:
     found = {}
+    comm.create_groups([(0, 1)])
     for program in REFUSED:
         x = numbers(comm, 1, 2)
         try:
@@ -150,7 +188,7 @@ def misuses(comm: Comm) -> list[str]:
     return list(misuse(comm))
 
 
-@pytest.mark.parametrize("job", [replays, runs_while_the_host_goes_on, backward_in_a_graph])
+@pytest.mark.parametrize("job", [replays, runs_while_the_host_goes_on, backward_in_a_graph, collectives_in_a_graph])
 def test_a_graph_runs_again(job: Callable[[Comm], None], pool: Pool) -> None:
     pool.run(job)
 

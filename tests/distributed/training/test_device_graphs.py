@@ -37,6 +37,8 @@ MICRO_BATCHES, STEPS, EAGER = 4, 3, 1
 Stages = list[dict[str, Any]]
 ONE: Stages = [{"ranks": [0], "layers": [0, 4]}]
 TWO: Stages = [{"ranks": [0], "layers": [0, 2]}, {"ranks": [1], "layers": [2, 4]}]
+TP: Stages = [{"ranks": [0, 1], "layers": [0, 4], "tp": 2}]
+MESHES: Stages = [{"ranks": [0, 1], "layers": [0, 2], "tp": 2}, {"ranks": [2, 3], "layers": [2, 4], "tp": 2}]
 CHUNKS: Stages = [{"ranks": [r], "layers": [[r, r + 1], [r + 2, r + 3]]} for r in (0, 1)]
 
 EMULATED_RANKS = 2
@@ -104,6 +106,9 @@ CASES = {
     "chunks": (case_of(LLAMA, [CHUNKS], schedule="interleaved"), None),
     "all in flight": (case_of(LLAMA, [TWO], schedule="gpipe"), [4, 4]),
     "data parallel": (case_of(LLAMA, [ONE, [{"ranks": [1], "layers": [0, 4]}]]), [1, 1]),
+    "tensor parallel": (case_of(LLAMA, [TP]), [1, 1]),
+    "uneven tensor parallel": (case_of(LLAMA, [[{**TP[0], "tp_split": [3, 1]}]], dropout=Dropout(0.3, 0.2)), [1, 1]),
+    "tensor parallel, recompute": (case_of(LLAMA, [recomputed(TP, "full")], "bf16", rows=2), [1, 1]),
     "recompute": (case_of(LLAMA, [recomputed(TWO, "full")]), [2, 1]),
     "recompute attention": (case_of(LLAMA, [recomputed(ONE, "selective")]), [1]),
     "recompute elementwise": (case_of(LLAMA, [recomputed(TWO, "elementwise")]), [2, 1]),
@@ -131,6 +136,7 @@ ADAPTERS = {
 COSTLY = {
     "all of it", "tensorwise", "blockwise", "dropout", "dropout, recompute", "adapters, dropout, recompute", "chunks",
     "all in flight", "recompute attention", "biases and layer norms", "adapters",
+    "uneven tensor parallel", "tensor parallel, recompute",
 }  # fmt: skip
 IN_CI = {"all of it", "blockwise", "dropout, recompute", "adapters, dropout, recompute", "chunks"}
 
@@ -143,12 +149,19 @@ def test_graphs_change_no_bit(name: str, pool: Pool) -> None:
 @pytest.mark.slow
 def test_graphs_on_streams_that_run_late() -> None:
     """While one graph is queued or runs, others are captured in its memory."""
-    for name in ("chunks", "dropout, chunks", "pipeline") * 2:
+    for name in ("chunks", "dropout, chunks", "pipeline", "tensor parallel") * 2:
         compare(name, shared_pool(("emulated:late=0.0003",) * EMULATED_RANKS))
 
 
+@pytest.mark.slow
+def test_graphs_of_meshes_on_a_device_with_bad_habits() -> None:
+    """Two stages with tensor parallelism, whose graphs hold collectives."""
+    habits = "lazy-loading,blocking-groups,slots=132,communicator-mib=8,freeing-waits"
+    compare("two meshes", shared_pool((f"emulated:{habits}",) * 4))
+
+
 def compare(name: str, pool: Pool) -> None:
-    case, in_flight = CASES[name]
+    case, in_flight = {**CASES, "two meshes": (case_of(LLAMA, [MESHES]), [2, 2, 1, 1])}[name]
     lora = ADAPTERS.get(name)
     plain, graphed = (pool.run(trained, case, after, lora) for after in (None, EAGER))
     for rank, (one, other) in enumerate(zip(plain, graphed, strict=True)):
@@ -168,11 +181,14 @@ def compare(name: str, pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "fp8"), [("none", None), ("full", None), ("none", Fp8("e4m3", "tensorwise"))])
-def test_the_estimate_counts_what_graphs_take(how: str, fp8: Fp8 | None, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("how", "stages", "fp8"),
+    [("none", ONE, None), ("full", ONE, None), ("none", ONE, Fp8("e4m3", "tensorwise")), ("none", TP, None)],
+)
+def test_the_estimate_counts_what_graphs_take(how: str, stages: Stages, fp8: Fp8 | None, pool: Pool) -> None:
     """Without their part it would be a fifth too small."""
     model = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # tensors of many pages
-    case = case_of(model, [recomputed(ONE, how)], rows=2, seq_length=64, fp8=fp8)
+    case = case_of(model, [recomputed(stages, how)], rows=2, seq_length=64, fp8=fp8)
     spec = from_hf_config(model)
     predicted = estimate_memory(plan_from_dict(case.plan, spec), spec, case.dtype, graphs=True, fp8=fp8)[0]
     peak = pool.run(trained, case, EAGER)[0]["peak"]

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from hetero_megatron.plans import load_plan
 from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.memory.replicas import copies_of
 from hetero_megatron.spec.presets import load_model
-from tests.support.elastic_jobs import ElasticRun, Happening, Host, final_state, run_elastic, run_segments
+from tests.support.elastic_jobs import Devices, ElasticRun, Happening, Host, final_state, run_elastic, run_segments
 from tests.support.selection import quick
 
 HEAD = "version: 1\nseq_length: 16\nglobal_batch_size: 4\npipelines:\n"
@@ -73,7 +74,7 @@ def _words(directory: Path, *more: str) -> list[str]:
 
 def run(
     directory: Path, ranks: int, happenings: Sequence[Happening], *more: str, grace: float = 30.0,
-    hosts: Sequence[Host] = (), plans_by_count: Plans = PLANS, search_seconds: float = 0.0,
+    hosts: Sequence[Host] = (), plans_by_count: Plans = PLANS, search_seconds: float = 0.0, devices: Devices = (),
 ) -> ElasticRun:  # fmt: skip
     plans = _plans(directory, plans_by_count)
     words = _words(directory, *(more or ("--peer-replicas-every", "1")))
@@ -82,10 +83,13 @@ def run(
         time.sleep(search_seconds)
         return plans.get(min(count, len(plans)))
 
-    return run_elastic(directory, [plans[ranks]], words, ranks, happenings, fits, grace, hosts=hosts)
+    return run_elastic(directory, [plans[ranks]], words, ranks, happenings, fits, grace, hosts=hosts, devices=devices)
 
 
-def check(directory: Path, ranks: int, found: ElasticRun, *more: str, plans_by_count: Plans = PLANS) -> list[int]:
+def check(
+    directory: Path, ranks: int, found: ElasticRun, *more: str, plans_by_count: Plans = PLANS,
+    devices_by_count: Mapping[int, Devices] = MappingProxyType({}),
+) -> list[int]:  # fmt: skip
     """The run against one that is begun anew at the same steps; returns after which steps these were."""
     assert found.code == 0, found.output
     assert [s["step"] for s in found.steps] == list(range(1, STEPS + 1)), found.output
@@ -101,7 +105,7 @@ def check(directory: Path, ranks: int, found: ElasticRun, *more: str, plans_by_c
         starts = [*(one for one in starts if one[0] < step), (step, count)]
     ends = [*(step for step, _ in starts[1:]), STEPS]
     segments = [(plans[n], n, end) for (_, n), end in zip(starts, ends, strict=True)]
-    steps = run_segments(apart, _words(apart, *more), segments)
+    steps = run_segments(apart, _words(apart, *more), segments, devices_by_count)
     for key in ("loss", "grad_norm", "consumed_samples"):
         assert [s[key] for s in found.steps] == [s[key] for s in steps], key
     mine, theirs = final_state(directory), final_state(apart)

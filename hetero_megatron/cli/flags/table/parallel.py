@@ -118,6 +118,9 @@ FLAGS = (
     notice("--overlap-grad-reduce", _ALWAYS),
     switch("--overlap-param-gather",
            "layers wait for updated parameters in the next forward, where these need not be unpacked"),
+    switch("--tp-sums-in-16-bits",
+           "where shares are equal, partial sums of tensor parallelism are added by the device's library, which rounds "
+           "to 16 bits after every addition; else in fp32, rounded once"),
     *(notice(name, _TRANSPORT) for name in _TRANSPORT_SWITCHES),
     notice("--no-align-grad-reduce", _TRANSPORT, aliases=("--disable-align-grad-reduce",)),
     *(notice(name, _TRANSPORT, nargs=1) for name in _TRANSPORT_VALUES),

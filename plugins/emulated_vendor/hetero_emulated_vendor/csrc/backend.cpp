@@ -2,9 +2,22 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <thread>
+
+#include "graphs.h"
 #include "habits.h"
 
 namespace emu {
+
+namespace {
+
+constexpr const char* kAborted = "emuccl: the communicator was aborted";
+constexpr Milliseconds kLook{5};  // interval between two looks whether a member has come
+
+}  // namespace
 
 DeviceWork::DeviceWork(int rank, c10d::OpType type, Event end, Tensors outputs)
     : Work(rank, type), end_(std::move(end)), outputs_(std::move(outputs)) {}
@@ -29,6 +42,10 @@ bool DeviceWork::wait(Milliseconds timeout) {
   return true;
 }
 
+bool CapturedWork::isCompleted() {
+  TORCH_CHECK(false, "emuccl: a transfer in the capture of a graph has no end that the host could ask for");
+}
+
 void DeviceWork::synchronize() { wait(kNoTimeout); }
 
 void meet(c10d::Store& store, const std::string& vendor, int rank, int size, Milliseconds timeout) {
@@ -50,10 +67,71 @@ void meet(c10d::Store& store, const std::string& vendor, int rank, int size, Mil
   }
 }
 
+void Abort::run(std::function<void()> transfer, Milliseconds limit) {
+  struct End {
+    bool reached = false;
+    std::exception_ptr error;
+  };
+  const auto end = std::make_shared<End>();
+  const auto self = shared_from_this();
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  std::thread([self, end, transfer = std::move(transfer)]() mutable {
+    std::exception_ptr error;
+    try {
+      transfer();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    transfer = nullptr;  // memory is given back before anybody knows that it has ended
+    std::lock_guard<std::mutex> lock(self->mutex_);
+    end->reached = true;
+    end->error = error;
+    self->changed_.notify_all();
+  }).detach();
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return set_ || end->reached; });
+  if (end->reached && !end->error) return;
+  changed_.wait_until(lock, deadline, [&] { return set_; });
+  if (!set_) std::rethrow_exception(end->error);
+  // gloo, disconnected, ends what it does at once, but for a message of which a part is sent: that one never.
+  changed_.wait_for(lock, std::chrono::seconds(1), [&] { return end->reached; });
+  if (!habits().silent_abort) TORCH_CHECK(false, kAborted);
+}
+
+void Abort::set() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  set_ = true;
+  changed_.notify_all();
+}
+
+bool Abort::is_set() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return set_;
+}
+
+void Abort::check() { TORCH_CHECK(!is_set(), kAborted); }
+
 DeviceBackend::DeviceBackend(
     c10::intrusive_ptr<c10d::Backend> inner, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-    Milliseconds limit, int ctas)
-    : Backend(rank, size), inner_(std::move(inner)), store_(std::move(store)), limit_(limit), ctas_(ctas) {}
+    Milliseconds limit, int ctas, std::map<int, std::string> sockets)
+    : Backend(rank, size),
+      inner_(std::move(inner)),
+      store_(std::move(store)),
+      limit_(limit),
+      ctas_(ctas),
+      sockets_(std::move(sockets)) {}
+
+void DeviceBackend::abort() {
+  if (abort_->is_set()) return;
+  abort_->set();
+  for (const auto& [number, name] : sockets_) {  // unless they were closed, and the number is another file's now
+    char found[64] = {};
+    const std::string path = "/proc/self/fd/" + std::to_string(number);
+    if (readlink(path.c_str(), found, sizeof(found) - 1) > 0 && name == found) ::shutdown(number, SHUT_RDWR);
+  }
+  // Who connects holds the lock, and gives up by itself.
+  if (std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock); lock) communicators_.clear();
+}
 
 namespace {
 
@@ -80,11 +158,14 @@ void DeviceBackend::connect(int peer) {
   const Milliseconds limit = habits().connect_seconds > 0
       ? Milliseconds(static_cast<int64_t>(1000 * habits().connect_seconds))
       : limit_;
+  const auto deadline = std::chrono::steady_clock::now() + limit;
   for (const int member : members) {
-    try {
-      store_->wait({key(member)}, limit);
-    } catch (const std::exception&) {
-      TORCH_CHECK(false, "emuccl: member ", member, " did not connect within ", limit.count(), " ms");
+    while (!store_->check({key(member)})) {
+      abort_->check();
+      TORCH_CHECK(
+          std::chrono::steady_clock::now() < deadline, "emuccl: member ", member, " did not connect within ",
+          limit.count(), " ms");
+      std::this_thread::sleep_for(kLook);
     }
   }
 }
@@ -112,15 +193,13 @@ DeviceBackend::Work DeviceBackend::start(
     c10d::OpType type, const std::string& name, int peer, const Tensors& reads, const Tensors& writes,
     Transfer transfer) {
   std::lock_guard<std::mutex> lock(mutex_);
+  abort_->check();
   require(reads, name.c_str());
   require(writes, name.c_str());
   if (device_ == -1) device_ = current_device();
+  Recording* recording = current_stream(device_).recording;
+  if (recording != nullptr && communicators_.count(peer) == 0) recording->refuse("the first transfer, which connects");
   connect(peer);
-  Stream& stream = stream_for(peer);
-  ++started_;
-  Event begin, end;
-  begin.record(current_stream(device_));
-  begin.block(stream);
   std::vector<Use> uses;
   std::vector<std::shared_ptr<const Extent>> kept;
   for (const auto& [tensors, kind] : {std::pair(&reads, Kind::Read), std::pair(&writes, Kind::Write)}) {
@@ -128,17 +207,31 @@ DeviceBackend::Work DeviceBackend::start(
       const Use use = use_of(tensor, kind);
       if (use.shadow == nullptr) continue;
       uses.push_back(use);
-      kept.push_back(extent_of(tensor.storage()));
-      Checker::get().record_stream(*use.shadow, stream.actor);
+      if (recording == nullptr) kept.push_back(extent_of(tensor.storage()));
     }
   }
+  // A transfer that is aborted may still be in its thread, so that has all that it uses.
+  const auto whole = [inner = inner_, transfer = std::move(transfer), kept = std::move(kept)]() mutable {
+    transfer(*inner);
+  };
+  if (recording != nullptr) {  // a launch of the graph, on whose stream it then runs
+    recording->add_transfer(
+        "emuccl " + name, uses, [whole, abort = abort_, limit = limit_] { abort->run(whole, limit); });
+    return c10::make_intrusive<CapturedWork>(rank_, type);
+  }
+  Stream& stream = stream_for(peer);
+  ++started_;
+  Event begin, end;
+  begin.record(current_stream(device_));
+  begin.block(stream);
+  for (const Use& use : uses) Checker::get().record_stream(*use.shadow, stream.actor);
   Checker::get().run(stream.actor, "emuccl " + name, uses);
   auto failed = std::make_shared<std::exception_ptr>();
   const int slots = type == c10d::OpType::RECV ? ctas_ : 0;
-  stream.enqueue([inner = inner_, transfer = std::move(transfer), kept = std::move(kept), failed, slots] {
+  stream.enqueue([whole, failed, slots, abort = abort_, limit = limit_] {
     Slots::get().take(slots);
     try {
-      transfer(*inner);
+      abort->run(whole, limit);
     } catch (...) {
       *failed = std::current_exception();
     }

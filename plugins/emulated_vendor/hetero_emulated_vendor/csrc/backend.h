@@ -5,7 +5,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
+#include <condition_variable>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "kernels.h"
@@ -31,20 +34,48 @@ class DeviceWork final : public c10d::Work {
   Tensors outputs_;
 };
 
+// A transfer that a graph holds: what is captured after it comes after it.
+class CapturedWork final : public c10d::Work {
+ public:
+  CapturedWork(int rank, c10d::OpType type) : Work(rank, type) {}
+  bool isCompleted() override;
+  bool wait(Milliseconds) override { return true; }
+  void synchronize() override {}
+};
+
 // Returns once all members of a group have said whose they are. Throws if one is not of `vendor`, or does not come.
 void meet(c10d::Store& store, const std::string& vendor, int rank, int size, Milliseconds timeout);
 
+// What a group's waiting transfers and its abort have in common.
+class Abort : public std::enable_shared_from_this<Abort> {
+ public:
+  // Run a transfer of the group, in a thread of its own, whose end the caller waits for: for ever where the peer is gone,
+  // but for `limit` from now, or the abort. Throws what the transfer threw, or that it was aborted.
+  void run(std::function<void()> transfer, Milliseconds limit);
+  void set();
+  bool is_set();
+  void check();  // throws where it is set
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool set_ = false;
+};
+
 // Moves device memory between processes of one host: refuses host tensors, and tensors of another device than its first.
-// Transfers of a pair of ranks queue up in the order
-// of their start, whatever their tags, as do the collectives of the group.
+// Transfers of a pair of ranks queue up in the order of their start, whatever their tags, as do the collectives of the
+// group. As NCCL's, they do not notice that a peer is gone: they occupy their stream until `abort`.
 class DeviceBackend final : public c10d::Backend {
  public:
   // `inner` moves what the kernels see, in host memory.
-  // `store` is the group's, `limit` how long members may wait for each other there, and `ctas` how many execution slots
-  // a message takes.
+  // `store` is the group's, `limit` how long members may wait for each other, `ctas` how many execution slots a message
+  // takes, and `sockets` the connections of `inner`, by file descriptor as /proc names them.
   DeviceBackend(
       c10::intrusive_ptr<c10d::Backend> inner, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-      Milliseconds limit, int ctas);
+      Milliseconds limit, int ctas, std::map<int, std::string> sockets);
+
+  // End all transfers and give back the communicators; from any thread. What was not received yet never comes.
+  void abort() override;
 
   using Work = c10::intrusive_ptr<c10d::Work>;
 
@@ -82,6 +113,8 @@ class DeviceBackend final : public c10d::Backend {
   const c10::intrusive_ptr<c10d::Store> store_;
   const Milliseconds limit_;
   const int ctas_;
+  const std::map<int, std::string> sockets_;
+  const std::shared_ptr<Abort> abort_ = std::make_shared<Abort>();
   std::mutex mutex_;
   std::map<int, Stream*> streams_;
   std::map<int, c10::DataPtr> communicators_;  // by peer, the device memory of each

@@ -48,8 +48,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("findings", [] { return Checker::get().take_found(); });
   py::class_<DeviceBackend, c10d::Backend, c10::intrusive_ptr<DeviceBackend>>(module, "DeviceBackend")
       .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& inner, const c10::intrusive_ptr<c10d::Store>& store,
-                       int rank, int size, std::chrono::milliseconds limit, int ctas) {
-        return c10::make_intrusive<DeviceBackend>(inner, store, rank, size, limit, ctas);
+                       int rank, int size, std::chrono::milliseconds limit, int ctas,
+                       std::map<int, std::string> sockets) {
+        return c10::make_intrusive<DeviceBackend>(inner, store, rank, size, limit, ctas, std::move(sockets));
       }));
   module.def("communicators", &communicators);
   module.def("loaded_kernels", &loaded_kernels);

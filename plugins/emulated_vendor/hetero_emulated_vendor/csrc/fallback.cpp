@@ -186,6 +186,15 @@ bool all_alike(const Call& call, at::IntArrayRef sizes) {
   return alike && count > 1;
 }
 
+// Whether an output is one of the inputs: then it is not resized either.
+bool is_input(const Call& call, const at::Tensor& output) {
+  int count = 0;
+  for (size_t i = call.first; i < call.stack.size(); ++i) {
+    each_tensor(call.stack[i], [&](const at::Tensor& tensor) { count += tensor.is_same(output); });
+  }
+  return count > 1;
+}
+
 // The arguments that an operator returns, if it returns nothing else and writes into memory that is there: then it can
 // run later, on its stream's thread.
 std::optional<std::vector<size_t>> returned_arguments(const Call& call) {
@@ -198,7 +207,8 @@ std::optional<std::vector<size_t>> returned_arguments(const Call& call) {
       all_here &= !tensor.defined() || on_device(tensor) || number;
       if (!writes(arguments[i])) return;
       any = true;
-      all_here &= tensor.defined() && (tensor.numel() != 0 || all_alike(call, tensor.sizes()));  // else it may be resized
+      if (!tensor.defined()) all_here = false;
+      else if (tensor.numel() == 0) all_here &= all_alike(call, tensor.sizes()) || is_input(call, tensor);  // not resized
     });
     if (!all_here || call.stack[call.first + i].isGenerator()) return std::nullopt;
   }

@@ -67,6 +67,12 @@ void Recording::add(const std::string& name, const std::vector<Use>& uses, std::
   kernels_.push_back(std::move(kernel));
 }
 
+void Recording::add_transfer(
+    const std::string& name, const std::vector<Use>& uses, std::function<void()> transfer) {
+  transfers_ = true;
+  add(name, uses, std::move(transfer));
+}
+
 void Recording::end() {
   for (const auto& [address, size] : memory_) std::memset(address, 0xFF, size);
   memory_.clear();
@@ -91,7 +97,7 @@ void Recording::replay(Stream& stream) {
     at::AutoDispatchBelowADInplaceOrView below;
     for (const auto& kernel : self->kernels_) kernel();
   };
-  if (!stream.idle()) {
+  if (transfers_ || !stream.idle()) {
     queue_operator(stream, "graph", uses, run);
     return;
   }

@@ -17,7 +17,7 @@ namespace emu {
 // To the program nothing of it runs until the graph does: memory from before the capture is not written, and what was
 // allocated in it is undefined again at its end. (The kernels do run on memory of the capture, because only they know
 // the shapes of their results.) What other devices do not record is refused, and so is the graph then: whatever holds
-// up the host, events, communication, copies from and to the host, and random numbers of a generator.
+// up the host, events, messages that it sends, copies from and to it, and random numbers of a generator.
 class Recording : public std::enable_shared_from_this<Recording> {
  public:
   Recording(int device, std::shared_ptr<Pool> pool);
@@ -29,6 +29,8 @@ class Recording : public std::enable_shared_from_this<Recording> {
   // Whether all of it was allocated in this capture.
   bool own(const at::Tensor& tensor) const;
   void add(const std::string& name, const std::vector<Use>& uses, std::function<void()> kernel);
+  // A transfer between processes, which takes until others have come: the graph is never run on the host's thread then.
+  void add_transfer(const std::string& name, const std::vector<Use>& uses, std::function<void()> transfer);
   void end();  // what was allocated in the capture is undefined from here on
 
   const std::string& refusal() const { return refusal_; }
@@ -49,6 +51,7 @@ class Recording : public std::enable_shared_from_this<Recording> {
   const uint64_t number_;
   std::shared_ptr<Pool> pool_;
   std::string refusal_;
+  bool transfers_ = false;
   std::vector<std::function<void()>> kernels_;
   std::vector<Touched> touched_;
   std::set<std::tuple<uint64_t, Kind, size_t, size_t>> known_;  // of what was touched: block, and how

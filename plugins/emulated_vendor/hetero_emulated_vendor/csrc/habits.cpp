@@ -22,6 +22,7 @@ Habits read_habits() {
       {"blocking-groups", [&](double) { found.blocking_groups = true; }},
       {"no-fp64", [&](double) { found.no_fp64 = true; }},
       {"freeing-waits", [&](double) { found.freeing_waits = true; }},
+      {"silent-abort", [&](double) { found.silent_abort = true; }},
       {"slots", [&](double value) { found.slots = static_cast<int>(value); }},
       {"late", [&](double value) { found.late_seconds = value; }},
       {"compile", [&](double value) { found.compile_seconds = value; }},

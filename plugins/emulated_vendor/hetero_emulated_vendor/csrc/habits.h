@@ -16,6 +16,7 @@ struct Habits {
   bool blocking_groups = false;    // a group's first collective, and a pair's first message, hold up the host until all come
   bool no_fp64 = false;            // no memory for double precision
   bool freeing_waits = false;      // a device without free memory gives up only after it is drained
+  bool silent_abort = false;       // transfers that are aborted end as if nothing was wrong with them
   int slots = 0;                   // execution slots, which waiting receives occupy; 0: any number
   double late_seconds = 0;         // what is queued on a stream begins late, by any time up to this
   double compile_seconds = 0;      // what the first product of matrices takes on rank 0
