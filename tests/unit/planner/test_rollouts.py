@@ -163,3 +163,15 @@ def test_few_tokens_are_on_the_line_through_the_smallest_measured_sizes() -> Non
     found = _few([*rows, LayerRow("m", 2, 1, 64, 0.5, 1.0)])
     assert [(row.micro_batch_size, row.seq_length) for row in found] == [(1, 1), (64, 1)]
     assert [row.forward for row in found] == pytest.approx([0.010 - 63 * 0.006 / 64, 0.010])
+
+
+def test_a_generator_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = load_model("tiny")
+    (tmp_path / "cluster.yaml").write_text(CLUSTER.replace("24 GiB", "520 MiB"))
+    plan, _ = made(spec, load_cluster(str(tmp_path / "cluster.yaml")), pipelines(16, (2, [0, spec.num_layers])))
+    (tmp_path / "plan.yaml").write_text(dump_yaml(plan))
+    (tmp_path / "rewards.py").write_text("def good(**_): ...")
+    words = f"finetune --dry-run --grpo --model tiny --plan {tmp_path}/plan.yaml --cluster {tmp_path}/cluster.yaml"
+    assert main([*words.split(), "--reward-function", f"{tmp_path}/rewards.py:good"]) == 2
+    told = capsys.readouterr()
+    assert "role generator" in told.out and "2 (aged) by up to" in told.err and told.err.count("\n") == 1
