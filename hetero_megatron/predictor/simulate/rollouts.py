@@ -103,8 +103,9 @@ def _of_tokens(rates: Rates) -> Rates:
     the line through their two smallest sizes, in tokens: what a layer takes however few they are lies on it."""
     chips = {}
     for name, chip in rates.chips.items():
-        few = {table: (*getattr(chip, table), *_few(getattr(chip, table))) for table in ("layers", "embed", "head")}
-        chips[name] = replace(chip, **few) if chip.calibrated else replace(chip, gemm_half=0.0)
+        layers, embed, head = ((*table, *_few(table)) for table in (chip.layers, chip.embed, chip.head))
+        half = chip.gemm_half if chip.calibrated else 0.0
+        chips[name] = replace(chip, gemm_half=half, layers=layers, embed=embed, head=head)
     return replace(rates, chips=chips)
 
 
