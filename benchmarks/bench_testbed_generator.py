@@ -35,6 +35,7 @@ from hetero_megatron.plans.roles import GENERATOR
 from hetero_megatron.spec.grpo import Grpo
 
 LENGTH, NEW, DTYPE = 64, 48, "fp32"
+VOCABULARY = 512  # of the models' shapes
 IN_TURN, OLD, OLD_AHEAD = "all chips, in turn", "old chips sample, before each step", "old chips sample, ahead"
 
 
@@ -59,7 +60,7 @@ def write_files(case: Case, folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = [f"w{i}" for i in range(SHAPES["vocab_size"] - 1)] + ["<end>"]
+    words = [f"w{i}" for i in range(VOCABULARY - 1)] + ["<end>"]
     single = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<end>"))
     single.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=single, eos_token="<end>").save_pretrained(folder / "base")

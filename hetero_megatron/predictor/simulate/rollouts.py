@@ -15,7 +15,7 @@ from hetero_megatron.plans.memory.generator import cache_bytes
 from hetero_megatron.plans.shares import pipeline_shares, rank_shares
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
-from hetero_megatron.predictor.cost.rates import Rates, load_rates
+from hetero_megatron.predictor.cost.rates import LayerRow, Rates, load_rates
 from hetero_megatron.predictor.simulate.beside import RoleCosts, with_role_ranks
 from hetero_megatron.predictor.simulate.role_prediction import RolloutPrediction
 from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
@@ -52,7 +52,7 @@ class RolloutCosts:
         headless = replace(model, vocab_size=1)
         options = CostOptions(reference=1, margin=margin)
         self._prompts = CostModel(headless, cluster, prompt, dtype, options)
-        self.costs = CostModel(model, cluster, 1, dtype, options, _thin_products(load_rates(cluster, dtype)))
+        self.costs = CostModel(model, cluster, 1, dtype, options, _of_tokens(load_rates(cluster, dtype)))
         self._known: dict[tuple[Pipeline, int], tuple[float, float]] = {}
 
     def pipelines(self, plan: Plan, rows: int | None) -> list[RolloutPrice]:
@@ -96,11 +96,34 @@ class RolloutCosts:
         return total
 
 
-def _thin_products(rates: Rates) -> Rates:
-    """Of chips of which nothing was measured, products of few rows take as long as their weights are read: what share
-    of the peak larger ones reach says nothing of them."""
-    chips = {name: chip if chip.calibrated else replace(chip, gemm_half=0.0) for name, chip in rates.chips.items()}
+def _of_tokens(rates: Rates) -> Rates:
+    """For sequences of one token. Of chips of which nothing was measured, products of few rows take as long as their
+    weights are read: what share of the peak larger ones reach says nothing of them. Measured layers and heads are on
+    the line through their two smallest sizes, in tokens: what a layer takes however few they are lies on it."""
+    chips = {}
+    for name, chip in rates.chips.items():
+        layers, embed, head = ((*table, *_few(table)) for table in (chip.layers, chip.embed, chip.head))
+        half = chip.gemm_half if chip.calibrated else 0.0
+        chips[name] = replace(chip, gemm_half=half, layers=layers, embed=embed, head=head)
     return replace(rates, chips=chips)
+
+
+def _few(rows: Sequence[LayerRow]) -> list[LayerRow]:
+    """Of each model and TP degree two rows of sequences of one token."""
+    alike: dict[tuple[str, float], list[LayerRow]] = {}
+    for row in rows:
+        alike.setdefault((row.fingerprint, row.tp), []).append(row)
+    found = []
+    for measured in alike.values():
+        low, *others = sorted(measured, key=lambda row: row.micro_batch_size * row.seq_length)
+        size = low.micro_batch_size * low.seq_length
+        high = next((row for row in others if row.micro_batch_size * row.seq_length > size), None)
+        if high is not None:
+            slope = (high.forward - low.forward) / (high.micro_batch_size * high.seq_length - size)
+            least = min(max(low.forward - slope * (size - 1), 0.0), low.forward)
+            found += [replace(low, micro_batch_size=float(n), seq_length=1, forward=seconds, backward=seconds)
+                      for n, seconds in ((1, least), (size, low.forward))]  # fmt: skip
+    return found
 
 
 def _generating(stage: Stage, rows: int, length: int) -> Stage:

@@ -20,7 +20,8 @@ from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.forward_only import ForwardRole, role_of
 from hetero_megatron.plans.memory.forward_only import with_role
 from hetero_megatron.predictor.cost.cost_options import CostOptions
-from hetero_megatron.predictor.simulate.rollouts import RolloutCosts, predict_rollouts, weight_seconds
+from hetero_megatron.predictor.cost.rates import LayerRow
+from hetero_megatron.predictor.simulate.rollouts import RolloutCosts, _few, predict_rollouts, weight_seconds
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.grpo import Grpo
 from hetero_megatron.training.config import RoleConfig
@@ -154,3 +155,23 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     from hetero_megatron.plans.dump import to_dict
 
     return to_dict(plan)
+
+
+def test_few_tokens_are_on_the_line_through_the_smallest_measured_sizes() -> None:
+    """Of each TP degree: a layer has costs that do not shrink with its tokens."""
+    rows = [LayerRow("m", 1, size, 64, seconds, 1.0) for size, seconds in ((2, 0.016), (1, 0.010), (4, 0.1))]
+    found = _few([*rows, LayerRow("m", 2, 1, 64, 0.5, 1.0)])
+    assert [(row.micro_batch_size, row.seq_length) for row in found] == [(1, 1), (64, 1)]
+    assert [row.forward for row in found] == pytest.approx([0.010 - 63 * 0.006 / 64, 0.010])
+
+
+def test_a_generator_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = load_model("tiny")
+    (tmp_path / "cluster.yaml").write_text(CLUSTER.replace("24 GiB", "520 MiB"))
+    plan, _ = made(spec, load_cluster(str(tmp_path / "cluster.yaml")), pipelines(16, (2, [0, spec.num_layers])))
+    (tmp_path / "plan.yaml").write_text(dump_yaml(plan))
+    (tmp_path / "rewards.py").write_text("def good(**_): ...")
+    words = f"finetune --dry-run --grpo --model tiny --plan {tmp_path}/plan.yaml --cluster {tmp_path}/cluster.yaml"
+    assert main([*words.split(), "--reward-function", f"{tmp_path}/rewards.py:good"]) == 2
+    told = capsys.readouterr()
+    assert "role generator" in told.out and "2 (aged) by up to" in told.err and told.err.count("\n") == 1
