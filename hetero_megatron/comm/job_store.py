@@ -29,10 +29,18 @@ LOOK_SECONDS = 0.5  # for which an answer is awaited at a time
 
 
 class JobStore:
-    """A TCP store on this host; ranks of round r use keys under ``round/r`` (see ``start_comm``)."""
+    """A TCP store on this host, at ``host``; ranks of round r use keys under ``round/r`` (see ``start_comm``).
+
+    Raises:
+        UserError: that is no address of this host.
+    """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        listener = socket.create_server((host, 0), backlog=4096)
+        try:
+            listener = socket.create_server((host, 0), backlog=4096)
+        except OSError as error:
+            problem = f"this host cannot listen there ({(error.strerror or str(error)).split(' (')[0]})"
+            raise UserError(problem, field="--address", value=host, accepted="an address of this host") from None
         self.host, self.port = host, int(listener.getsockname()[1])
         self._store = serve(listener, host, timedelta(seconds=30))
 

@@ -189,7 +189,7 @@ class InPlaceSupervisor:
 
     def _await_hosts(self) -> int | None:
         """Those that the first epoch begins with: the job's exit code where one does not fit, or does not come."""
-        for line in self._admission.look(set(), self._cluster):
+        for line in self._admission.look({self._seats[m].node for m in self._alive}, self._cluster):
             self.log(line)
         awaited = ", ".join(sorted(self._admission.awaited))
         if self._admission.unfit:

@@ -84,6 +84,8 @@ def test_what_the_launcher_refuses_beside_it(tmp_path: Path) -> None:
         assert error.value.field == field and "contradicts --elastic" in str(error.value)
     with pytest.raises(UserError, match="lost with it"):
         main(["--elastic", *rest, *flags, "--peer-replicas-every", "0"])
+    with pytest.raises(UserError, match=r"--address = 203.0.113.1: this host cannot listen there \(Cannot assign"):
+        main(["--elastic", *rest, "--address", "203.0.113.1", *flags])
     testbed = ["--elastic", *rest, "--testbed"]
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(CLUSTER.replace("10 MB", "1 GB"))
