@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import threading
 import time
 from collections import Counter, defaultdict
@@ -30,7 +29,6 @@ from hetero_megatron.comm.islands import Islands
 from hetero_megatron.comm.watchdog import TransferWatch
 from hetero_megatron.comm.work import CommError, Waiter, Work, Works, first_line, full_memory, with_timeout
 from hetero_megatron.environment.launcher import LauncherEnvironment
-from hetero_megatron.environment.network import GLOO_INTERFACE, gloo_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.platform.platform import backend_of
@@ -65,14 +63,9 @@ class Comm:
     """
 
     def __init__(
-        self,
-        rank: int,
-        device: torch.device,
-        timeout: timedelta,
-        hooks: Hooks | None = None,
-        connectivity: Connectivity | None = None,
-        launcher: LauncherEnvironment | None = None,
-    ) -> None:
+        self, rank: int, device: torch.device, timeout: timedelta, hooks: Hooks | None = None,
+        connectivity: Connectivity | None = None, launcher: LauncherEnvironment | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.device, self.timeout = rank, device, timeout
         self.hooks, self.connectivity = hooks or Hooks(), connectivity or Connectivity(rank)
         self.clock, self.launcher = self.hooks.clock, launcher or LauncherEnvironment(rank)
@@ -191,22 +184,14 @@ class Comm:
             return handle, None
         return handle, Bridge(stripes, self.copies, self.timeout.total_seconds(), near_network=self._near_network)
 
-    def _near_network(self) -> AbstractContextManager[None]:
-        """Context in which threads start that move data over the network: on CPUs near its card."""
-        if not self._network_cpus:
-            return nullcontext()
-        from hetero_megatron.environment.network import on_cpus
-
-        return on_cpus(self._network_cpus)
-
     @functools.cached_property
-    def _network_cpus(self) -> frozenset[int]:
+    def _near_network(self) -> Callable[[], AbstractContextManager[None]]:
+        """Context in which threads start that move data over the network: on CPUs near its card."""
         if self.launcher.one_host:
-            return frozenset()
-        from hetero_megatron.environment.network import network_cpus
+            return nullcontext
+        from hetero_megatron.environment.network import near_card
 
-        variables = {**gloo_towards(self.launcher.address), **os.environ}
-        return network_cpus(variables.get(GLOO_INTERFACE, "").split(",")[0])
+        return near_card(self.launcher.address)
 
     def _abandonable(self, call: Callable[[], T]) -> T:
         """What ``call`` returns, which makes a library's group; RuntimeError as soon as the job goes on without it. For
@@ -342,15 +327,6 @@ class Comm:
         if self.sockets is not None:
             self.sockets.cut()
 
-    @property
-    def crossed_bytes(self) -> int:
-        """Bytes sent so far to other islands."""
-        islands = self.islands
-        if islands is None:
-            return 0
-        own_island = islands.of(self.rank)
-        return sum(size for rank, size in self.sent_bytes.items() if islands.of(rank) != own_island)
-
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Send a contiguous tensor, which must not change until the handle is complete."""
         size = tensor.numel() * tensor.element_size()
@@ -372,12 +348,9 @@ class Comm:
         return Work(self, work, tensor, (src,))
 
     def start(
-        self,
-        peers: tuple[int, ...],
-        transfer: Callable[[], TorchWork | None],
-        sizes: Mapping[int, int] | None = None,
-        group: tuple[int, ...] = (),
-    ) -> TorchWork | None:
+        self, peers: tuple[int, ...], transfer: Callable[[], TorchWork | None],
+        sizes: Mapping[int, int] | None = None, group: tuple[int, ...] = (),
+    ) -> TorchWork | None:  # fmt: skip
         """Start a transfer. Sends (``sizes``: bytes by peer) go through ``hooks.submit``."""
         self.check()
         if self.capturing is not None:

@@ -12,8 +12,9 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from hetero_megatron.environment.launcher import is_loopback
@@ -50,6 +51,13 @@ def gloo_towards(host: str) -> dict[str, str]:
         if name := interface_of(address_towards(host)):
             return {GLOO_INTERFACE: name}
     return {}
+
+
+def near_card(host: str) -> Callable[[], AbstractContextManager[None]]:
+    """Context in which threads start that move data to other hosts: on the CPUs near the card on the way to ``host``,
+    or that gloo's variable names."""
+    variables = {**gloo_towards(host), **os.environ}
+    return partial(on_cpus, network_cpus(variables.get(GLOO_INTERFACE, "").split(",")[0]))
 
 
 def network_cpus(interface: str, interfaces: Path = INTERFACES) -> frozenset[int]:

@@ -283,7 +283,7 @@ class Accelerator:
         and give back what the groups hold of the device. Called from any thread, perhaps while another one is in the
         library; the groups are not used again. What transfers under way were to write is undefined then, whether or
         not they end with an error."""
-        from hetero_megatron.platform.abort import abort_backends
+        from hetero_megatron.platform.direct import abort_backends
 
         abort_backends(groups, torch.device(self.device_type))
 

@@ -195,14 +195,14 @@ def delta_key_gradients(
             g_ptr + batch * g_b + head * g_h, g_s, number_ptr + batch * tokens, start, tokens, DOCUMENTS, CHUNK, ACC,
             FINE,
         )
+        beta = widen(
+            tl.load(beta_ptr + batch * w_b + head * w_h + (start + lane) * w_s, mask=live, other=0.0), ACC
+        )
         row, row_s = (batch * tokens + first) * heads + head, heads * DIM_V
         state = ((batch * heads + head) * chunks + chunk) * DIM * DIM_V
         d_beta = tl.zeros([CHUNK], ACC)
         d_running = tl.load(running_ptr + row + lane * heads, mask=live, other=0.0)
         if DELTA:  # (1 + M) V = beta (v - (lambda k) S)
-            beta = widen(
-                tl.load(beta_ptr + batch * w_b + head * w_h + (start + lane) * w_s, mask=live, other=0.0), ACC
-            )
             by_state, by_token = over_values(
                 change_ptr + row * DIM_V, row_s, states_ptr + state, written_ptr + row * DIM_V, row_s, lane, live, d,
                 inside_d, True, ACC, DOT, PRECISION, DIM_V, BLOCK_D, BLOCK_V, CHUNK,

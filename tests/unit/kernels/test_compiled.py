@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +49,47 @@ def test_every_call_is_recorded_and_no_other(monkeypatch: pytest.MonkeyPatch) ->
 
     names = [name for group in compile_cases.CASES for name, _ in group()]
     assert len(set(names)) == len(names) and set(names) == {key.rpartition(": ")[0] for key in ROWS}
+
+
+def test_only_what_changed_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every version of Triton has a table of its own."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which the module takes away
+    import compile_kernels
+
+    compiled = list[str]()
+    monkeypatch.setattr(compile_kernels.triton, "compile", lambda source, **rest: compiled.append(source.name))
+    monkeypatch.setattr(compile_kernels.Compiler, "resources", lambda self, made, warps: {"registers": 1})
+    monkeypatch.setattr(compile_kernels.triton.compiler, "ASTSource", _Source)
+    kernel, name = SimpleNamespace(params=(), fn=SimpleNamespace(__name__="_kernel")), "a call: kernel"
+    for changes, count in (({}, 0), ({"source": "1"}, 1), ({"num_warps": 8}, 1)):
+        row = {"num_warps": 4, "source": "0" * 16, "registers": 7, **changes}
+        compiler = compile_kernels.Compiler(90, {name: row})
+        compiler.case = "a call"
+        compiled.clear()
+        compiler(kernel, grid=(1,), num_warps=4)
+        assert len(compiled) == count and compiler.rows[name]["registers"] == (1 if count else 7)
+    assert compile_kernels.table_path(90) == TABLE
+    monkeypatch.setattr(compile_kernels.triton, "__version__", "3.6.0")
+    assert compile_kernels.table_path(90).name == "cuda-90-triton-3.6.0.json"
+    assert compile_kernels.table_path(80).name == "cuda-80.json"
+
+
+class _Source:
+    def __init__(self, kernel: Any, *rest: Any) -> None:
+        self.name = kernel.fn.__name__
+
+    def hash(self) -> str:
+        return "0" * 64
+
+
+@pytest.mark.slow
+def test_a_folder_of_compiled_kernels_has_what_triton_looks_for(tmp_path: Path) -> None:
+    """Twice in processes of their own: the second one finds the first one's."""
+    command = [sys.executable, str(FOLDER / "kernel_cache.py"), "--out", str(tmp_path), "--only", "first run: l2norm"]
+    said = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    launched = [re.findall(r"(\d+) kernels, (\d+) of them new", text)[0] for text in said]
+    assert launched[0][0] == launched[0][1] == launched[1][0] != "0" and launched[1][1] == "0"
 
 
 def test_what_gets_worse_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

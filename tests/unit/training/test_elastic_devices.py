@@ -12,7 +12,7 @@ import torch
 from hetero_megatron.comm.islands import Endpoint, Islands
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import CPU, Platform
-from hetero_megatron.platform.abort import abort_backends
+from hetero_megatron.platform.direct import abort_backends
 from hetero_megatron.training.elastic_devices import check_abandonable, prepare
 
 NVIDIA = Endpoint("nvidia", "NVIDIA", "NVIDIA A100", "nccl", "", "cpu:gloo,cuda:nccl", (), "2.13.0")
