@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,9 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         write_files(case, folder)
         job: list[Any] = ["-m", "hetero_megatron.cli.main", "calibrate", "--model", folder / "base", "--tp", 1,
                           "--seq-length", LENGTH, "--out", folder / "rates.yaml"]  # fmt: skip
+        began = time.monotonic()
         testbed, _ = run_testbed(name, case.cluster, "clock", args.links, job)
+        took = time.monotonic() - began
         rows, known = list[dict[str, Any]](), dict[tuple[str, bool], dict[str, Any]]()
         for title, (plan, predicted, ahead) in choose(case, folder).items():
             key = dump_yaml(plan), ahead
@@ -132,7 +135,7 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
             print(f"  {title}: {rows[-1]['predicted']:.3f} s predicted, {rows[-1]['measured']:.3f} s", flush=True)
         clock = {key: testbed.get(key, 0.0) for key in ("late", "overrun")}
         trust = {key: testbed.get(key, False) for key in ("disturbed", "invalid")}
-        return {"rows": rows, "clock": clock, "calibration_seconds": 0.0, **trust}
+        return {"rows": rows, "clock": clock, "calibration_seconds": took, **trust}
 
 
 def report(name: str, case: Case, found: dict[str, Any]) -> dict[str, float]:
