@@ -283,9 +283,15 @@ class Accelerator:
         and give back what the groups hold of the device. Called from any thread, perhaps while another one is in the
         library; the groups are not used again. What transfers under way were to write is undefined then, whether or
         not they end with an error."""
-        from hetero_megatron.platform.abort import abort_backends
-
-        abort_backends(groups, torch.device(self.device_type))
+        backends = [group._get_backend(torch.device(self.device_type)) for group in groups]
+        # Of two communicators of NCCL, each may wait for kernels of the other (pytorch#119797).
+        together = backends[0] if backends and hasattr(backends[0], "_group_start") else None
+        if together is not None:
+            together._group_start()
+        for backend in backends:
+            backend.abort()
+        if together is not None:
+            together._group_end()
 
     def host_memory(self, size: int) -> torch.Tensor:
         """[size] uint8 in host memory that the device copies from and to while the host goes on."""
