@@ -247,13 +247,9 @@ class Accelerator:
         Where a vendor's torch has graphs under another name than ``torch.accelerator.Graph``, plugins override this and
         ``begin_capture``.
         """
-        if not hasattr(torch.accelerator, "Graph"):
-            return f"torch {torch.__version__} has no graphs for it (torch.accelerator.Graph)"
-        try:
-            torch.accelerator.Graph()
-        except RuntimeError as error:
-            return str(error).partition("\n")[0]
-        return ""
+        from hetero_megatron.platform.torch_defaults import no_graphs
+
+        return no_graphs()
 
     def begin_capture(self, pool: Any = None) -> Any:
         """Launches on the current stream, which is not the default one, are recorded from now on and run when the graph
@@ -266,9 +262,9 @@ class Accelerator:
         Returns:
             a graph with ``capture_end()``, ``replay()`` on the current stream, and ``pool()``.
         """
-        graph = torch.accelerator.Graph(pool=pool, capture_error_mode="thread_local")
-        graph.capture_begin()
-        return graph
+        from hetero_megatron.platform.torch_defaults import begin_capture
+
+        return begin_capture(pool)
 
     def reach(self) -> str:
         """What ranks of this vendor and library have in common if they reach each other by it, such as the job that
@@ -283,9 +279,9 @@ class Accelerator:
         and give back what the groups hold of the device. Called from any thread, perhaps while another one is in the
         library; the groups are not used again. What transfers under way were to write is undefined then, whether or
         not they end with an error."""
-        from hetero_megatron.platform.direct import abort_backends
+        from hetero_megatron.platform.torch_defaults import abort
 
-        abort_backends(groups, torch.device(self.device_type))
+        abort(groups, torch.device(self.device_type))
 
     def host_memory(self, size: int) -> torch.Tensor:
         """[size] uint8 in host memory that the device copies from and to while the host goes on."""
@@ -367,7 +363,7 @@ class CPU(Accelerator):
         return self.stream()
 
     def event(self, timing: bool = False) -> Any:
-        from hetero_megatron.platform.host_event import HostEvent
+        from hetero_megatron.platform.torch_defaults import HostEvent
 
         return HostEvent()
 

@@ -1,5 +1,4 @@
-"""Process-group backends: such that reach chips of several vendors, for platforms that other plugins bring; and how
-groups of a device's library are abandoned."""
+"""Process-group backends that reach chips of several vendors, for platforms that other plugins bring."""
 
 from __future__ import annotations
 
@@ -7,11 +6,8 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hetero_megatron.errors import UserError
@@ -52,16 +48,3 @@ class DirectBackend:
     def _unusable(self, problem: str) -> UserError:
         accepted = f"a {self.module} built for this torch and device, or --transport bridge"
         return UserError(problem, field="direct backend", value=self.name, accepted=accepted)
-
-
-def abort_backends(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Abort the backends of process groups that serve ``device``, together where the library knows that: of two
-    communicators of NCCL, each may wait for kernels of the other (pytorch#119797)."""
-    backends: list[Any] = [group._get_backend(device) for group in groups]
-    together = backends[0] if backends and hasattr(backends[0], "_group_start") else None
-    if together is not None:
-        together._group_start()
-    for backend in backends:
-        backend.abort()
-    if together is not None:
-        together._group_end()

@@ -70,3 +70,23 @@ def test_a_host_with_devices_joins_and_leaves(tmp_path: Path) -> None:
     assert len(found.epochs) == 2 and "late joined (2 ranks); 4 ranks went on" in found.epochs[0][0], found.output
     by_count = {count: emulated(count, "blocking-groups") for count in (2, 4)}
     assert check(tmp_path, 2, found, devices_by_count=by_count)[1] == 7, found.output
+
+
+# Name -> (what happens, flags, grace)
+FURTHER = {
+    "layers are graphs": (
+        Happening(1, "reduce", 5), ("--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1"), 30.0
+    ),
+    "a peer hangs": (Happening(1, "step", 4, "freeze"), ("--distributed-timeout-minutes", "0.1"), 3.0),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FURTHER)
+def test_whatever_the_devices_do(name: str, tmp_path: Path) -> None:
+    happening, flags, grace = FURTHER[name]
+    devices = {count: emulated(count, "silent-abort") for count in (2, 3, 4)}
+    more = ("--peer-replicas-every", "1", *flags)
+    found = run(tmp_path, 4, [happening], *more, grace=grace, devices=devices[4])
+    check(tmp_path, 4, found, *flags, devices_by_count=devices)
+    assert len(found.epochs) == 1 and "from memory" in found.epochs[0][0], found.output

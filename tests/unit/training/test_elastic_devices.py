@@ -12,7 +12,6 @@ import torch
 from hetero_megatron.comm.islands import Endpoint, Islands
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import CPU, Platform
-from hetero_megatron.platform.direct import abort_backends
 from hetero_megatron.training.elastic_devices import check_abandonable, prepare
 
 NVIDIA = Endpoint("nvidia", "NVIDIA", "NVIDIA A100", "nccl", "", "cpu:gloo,cuda:nccl", (), "2.13.0")
@@ -55,9 +54,9 @@ def test_all_communicators_are_aborted_together() -> None:
         backend = SimpleNamespace(**{call: lambda call=call: called.append(f"{name} {call}") for call in calls})
         return SimpleNamespace(_get_backend=lambda device: backend)
 
-    abort_backends([group("a", True), group("b", True)], torch.device("cuda"))
+    CPU().abort([group("a", True), group("b", True)])
     assert called == ["a _group_start", "a abort", "b abort", "a _group_end"]
     called.clear()
-    abort_backends([group("a", False)], torch.device("xpu"))
-    abort_backends([], torch.device("xpu"))
+    CPU().abort([group("a", False)])
+    CPU().abort([])
     assert called == ["a abort"]
