@@ -104,7 +104,7 @@ from hetero_kernels.nf4 import nf4_dequantize, nf4_dequantize_reference
 from hetero_kernels.rms_norm import rms_norm_bwd, rms_norm_fwd, rms_norm_reference
 from hetero_kernels.rope import rope_bwd, rope_fwd, rope_reference
 from hetero_kernels.softmax import softmax_bwd, softmax_fwd, softmax_reference
-from hetero_kernels.state_space import state_space_bwd, state_space_fwd, state_space_reference
+from hetero_kernels.state_space_rule import state_space_bwd, state_space_fwd, state_space_reference
 from hetero_kernels.swiglu import swiglu_bwd, swiglu_fwd, swiglu_reference
 from hetero_kernels.vocab_parallel_cross_entropy import (
     merge_stats,

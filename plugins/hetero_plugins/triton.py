@@ -253,7 +253,7 @@ _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ..
     ("attention", "attention", attention, attention_backward),
     ("grouped_gemm", "grouped_gemm", _grouped_gemm, _grouped_gemm_backward),
     ("gated_delta_rule", "gated_delta", gated_delta, gated_delta_backward),
-    ("state_space_rule", "state_space", state_space, state_space_backward),
+    ("state_space_rule", "state_space_rule", state_space, state_space_backward),
     ("dropout", "dropout", _dropout, _dropout),
     ("nf4_dequantize", "nf4", _nf4_dequantize, None),
     ("attn_delta", "attention", attention_delta, None),

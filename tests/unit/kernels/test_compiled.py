@@ -136,15 +136,34 @@ DELTA_SPILLS = {"delta_query_gradients": 250, "delta_key_gradients": 550}  # byt
 
 
 def test_the_gated_delta_rule_fits_and_spills_little_and_next_to_nothing_in_its_loops() -> None:
-    rules = {name: row for name, row in ROWS.items() if name.startswith("gated_delta_")}
+    rules = {name: row for name, row in ROWS.items() if name.startswith("gated_delta_") and "by feature" not in name}
     kernels = {name.rpartition(": ")[2] for name in rules}
     assert kernels == {"delta_pairs", "delta_states", "delta_state_gradients", *DELTA_SPILLS}
     for name, row in rules.items():
         in_fp16, in_fp32 = "fp16" in name, "fp32" in name  # both with operands of 4 bytes
         spills = DELTA_SPILLS.get(name.rpartition(": ")[2], 0)
         assert row["shared_bytes"] <= ON_CHIP and row["spill_bytes"] <= spills * (4 if in_fp16 else 1), name
-        assert row["loop_spills"] <= (8 if in_fp16 else 2) * (spills > 0), name
+        assert row["loop_spills"] <= (9 if in_fp16 else 7) * (spills > 0), name
         assert in_fp16 or in_fp32 or (row["wgmma"] > 0 and row["mma"] == 0), name
+
+
+def test_decays_by_feature_and_state_spaces_fit_and_spill_little_in_16_bits() -> None:
+    """Fewer than 40 reads and writes of spilled registers in a loop in bf16; in fp32 they are for checking."""
+    rules = {name: row for name, row in ROWS.items() if name.startswith("state_space_") or "by feature" in name}
+    features = {"delta_feature_pairs", "delta_feature_gradients", "delta_unit_gradients"}
+    states = {"delta_pairs", "delta_states", "delta_state_gradients", *DELTA_SPILLS}
+    assert {name.rpartition(": ")[2] for name in rules} == features | states
+    for name, row in rules.items():
+        if "fp32" not in name:
+            assert row["spill_bytes"] <= (750 if "fp16" in name else 400), name
+            assert row["loop_spills"] <= (150 if "fp16" in name else 40), name
+        assert row["shared_bytes"] <= ON_CHIP, name
+
+
+def test_frozen_weights_in_4_bits_are_made_without_spills_by_many_programs() -> None:
+    made = {name: row for name, row in ROWS.items() if name.startswith("nf4_dequantize")}
+    assert len(made) == 3 and all(not row["enable_fp_fusion"] for row in made.values())
+    assert all(row["spill_bytes"] == 0 and row["blocks_per_sm"] >= 3 for row in made.values())
 
 
 def test_the_memory_that_attention_is_cut_by_is_what_the_compiler_takes() -> None:

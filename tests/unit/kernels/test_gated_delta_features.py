@@ -39,7 +39,7 @@ def arguments(
 
 def test_chunks_tiles_documents_and_shared_key_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents that end in a chunk and at its border, and that one token has; a last chunk that is not full."""
-    judge(small_tiles(tmp_path, 3), arguments(1, 6, 1, 2, 3, 3, FP64), [[0, 2, 3, 4]], 1e-12, monkeypatch)
+    judge(small_tiles(tmp_path, 3), arguments(1, 5, 1, 2, 3, 3, FP64), [[0, 2, 3, 4]], 1e-12, monkeypatch)
 
 
 def test_a_state_goes_through_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
