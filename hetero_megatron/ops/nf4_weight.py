@@ -132,6 +132,7 @@ def nf4_cases() -> Iterable[Case]:
     yield nf4_case("a cut inside blocks", 3, 75, 3, 7, 60, seed=4)
     yield nf4_case("several groups", 150, 129, 7, 250, 63, seed=2)
     yield nf4_case("one column", 2, 1, 1, 3, 63, seed=5)
+    yield nf4_case("one block of nine", 40, 64, 9, seed=6)
     yield nf4_case("no rows", 0, 64, 1)
     yield nf4_case("many rows", 65_537, 64, 2, 1, seed=3)
 

@@ -11,7 +11,8 @@ SCOPES = {
         "tests/slow/test_testbed_training.py", "tests/testbed/test_launch.py",
     ),
     "hosts": (  # likewise
-        "tests/slow/test_first_cluster.py", "tests/slow/test_lost_hosts.py", "tests/slow/test_slurm.py",
+        "tests/slow/test_elastic_hosts.py", "tests/slow/test_first_cluster.py", "tests/slow/test_lost_hosts.py",
+        "tests/slow/test_slurm.py",
         "tests/testbed/test_launch_ssh.py",
     ),
     "an extension": ("tests/distributed/parallel/test_offload.py",),  # compiled once, for minutes
