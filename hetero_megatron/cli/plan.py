@@ -48,8 +48,13 @@ def main(argv: Sequence[str]) -> int:
         from hetero_megatron.cli.plan_context import main as context_only
 
         return context_only(argv)
-    args = _parser("--grpo" in argv).parse_args(list(argv))
+    parser = _parser("--grpo" in argv)
+    args = parser.parse_args(list(argv))
     _check(args)
+    if args.shop:
+        from hetero_megatron.cli.plan_questions import refuse_beside_shop
+
+        refuse_beside_shop({key for key, value in vars(args).items() if value != parser.get_default(key)})
     beside = None
     if args.out:
         other_ranks = bool(args.without or args.add) or args.objective != "tokens"
@@ -269,8 +274,6 @@ def _check(args: Namespace) -> None:
             problem = "missing beside --shop" if args.shop else "it needs --shop"
             raise UserError(problem, field="--" + flag, accepted="--shop CARD,CARD --prices FILE --budget N")
     for asked, problem, flags in (
-        (args.shop, "--shop plans for many clusters",
-         ("runtime", "compare", "fallbacks", "export", "out", "routing_stats", "time_limit", "grpo")),
         (args.runtime, "--for has no such report", ("compare", "fallbacks", "no_baselines")),
         (args.allow_outer, "--allow-outer knows nothing of it",
          ("runtime", "compare", "fallbacks", "no_baselines", "export", "shop", "teacher_hf", "reference_hf",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Collection
 
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.roles import place_role
@@ -72,6 +73,21 @@ _ASKED_OF_SHOPS = (
     "seq_length", "global_batch_size", "dtype", "optimizer", "micro_batch_size", "recompute", "context", "offload",
     "offload_activations", "memory_margin",
 )  # fmt: skip
+
+
+# What else may stand beside: which model and cluster, and how to answer.
+_BESIDE_SHOP = {
+    *_ASKED_OF_SHOPS, "model", "cluster", "without", "add", "fp8_format", "fp8_recipe", "mtp_num_layers",
+    "lora_rank", "lora_targets", "lora_layers", "lora_sites", "lora_dropout", "use_dora", "lora_base_dtype",
+    "shop", "prices", "budget", "html", "json", "quiet",
+}  # fmt: skip
+
+
+def refuse_beside_shop(given: Collection[str]) -> None:
+    """UserError for a flag (by its key) of which no search of many clusters knows."""
+    for key in sorted(set(given) - _BESIDE_SHOP):
+        flag = "--for" if key == "runtime" else "--" + key.replace("_", "-")
+        raise UserError("--shop plans for many clusters", field=flag, accepted="one of the two")
 
 
 def go_shopping(args: Namespace, model: Model, cluster: Cluster) -> int:

@@ -79,6 +79,21 @@ def test_bad_prices(text: str, said: str, tmp_path: Path) -> None:
     assert said in str(error.value) and str(path) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--teacher-hf", "x"), ("--preference", "dpo"), ("--more-schedules", "always"), ("--objective", "cost"),
+        ("--seed", "7"), ("--export", "megatron:x.sh"), ("--time-limit", "5"), ("--no-baselines",), ("--out", "x.yaml"),
+    ],
+)  # fmt: skip
+def test_what_it_knows_nothing_of_is_refused(more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "tiny", "--cluster", "c.yaml", "--seq-length", "8", "--global-batch-size", "8",
+             "--shop", "RTX4090", "--prices", "p.yaml", "--budget", "1"]  # fmt: skip
+    assert main([*words, *more]) == 2
+    said = capsys.readouterr().err
+    assert f"{more[0]}: --shop plans for many clusters" in said
+
+
 @pytest.mark.slow
 def test_command(desk: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every set is at least as fast as its parts; the front is what no cheaper set beats."""
