@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,11 +50,7 @@ def main(argv: Sequence[str]) -> int:
         return context_only(argv)
     parser = _parser("--grpo" in argv)
     args = parser.parse_args(list(argv))
-    _check(args)
-    if args.shop:
-        from hetero_megatron.cli.plan_questions import refuse_beside_shop
-
-        refuse_beside_shop({key for key, value in vars(args).items() if value != parser.get_default(key)})
+    _check(args, {key for key, value in vars(args).items() if value != parser.get_default(key)})
     beside = None
     if args.out:
         other_ranks = bool(args.without or args.add) or args.objective != "tokens"
@@ -256,7 +252,12 @@ def _parser(rollouts: bool = False) -> ArgumentParser:
     return parser
 
 
-def _check(args: Namespace) -> None:
+def _check(args: Namespace, given: Collection[str]) -> None:
+    """UserError for what does not go together; ``given``: keys of flags that are not at their defaults."""
+    if args.shop:
+        from hetero_megatron.cli.plan_questions import refuse_beside_shop
+
+        refuse_beside_shop(given)
     has_deadline = args.objective == "deadline"
     for name in ("deadline_hours", "train_tokens"):
         if (getattr(args, name) is None) == has_deadline:
