@@ -17,13 +17,14 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hetero_megatron as hm
-from benchmarks.bench_testbed_roles import ATTEMPTS, LATE, SHAPES, two_kinds
+from benchmarks.bench_testbed_roles import SHAPES, least_late, print_against, print_placements, steps_of, two_kinds
 from benchmarks.common import machine
 from benchmarks.testbed_run import notes, run_testbed
 from hetero_megatron.errors import UserError
@@ -107,9 +108,7 @@ def run(case: Case, folder: Path, name: str, plan: Plan, ahead: bool, args: argp
         *(["--generator-ahead"] if ahead else []),
     ]  # fmt: skip
     testbed, _ = run_testbed(name, case.cluster, "clock", args.links, job)
-    rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-    seconds = [row["step_seconds"] for row in rows if "step_seconds" in row][2:]
-    return {"steps": seconds, **{key: testbed.get(key, 0) for key in ("late", "overrun", "disturbed", "invalid")}}
+    return steps_of(save, testbed, 2)
 
 
 def measure(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
@@ -126,10 +125,7 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         for title, (plan, predicted, ahead) in choose(case, folder).items():
             key = dump_yaml(plan), ahead
             if key not in known:
-                runs = list[dict[str, Any]]()
-                while len(runs) < ATTEMPTS and not (runs and runs[-1]["late"] <= LATE and not runs[-1]["invalid"]):
-                    runs.append(run(case, folder, f"{name}, {title}", plan, ahead, args))
-                known[key] = min(runs, key=lambda one: (one["invalid"], one["late"]))
+                known[key] = least_late(partial(run, case, folder, f"{name}, {title}", plan, ahead, args))
             measured = known[key]
             rows.append({"name": title, "predicted": predicted, "measured": median(measured["steps"]), **measured})
             print(f"  {title}: {rows[-1]['predicted']:.3f} s predicted, {rows[-1]['measured']:.3f} s", flush=True)
@@ -141,15 +137,8 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
 def report(name: str, case: Case, found: dict[str, Any]) -> dict[str, float]:
     """Print the table of one cluster; by name, how many times as long as the chosen one each other placement takes."""
     print(f"\n### {name} ({case.layers} layers, {case.batch} answers of {NEW} tokens a step; {notes(found)})\n")
-    print("| placement | predicted s | measured s | spread | late | overrun | error |\n|---|---|---|---|---|---|---|")
-    chosen, ratios = found["rows"][0]["measured"], dict[str, float]()
-    for row in found["rows"]:
-        spread = (max(row["steps"]) - min(row["steps"])) / row["measured"]
-        quality = f"{spread:.1%} | {row['late']:.1%} | {row['overrun']:.1%}"
-        error = f"{row['predicted'] / row['measured'] - 1:+.1%}{', DISTURBED' if row['disturbed'] else ''}"
-        print(f"| {row['name']} | {row['predicted']:.3f} | {row['measured']:.3f} | {quality} | {error} |")
-        ratios[row["name"]] = row["measured"] / chosen
-    print("\n" + "; ".join(f"{title}: {ratio:.2f}x" for title, ratio in list(ratios.items())[1:]), flush=True)
+    ratios = print_placements(found["rows"])
+    print(flush=True)
     return ratios
 
 
@@ -170,10 +159,8 @@ def main() -> None:
         ratios[name] = report(name, CASES[name], found[name])
         if args.out:
             Path(args.out).write_text(json.dumps(found, indent=1))
-    print("\n| the chosen placement against | clusters | geometric mean | least |\n|---|---|---|---|")
-    for title in (IN_TURN, OLD_AHEAD, OLD):
-        if row := [of[title] for of in ratios.values() if title in of]:
-            print(f"| {title} | {len(row)} | {geometric_mean(row):.2f}x | {min(row):.2f}x |")
+    print()
+    print_against((IN_TURN, OLD_AHEAD, OLD), ratios)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -121,11 +123,11 @@ def choose(case: Case, folder: Path) -> tuple[RolePlacement, dict[str, tuple[Pla
     return found, plans
 
 
-def least_late(case: Case, folder: Path, name: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
+def least_late(attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Of up to ``ATTEMPTS`` runs under a plan."""
     runs = list[dict[str, Any]]()
     while len(runs) < ATTEMPTS and not (runs and runs[-1]["late"] <= LATE and not runs[-1]["invalid"]):
-        runs.append(run(case, folder, name, plan, args))
+        runs.append(attempt())
     return min(runs, key=lambda one: (one["invalid"], one["late"]))
 
 
@@ -137,8 +139,13 @@ def run(case: Case, folder: Path, name: str, plan: Plan, args: argparse.Namespac
            "--teacher-hf", folder / "teacher", "--train-iters", args.steps + 1, "--lr", "1e-4", "--eval-iters", 0,
            "--save", save, "--save-interval", 0, "--cluster", folder / "rates.yaml"]  # fmt: skip
     testbed, _ = run_testbed(name, case.cluster, "clock", args.links, job)
+    return steps_of(save, testbed, 1)
+
+
+def steps_of(save: Path, testbed: Mapping[str, Any], warm: int) -> dict[str, Any]:
+    """Seconds of each step of a run but the first ``warm``, and the emulated clock's own check."""
     rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-    seconds = [row["step_seconds"] for row in rows if "step_seconds" in row][1:]
+    seconds = [row["step_seconds"] for row in rows if "step_seconds" in row][warm:]
     return {"steps": seconds, **{key: testbed.get(key, 0) for key in ("late", "overrun", "disturbed", "invalid")}}
 
 
@@ -159,7 +166,7 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         for title, (plan, predicted) in plans.items():
             key = dump_yaml(plan)
             if key not in known:
-                known[key] = least_late(case, folder, f"{name}, {title}", plan, args)
+                known[key] = least_late(partial(run, case, folder, f"{name}, {title}", plan, args))
             measured = known[key]
             rows.append({"name": title, "predicted": predicted, "measured": median(measured["steps"]), **measured})
             if args.verbose:
@@ -170,21 +177,36 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         return {"rows": rows, "file": in_file, "clock": clock, "calibration_seconds": took, **trust}
 
 
-def report(name: str, case: Case, found: dict[str, Any]) -> dict[str, float]:
-    """Print the table of one cluster; by name, how many times as long as the chosen one each other placement takes."""
-    shapes = f"student of {case.student} layers, teacher of {case.teacher}, batch {case.batch}"
-    print(f"\n### {name} ({shapes}; {notes(found)})\n")
+def print_placements(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The table of one cluster, whose first row is the chosen placement, and a line without an end: by name, how many
+    times as long as that one each other takes."""
     print("| placement | predicted s | measured s | spread | late | overrun | error |\n|---|---|---|---|---|---|---|")
-    chosen, ratios = found["rows"][0]["measured"], dict[str, float]()
-    for row in found["rows"]:
+    ratios = dict[str, float]()
+    for row in rows:
         spread = (max(row["steps"]) - min(row["steps"])) / row["measured"]
         quality = f"{spread:.1%} | {row['late']:.1%} | {row['overrun']:.1%}"
         error = f"{row['predicted'] / row['measured'] - 1:+.1%}{', DISTURBED' if row['disturbed'] else ''}"
         print(f"| {row['name']} | {row['predicted']:.3f} | {row['measured']:.3f} | {quality} | {error} |")
-        ratios[row["name"]] = row["measured"] / chosen
+        ratios[row["name"]] = row["measured"] / rows[0]["measured"]
     print("\n" + "; ".join(f"{title}: {ratio:.2f}x" for title, ratio in list(ratios.items())[1:]), end="")
+    return ratios
+
+
+def report(name: str, case: Case, found: dict[str, Any]) -> dict[str, float]:
+    """Print the table of one cluster; by name, how many times as long as the chosen one each other placement takes."""
+    shapes = f"student of {case.student} layers, teacher of {case.teacher}, batch {case.batch}"
+    print(f"\n### {name} ({shapes}; {notes(found)})\n")
+    ratios = print_placements(found["rows"])
     print(f"; predicted with a file: {found['file']:.3f} s", flush=True)
     return ratios
+
+
+def print_against(titles: Sequence[str], ratios: Mapping[str, Mapping[str, float]]) -> None:
+    """Means over all clusters."""
+    print("| the chosen placement against | clusters | geometric mean | least |\n|---|---|---|---|")
+    for title in titles:
+        if row := [of[title] for of in ratios.values() if title in of]:
+            print(f"| {title} | {len(row)} | {geometric_mean(row):.2f}x | {min(row):.2f}x |")
 
 
 def summarise(found: dict[str, dict[str, Any]], ratios: dict[str, dict[str, float]]) -> None:
@@ -192,10 +214,7 @@ def summarise(found: dict[str, dict[str, Any]], ratios: dict[str, dict[str, floa
     errors = [abs(r["predicted"] / r["measured"] - 1) for each in found.values() for r in each["rows"]]
     print(f"\n{len(errors)} placements on {len(found)} clusters: mean error {sum(errors) / len(errors):.1%}, worst "
           f"{max(errors):.1%}\n")  # fmt: skip
-    print("| the chosen placement against | clusters | geometric mean | least |\n|---|---|---|---|")
-    for title in OTHERS:
-        if row := [of[title] for of in ratios.values() if title in of]:
-            print(f"| {title} | {len(row)} | {geometric_mean(row):.2f}x | {min(row):.2f}x |")
+    print_against(OTHERS, ratios)
     both = [of[title] for of in ratios.values() for title in (UNIFORM, OLD) if title in of]
     better = [min(of[title] for title in OTHERS if title in of) for of in ratios.values() if len(of) > 1]
     print(f"| {UNIFORM}, and {OLD} | {len(ratios)} | {geometric_mean(both):.2f}x | {min(both):.2f}x |")

@@ -3,17 +3,25 @@ draws and steps."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
 from hetero_megatron.data.prompts import Prompt, Prompts
+from hetero_megatron.layout import Box
+from hetero_megatron.spec import Lora, ModelSpec, adapted
 from hetero_megatron.spec.grpo import Grpo
+from hetero_megatron.spec.lora import TARGETS
 from tests.support.grpo_reference import advantages, drawn, loss_of
+from tests.support.hf_reference import hf_to_logical, make_hf
+from tests.support.peft_reference import adapter_values, keep_apart, peft_model
+from tests.support.random_plans import random_plan
 
 STEPS, LR, SEED, ENDS, ANSWER = 3, 0.7, 5, (3, 4, 5, 6), 5
 
@@ -120,3 +128,36 @@ def wanted_of(
         stats.append({"loss": loss.item(), "norm": float(norm), "tokens": int(mask.sum()), **facts})
         every += answers
     return stats, every
+
+
+def drawn_case(
+    rng: random.Random, config: dict[str, Any], seed: int
+) -> tuple[Any, ModelSpec, dict[str, np.ndarray], dict[str, Any]]:
+    """(Hugging Face or, with odd seeds, peft model; its spec; initial values; a random plan)."""
+    model, spec = make_hf(config, seed)
+    initial = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, spec).items()}
+    if seed % 2:
+        targets = TARGETS if spec.moe is None else TARGETS[:4]  # attention: peft's names of experts differ by family
+        lora = Lora(rng.choice([1, 3]), 4.0, tuple(rng.sample(targets, rng.randint(1, 4))), dora=rng.random() < 0.3)
+        spec = adapted(spec, lora)
+        initial |= adapter_values(spec, seed)
+        model = peft_model(model, spec, initial)
+        keep_apart(model, spec)
+    made: dict[str, Any] = {}
+    while not made or "'weights'" in repr(made) or made["global_batch_size"] % 2:
+        made = random_plan(rng, config["num_hidden_layers"], config["num_attention_heads"], rng.randint(10, 16), 4)
+    return model, spec, initial, made
+
+
+def is_wanted(
+    rank: tuple[list[dict[str, float]], list[list[int]], list[tuple[str, Box, np.ndarray]]], answers: list[list[int]],
+    wanted: list[dict[str, float]], weights: Mapping[str, torch.Tensor], case: object,
+) -> None:  # fmt: skip
+    """Asserts that what a rank trained, and sampled, is that of one process."""
+    stats, found_answers, values = rank
+    assert found_answers == answers, case
+    for numbers, expected in zip(stats, wanted, strict=True):
+        assert numbers == pytest.approx(expected, rel=1e-9, abs=1e-11), case
+    for name, box, found in values:
+        error = np.abs(found - weights[name].detach().numpy()[box.slices()]).max(initial=0.0)
+        assert error <= 1e-9, (name, error, case)

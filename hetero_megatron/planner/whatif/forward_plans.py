@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,18 +70,10 @@ class ForwardPlans:
         sizes = [size for size in MICRO_BATCHES if self._asked.global_batch_size % size == 0]
         estimates = [estimate for pipelines in self._structures() for size in sizes
                      if (estimate := self._estimated(pipelines, size)) is not None]  # fmt: skip
-        fitting: list[ForwardPlan] = []
-        nearest: OverLimit | None = None
-        for _, data in sorted(estimates, key=lambda estimate: estimate[0])[:MOST_JUDGED]:
-            judged = self._judged(data)
-            if isinstance(judged, ForwardPlan):
-                fitting.append(judged)
-                if len(fitting) == ENOUGH:
-                    break
-            elif judged is not None and (nearest is None or judged.over < nearest.over):
-                nearest = judged
-        if fitting:
-            return min(fitting, key=lambda forward_plan: forward_plan.seconds)
+        ranked = sorted(estimates, key=lambda estimate: estimate[0])[:MOST_JUDGED]
+        fastest, nearest = fastest_fitting((self._judged(data) for _, data in ranked), ENOUGH)
+        if fastest is not None:
+            return fastest
         raise self._refusal(nearest)
 
     def _refusal(self, nearest: OverLimit | None) -> UserError:
@@ -193,6 +185,21 @@ class ForwardPlans:
         if over := over_limit(memory, limits, chips):
             return over[0]
         return ForwardPlan(plan, role_costs(role, cluster, asked.dtype, asked.options).seconds)
+
+
+def fastest_fitting(
+    judged: Iterable[ForwardPlan | OverLimit | None], enough: int
+) -> tuple[ForwardPlan | None, OverLimit | None]:
+    """(the fastest of the first ``enough`` plans that fit, what lacks least among those before that do not)."""
+    fitting, nearest = list[ForwardPlan](), None
+    for one in judged:
+        if isinstance(one, ForwardPlan):
+            fitting.append(one)
+            if len(fitting) == enough:
+                break
+        elif one is not None and (nearest is None or one.over < nearest.over):
+            nearest = one
+    return min(fitting, key=lambda plan: plan.seconds, default=None), nearest
 
 
 def tp_cells(cluster: Cluster, tp: int) -> list[Cell]:

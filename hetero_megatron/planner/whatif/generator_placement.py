@@ -17,7 +17,14 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.driver import SearchResult
 from hetero_megatron.planner.search.incumbent import Progress
-from hetero_megatron.planner.whatif.forward_plans import TP, Cell, ForwardPlan, ForwardQuestion, tp_cells
+from hetero_megatron.planner.whatif.forward_plans import (
+    TP,
+    Cell,
+    ForwardPlan,
+    ForwardQuestion,
+    fastest_fitting,
+    tp_cells,
+)
 from hetero_megatron.planner.whatif.role_placement import Alternative, RoleSearch
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
@@ -65,18 +72,10 @@ class GeneratorPlans:
         rows = [n for n in range(1, min(MOST_ROWS, self._asked.global_batch_size) + 1)
                 if self._asked.global_batch_size % n == 0]  # fmt: skip
         estimates = [estimate for n in rows for tp in TP for estimate in self._estimates(tp, n)]
-        nearest: OverLimit | None = None
-        fitting: list[ForwardPlan] = []
-        for estimate in sorted(estimates, key=lambda one: one.seconds):
-            judged = self._judged(estimate)
-            if isinstance(judged, ForwardPlan):
-                fitting.append(judged)
-                if len(fitting) == MOST_PRICED:
-                    break
-            elif judged is not None and (nearest is None or judged.over < nearest.over):
-                nearest = judged
-        if fitting:
-            return min(fitting, key=lambda one: one.seconds)
+        ranked = sorted(estimates, key=lambda one: one.seconds)
+        fastest, nearest = fastest_fitting(map(self._judged, ranked), MOST_PRICED)
+        if fastest is not None:
+            return fastest
         lacks = "" if nearest is None else f": at best {nearest}"
         problem = f"a generator, {self._weights / 2**30:.3g} GiB of weights, fits on no chips that are tried{lacks}"
         raise UserError(problem, field="--grpo", where=self._cluster.file,

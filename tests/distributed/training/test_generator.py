@@ -25,9 +25,8 @@ from hetero_megatron.layout import Box
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.roles import role_plan
-from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted
+from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.spec.grpo import LOSS_TYPES, SCALES, Grpo
-from hetero_megatron.spec.lora import TARGETS
 from hetero_megatron.training.answers import PlanSampler, RecordedSampling
 from hetero_megatron.training.generator_client import GeneratorClient
 from hetero_megatron.training.generator_ranks import GeneratorRank, ReceivedWeights
@@ -38,13 +37,25 @@ from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.weight_transfer import WeightTransfer
 from tests.support.chat import TEMPLATES, chat_tokenizer
-from tests.support.grpo_run import ANSWER, ENDS, LR, SEED, STEPS, Judge, Numbers, prompts_of, wanted_of
-from tests.support.hf_reference import hf_to_logical, make_hf
+from tests.support.grpo_run import (
+    ANSWER,
+    ENDS,
+    LR,
+    SEED,
+    STEPS,
+    Judge,
+    Numbers,
+    drawn_case,
+    is_wanted,
+    prompts_of,
+    wanted_of,
+)
+from tests.support.hf_reference import hf_to_logical
 from tests.support.moe_models import MOE_FAMILIES
-from tests.support.peft_reference import adapter_values, keep_apart, peft_model, peft_values
+from tests.support.peft_reference import peft_values
 from tests.support.pool import shared_pool
 from tests.support.programs import run_ranks, start_ranks
-from tests.support.random_plans import random_experts, random_model, random_plan
+from tests.support.random_plans import random_experts, random_model
 from tests.support.selection import quick
 
 Ranked = tuple[list[dict[str, float]], list[list[int]], list[tuple[str, Box, np.ndarray]]]
@@ -167,19 +178,7 @@ def test_experts(seed: int) -> None:
 
 
 def check(rng: random.Random, config: dict[str, Any], seed: int) -> None:
-    model, spec = make_hf(config, seed)
-    initial = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, spec).items()}
-    lora = None
-    if seed % 2:
-        targets = TARGETS if spec.moe is None else TARGETS[:4]  # attention: peft's names of experts differ by family
-        lora = Lora(rng.choice([1, 3]), 4.0, tuple(rng.sample(targets, rng.randint(1, 4))), dora=rng.random() < 0.3)
-        spec = adapted(spec, lora)
-        initial |= adapter_values(spec, seed)
-        model = peft_model(model, spec, initial)
-        keep_apart(model, spec)
-    made: dict[str, Any] = {}
-    while not made or "'weights'" in repr(made) or made["global_batch_size"] % 2:
-        made = random_plan(rng, config["num_hidden_layers"], config["num_attention_heads"], rng.randint(10, 16), 4)
+    model, spec, initial, made = drawn_case(rng, config, seed)
     if spec.moe is not None:
         for stage in (stage for pipeline in made["pipelines"] for stage in pipeline["stages"]):
             stage["experts"] = random_experts(rng, stage["ranks"], spec.moe.num_experts, 9, 1)
@@ -187,21 +186,16 @@ def check(rng: random.Random, config: dict[str, Any], seed: int) -> None:
     made["roles"] = {"generator": {"pipelines": generator_pipelines(rng, spec, made["global_batch_size"], count)}}
     chosen = plan_from_dict(made, spec, roles={"generator": spec})
     g = Grpo(
-        2, rng.choice([1, 1, 2]), 0.05, 0.03, 0.3 if lora is not None else 0.0, rng.choice(LOSS_TYPES),
+        2, rng.choice([1, 1, 2]), 0.05, 0.03, 0.3 if spec.lora is not None else 0.0, rng.choice(LOSS_TYPES),
         rng.choice(SCALES), ANSWER, sync_every=rng.choice([1, 1, 2]), ahead=rng.random() < 0.6,
     )  # fmt: skip
     data, size, begin = prompts_of(chosen.seq_length, spec.vocab_size), chosen.global_batch_size, rng.choice([0, 7])
     wanted, answers = wanted_of(model, g, data, size, begin, weights_seen(g))
-    weights = peft_values(model, spec) if lora is not None else hf_to_logical(model, spec)
+    weights = peft_values(model, spec) if spec.lora is not None else hf_to_logical(model, spec)
     ranks = [r for r in shared_pool().run(run_rank, chosen, spec, initial, g, begin) if r is not None]
     assert len(ranks) == len(chosen.ranks)
-    for stats, found_answers, values in ranks:
-        assert found_answers == answers, (g, made)
-        for numbers, expected in zip(stats, wanted, strict=True):
-            assert numbers == pytest.approx(expected, rel=1e-9, abs=1e-11), (g, made)
-        for name, box, found in values:
-            error = np.abs(found - weights[name].detach().numpy()[box.slices()]).max(initial=0.0)
-            assert error <= 1e-9, (name, error, g, made)
+    for rank in ranks:
+        is_wanted(rank, answers, wanted, weights, (g, made))
 
 
 PLAN = """

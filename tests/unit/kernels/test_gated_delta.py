@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ SMALL = {
        for name in ("states", "state_gradients", "query_gradients", "key_gradients")},
 }  # fmt: skip
 Tensors = list[torch.Tensor]
+Rule = Callable[..., Any]
 
 
 def small_tiles(tmp_path: Path, max_grid: int) -> hk.Limits:
@@ -50,21 +53,30 @@ def arguments(b: int, s: int, key_heads: int, group: int, dk: int, dv: int, dtyp
 
 def judge(limits: hk.Limits | None, found: Tensors, documents: list[list[int]] | None, bound: float,
           monkeypatch: pytest.MonkeyPatch, with_state: bool = True) -> None:  # fmt: skip
-    """Results and gradients, in memory that is full of NaN and fenced."""
+    """Of the gated delta rule."""
+    kernels = (partial(f, eps=EPS) for f in (hk.gated_delta_fwd, hk.gated_delta_bwd, hk.gated_delta_reference))
+    judge_rule(*kernels, "beta", limits, found, documents, bound, monkeypatch, with_state)
+
+
+def judge_rule(
+    forward: Rule, backward: Rule, reference: Rule, write: str, limits: hk.Limits | None, found: Tensors,
+    documents: list[list[int]] | None, bound: float, monkeypatch: pytest.MonkeyPatch, with_state: bool,
+) -> None:  # fmt: skip
+    """Results and gradients, in memory that is full of NaN and fenced; ``write``: what the fifth argument is called."""
     dtype, (b, s, heads, dv) = found[2].dtype, found[2].shape
     numbers = None if documents is None else hk.document_numbers(documents, s, DEVICE)
     dout = randn(b, s, heads, dv, dtype=dtype, seed=7)
     dlast = randn(b, heads, found[0].shape[3], dv, dtype=found[5].dtype, seed=8)
     given = found if with_state else [*found[:5], None]
     with fenced_memory(monkeypatch):
-        results = hk.gated_delta_fwd(*given, documents=numbers, eps=EPS, limits=limits)
-        gradients = hk.gated_delta_bwd(dout, dlast, *given, documents=numbers, eps=EPS, limits=limits)
+        results = forward(*given, documents=numbers, limits=limits)
+        gradients = backward(dout, dlast, *given, documents=numbers, limits=limits)
     leaves = [x.double().requires_grad_() for x in found[: 5 + with_state]]
-    wanted = hk.gated_delta_reference(*leaves, documents=numbers, eps=EPS)
+    wanted = reference(*leaves, documents=numbers)
     torch.autograd.backward(wanted, [dout.double(), dlast.double()])
     assert with_state or gradients[5] is None
     pairs = [*zip(results, wanted, strict=True), *zip(gradients, [x.grad for x in leaves], strict=False)]
-    for name, (got, want) in zip(("out", "last", "q", "k", "v", "g", "beta", "state"), pairs, strict=False):
+    for name, (got, want) in zip(("out", "last", "q", "k", "v", "g", write, "state"), pairs, strict=False):
         assert got.shape == want.shape and got.is_contiguous()
         assert float((got.double() - want.detach()).norm()) <= bound * float(want.detach().norm()), name
     assert [x.dtype for x in gradients if x is not None] == [x.dtype for x in found[: 5 + with_state]]

@@ -15,8 +15,8 @@ from hetero_megatron.ops.conformance.run import wrong_kernels
 from hetero_megatron.ops.kernel_plan import resolve
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_plugins import triton_package
-from tests.support.kernel_cases import BF16, DEVICE, FP16, FP32, FP64, fenced_memory, inputs_fenced, randn
-from tests.unit.kernels.test_gated_delta import small_tiles
+from tests.support.kernel_cases import BF16, FP16, FP32, FP64, inputs_fenced, randn
+from tests.unit.kernels.test_gated_delta import judge_rule, small_tiles
 
 Tensors = list[torch.Tensor]
 
@@ -33,25 +33,9 @@ def arguments(b: int, s: int, groups: int, each: int, dk: int, dv: int, dtype: t
 
 def judge(limits: hk.Limits | None, found: Tensors, documents: list[list[int]] | None, bound: float,
           monkeypatch: pytest.MonkeyPatch, with_state: bool = True) -> None:  # fmt: skip
-    """Results and gradients, in memory that is full of NaN and fenced."""
-    dtype, (b, s, heads, dv) = found[2].dtype, found[2].shape
-    numbers = None if documents is None else hk.document_numbers(documents, s, DEVICE)
-    dout = randn(b, s, heads, dv, dtype=dtype, seed=7)
-    dlast = randn(b, heads, found[0].shape[3], dv, dtype=found[5].dtype, seed=8)
-    given = found if with_state else [*found[:5], None]
-    with fenced_memory(monkeypatch):
-        results = hk.state_space_fwd(*given, documents=numbers, limits=limits)
-        gradients = hk.state_space_bwd(dout, dlast, *given, documents=numbers, limits=limits)
-    leaves = [x.double().requires_grad_() for x in found[: 5 + with_state]]
-    wanted = hk.state_space_reference(*leaves, documents=numbers)
-    torch.autograd.backward(wanted, [dout.double(), dlast.double()])
-    assert with_state or gradients[5] is None
-    pairs = [*zip(results, wanted, strict=True), *zip(gradients, [x.grad for x in leaves], strict=False)]
-    for name, (got, want) in zip(("out", "last", "q", "k", "v", "g", "write", "state"), pairs, strict=False):
-        assert got.shape == want.shape and got.is_contiguous()
-        assert float((got.double() - want.detach()).norm()) <= bound * float(want.detach().norm()), name
-    assert [x.dtype for x in gradients if x is not None] == [x.dtype for x in found[: 5 + with_state]]
-    assert results[0].dtype == dtype and results[1].dtype == found[3].dtype
+    """Of the state-space rule."""
+    rules = hk.state_space_fwd, hk.state_space_bwd, hk.state_space_reference
+    judge_rule(*rules, "write", limits, found, documents, bound, monkeypatch, with_state)
 
 
 def test_chunks_tiles_documents_and_shared_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
