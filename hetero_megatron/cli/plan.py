@@ -20,6 +20,7 @@ from hetero_megatron.cli.flags.planned_model import (
     add_fp8,
     add_lora,
     add_rollouts,
+    flag_of,
     fp8_of,
     rollouts_of,
     with_lora,
@@ -282,8 +283,7 @@ def _check(args: Namespace, given: Collection[str]) -> None:
     ):  # fmt: skip
         for flag in flags:
             if asked and getattr(args, flag):
-                name = "--for" if flag == "runtime" else "--" + flag.replace("_", "-")
-                raise UserError(problem, field=name, accepted="one of the two")
+                raise UserError(problem, field=flag_of(flag), accepted="one of the two")
     if args.allow_outer is not None and args.objective != "tokens":
         raise UserError("--allow-outer looks for speed", field="--objective", value=args.objective, accepted="tokens")
     check_writable(args.out, "--out")

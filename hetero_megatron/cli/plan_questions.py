@@ -12,7 +12,7 @@ from collections.abc import Collection
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.roles import place_role
 from hetero_megatron.api.shop import shop
-from hetero_megatron.cli.flags.planned_model import fp8_of, models_beside, preference_of, room_for_prompts
+from hetero_megatron.cli.flags.planned_model import flag_of, fp8_of, models_beside, preference_of, room_for_prompts
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.roles import GENERATOR
@@ -43,9 +43,8 @@ def place_beside(args: Namespace, model: Model, cluster: Cluster, rollouts: Grpo
     ((role, other),) = given.items()
     for key, default in _NOT_OF_ROLES.items():
         if getattr(args, key) != default:
-            flag = "--for" if key == "runtime" else "--" + key.replace("_", "-")
             beside = "--grpo" if rollouts is not None else f"--{role}-hf"
-            raise UserError(f"not known beside {beside}", field=flag, accepted="one of the two")
+            raise UserError(f"not known beside {beside}", field=flag_of(key), accepted="one of the two")
     file = None if args.out is None else f"{args.out.removesuffix('.yaml')}.{role}.yaml"
     check_writable(file, "--out")
     quiet = args.json or args.quiet
@@ -86,8 +85,7 @@ _BESIDE_SHOP = {
 def refuse_beside_shop(given: Collection[str]) -> None:
     """UserError for a flag (by its key) of which no search of many clusters knows."""
     for key in sorted(set(given) - _BESIDE_SHOP):
-        flag = "--for" if key == "runtime" else "--" + key.replace("_", "-")
-        raise UserError("--shop plans for many clusters", field=flag, accepted="one of the two")
+        raise UserError("--shop plans for many clusters", field=flag_of(key), accepted="one of the two")
 
 
 def go_shopping(args: Namespace, model: Model, cluster: Cluster) -> int:

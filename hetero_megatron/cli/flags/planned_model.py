@@ -21,6 +21,11 @@ from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD
 from hetero_megatron.spec.preference import LOSSES, WITHOUT_REFERENCE, Preference
 
 
+def flag_of(key: str) -> str:
+    """Of ``plan``, by the key of its argument."""
+    return "--for" if key == "runtime" else "--" + key.replace("_", "-")
+
+
 def add_lora(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--lora-rank", type=count(1, MAX_RANK), metavar="N",

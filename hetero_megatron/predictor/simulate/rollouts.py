@@ -53,7 +53,7 @@ class RolloutCosts:
         options = CostOptions(reference=1, margin=margin)
         self._prompts = CostModel(headless, cluster, prompt, dtype, options)
         self.costs = CostModel(model, cluster, 1, dtype, options, _of_tokens(load_rates(cluster, dtype)))
-        self._known: dict[tuple[Pipeline, int], tuple[float, float]] = {}
+        self._priced: dict[tuple[Pipeline, int], tuple[float, float]] = {}
 
     def pipelines(self, plan: Plan, rows: int | None) -> list[RolloutPrice]:
         """Of each pipeline of ``plan``; ``rows``: answers that one samples at once; None: those of a micro-batch."""
@@ -70,10 +70,10 @@ class RolloutCosts:
 
     def _of_rows(self, pipeline: Pipeline, rows: int) -> tuple[float, float]:
         """(seconds of the prompts of some rows, of a token of each)."""
-        if (pipeline, rows) not in self._known:
+        if (pipeline, rows) not in self._priced:
             token = self._forward(pipeline, rows, self.costs) + self._cache_seconds(pipeline, rows)
-            self._known[pipeline, rows] = self._forward(pipeline, rows, self._prompts), token
-        return self._known[pipeline, rows]
+            self._priced[pipeline, rows] = self._forward(pipeline, rows, self._prompts), token
+        return self._priced[pipeline, rows]
 
     def _forward(self, pipeline: Pipeline, rows: int, costs: CostModel) -> float:
         length = costs.seq_length
