@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cluster import load_cluster
@@ -17,6 +17,7 @@ from hetero_megatron.launch.jobs import LocalJob, Setup
 from hetero_megatron.launch.supervise import Planner
 from hetero_megatron.monitoring.stragglers import diagnoses_at
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.exit import end_process
 
 if TYPE_CHECKING:
     from hetero_megatron.checkpoint.lock import DirectoryLock
@@ -128,8 +129,8 @@ def _locked(config: RunConfig) -> DirectoryLock | None:
     return lock
 
 
-def join(argv: Sequence[str], program: Sequence[str]) -> int:
-    """This host's part of a running job; ``program``: what starts a rank. Returns the exit code."""
+def join(argv: Sequence[str], program: Sequence[str]) -> NoReturn:
+    """This host's part of a running job, with which the process ends; ``program``: what starts a rank."""
     os.environ.setdefault(*QUIET)
     from hetero_megatron.launch.joining import Joining, read_job
 
@@ -151,4 +152,4 @@ def join(argv: Sequence[str], program: Sequence[str]) -> int:
     log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     chips = int(count) if count is not None else None
     job, found = read_job(Path(options["--join"])), ("--join", options["--join"])
-    return Joining(job, options.get("--node"), chips, cluster, program, log, found=found).run()
+    end_process(Joining(job, options.get("--node"), chips, cluster, program, log, found=found).run())

@@ -16,7 +16,7 @@ from hetero_megatron.environment.launcher import LauncherEnvironment, read_launc
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR
 from hetero_megatron.launch.waiting_workers import AgentEnd, await_agent
-from hetero_megatron.training.exit import end_with_parent
+from hetero_megatron.training.exit import end_process, end_with_parent
 
 if TYPE_CHECKING:
     from hetero_megatron.launch.attached import Attached
@@ -65,7 +65,7 @@ def run_words(argv: Sequence[str]) -> list[str]:
 
 
 def work(argv: Sequence[str], parse: Parse, launch: Launch, program: Sequence[str]) -> int:
-    """A worker, to its end.
+    """A worker, to its end; that of the first one of a host ends the process.
 
     Args:
         argv: of ``hetero-megatron run``.
@@ -96,7 +96,7 @@ def work(argv: Sequence[str], parse: Parse, launch: Launch, program: Sequence[st
         say_error(f"torchrun's store is gone: {error}", environment)
     finally:
         end.tell(code)
-    return code
+    end_process(code)
 
 
 def _agent(

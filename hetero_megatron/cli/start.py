@@ -21,7 +21,7 @@ from hetero_megatron.cli.log import say_error
 from hetero_megatron.cli.output import json_alone, nobody_reads, while_read
 from hetero_megatron.environment.launcher import MAX_RANKS, is_first, refuse_copies
 from hetero_megatron.errors import INTERRUPTED, UserError
-from hetero_megatron.training.exit import at_once, end_with_parent, outlive_terminal
+from hetero_megatron.training.exit import at_once, end_process, end_with_parent, outlive_terminal
 
 # Commands that run as the ranks of a job, started alone or once per rank by a launcher, and where their functions are.
 RANKS = {"pretrain": ("pretrain", "main"), "finetune": ("pretrain", "finetune"), "generate": ("generate", "main")}
@@ -54,12 +54,7 @@ def train(command: str, words: Sequence[str]) -> NoReturn:
             code = start_ranks(command, words) if asks_for_ranks(words) else _as_rank(command, words)
         except BrokenPipeError:
             code = nobody_reads()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it any more
-            stream.flush()
-    # Not sys.exit: gloo's threads may still be dropping tensors, and one that asks for the interpreter's lock while it
-    # shuts down aborts the process ("terminate called without an active exception").
-    os._exit(code)
+    end_process(code)
 
 
 def _as_rank(command: str, words: Sequence[str]) -> int:

@@ -32,7 +32,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Seat, Setup
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR, say_code
 from hetero_megatron.monitoring.log_fields import array, integer, record, require, text
-from hetero_megatron.training.exit import handled, note_hang_up
+from hetero_megatron.training.exit import end_process, handled, note_hang_up
 from hetero_megatron.utils.files import read_json_object, read_text
 from hetero_megatron.utils.text import plural
 
@@ -264,4 +264,4 @@ def main(argument: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    end_process(main(sys.argv[1]))

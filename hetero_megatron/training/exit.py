@@ -10,10 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from hetero_megatron.errors import INTERRUPTED
 
@@ -50,6 +50,16 @@ def _end(first: bool) -> None:
     if first:
         os.write(2, b"error: interrupted\n")
     os._exit(INTERRUPTED)
+
+
+def end_process(code: int) -> NoReturn:
+    """For processes whose threads may be in torch's C++ code, as those of gloo and of a store's clients: while sys.exit
+    shuts the interpreter down, one that asks for its lock aborts the process ("terminate called without an active
+    exception")."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def end_with_parent() -> None:
