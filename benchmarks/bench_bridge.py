@@ -1,7 +1,7 @@
 """The bridge between unlike chips: messages in chunks against copying a whole message and then sending it.
 
     python benchmarks/bench_bridge.py [--rate 400] [--rounds 9]
-    python benchmarks/bench_bridge.py --loopback    # chunks and stripes, as fast as this host is
+    python benchmarks/bench_bridge.py --loopback    # chunks and stripes, as fast as this host is, beside bare sockets
 
 Two processes over gloo. The link, and the copies between device and host, are emulated at ``--rate`` MB/s each: what is
 carried is over no earlier than that, and the next waits for it. "one end": the receiver is a CPU, so copy and link are
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -145,6 +146,30 @@ def run(rate: float, rounds: int) -> None:
     stop_comm()
 
 
+class Sockets:
+    """One connection and nothing else: what the kernel's TCP costs by itself, whoever calls it."""
+
+    def __init__(self, rank: int) -> None:
+        import torch.distributed as dist
+
+        port: list[int] = [0]
+        if rank == 1:
+            listener = socket.create_server(("127.0.0.1", 0))
+            port = [listener.getsockname()[1]]
+        dist.broadcast_object_list(port, 1)
+        self._connection = listener.accept()[0] if rank == 1 else socket.create_connection(("127.0.0.1", port[0]))
+
+    def isend(self, message: Any, peer: int) -> list[Any]:
+        self._connection.sendall(message.numpy())
+        return []
+
+    def irecv(self, message: Any, peer: int) -> list[Any]:
+        left = memoryview(message.numpy())
+        while left:
+            left = left[self._connection.recv_into(left) :]
+        return []
+
+
 WAYS = {  # stripes, largest chunk
     "512 KiB": (1, 512 << 10), "4 MiB": (1, 4 << 20), "4 MiB, 2 stripes": (2, 4 << 20),
     "4 MiB, 4 stripes": (4, 4 << 20),
@@ -162,10 +187,12 @@ def run_loopback(rounds: int) -> None:
 
     torch.set_num_threads(1)
     comm = start_comm(Platform(torch.device("cpu"), "gloo"), 120)
-    sides = {
+    sides: dict[str, Any] = {
         way: Bridge([dist.new_group([0, 1]) for _ in range(stripes)], Dma(float("inf")), 120, chunk)
         for way, (stripes, chunk) in WAYS.items()
     }
+    sides["gloo alone"] = Bridge([dist.new_group([0, 1])], None, 120)
+    sides["sockets alone"] = Sockets(comm.rank)
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for size in (1 << 20, 64 << 20):
         message, count = torch.zeros(size, dtype=torch.uint8), max((64 << 20) // size, 1)
