@@ -2,15 +2,19 @@
 
     python benchmarks/bench_elastic.py [--rounds 3] [--layers 6]
     python benchmarks/bench_elastic.py --copies [--rounds 3] [--layers 8] [--hidden-size 512]
+    python benchmarks/bench_elastic.py --moved [--layers 10] [--hidden-size 640]
     python benchmarks/bench_elastic.py --testbed [--copies] [--rounds 3] [--layers 6] [--hidden-size 512]
 
-Six ranks on this host train the tiny model in fp32 (``--layers``: deeper) under a plan of three pipelines of two
+Six ranks on this host train the tiny model in fp32 (``--layers``: another one) under a plan of three pipelines of two
 stages; one is killed once 8 steps are done, and the fallback plan has five. The restart reads a checkpoint of every
 step. Printed are the wall seconds until the next line of metrics.jsonl, the phases that the elastic run says, and the
 CPU seconds of all processes of each run.
 
 ``--copies``: seconds per step of two ranks, each a replica of the whole model, with a copy of every rank's state sent
 to the other one after each step (``--peer-replicas-every 1``) and without, in turn.
+
+``--moved``: bytes that pass between ranks when one of six is lost, beside the least that must: for each element its
+new owner, if that holds neither what it owned nor a copy of it (masters and Adam's two moments, counted by masks).
 
 ``--testbed``: the same on an emulated cluster: six nodes (two for ``--copies``) with chips under the exact clock and
 links of 100 MB/s; with ``--copies`` the ratio is also predicted, before anything is measured.
@@ -28,17 +32,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine, median
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.peer_copies import copies_in
+from hetero_megatron.layout import Layout
 from hetero_megatron.monitoring.record import expected_copies
 from hetero_megatron.testbed.state import all_testbeds
+from hetero_megatron.training.config import RunConfig
 
 HEAD = "version: 1\nseq_length: 32\nglobal_batch_size: 6\npipelines:\n"
 STEPS, KILL_AFTER, RANKS = 16, 8, 6
+TINY = 6  # layers of the tiny model
+TRAIN = ("--mock-data", "--lr", "1e-3", "--train-iters", str(STEPS))
 CLUSTER = """version: 1
 nodes: [{{name: node, count: {count}, chip: core}}]
 chips: {{core: {{memory: 4 GiB, emulate: {{speed: {speed}}}}}}}
@@ -88,8 +100,10 @@ def children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
-def one_run(folder: Path, layers: int, elastic: bool, testbed: bool) -> tuple[float, float, str]:
-    """(seconds from the kill to the next step, CPU seconds, what the elastic run says)."""
+def one_run(
+    folder: Path, layers: int, elastic: bool, testbed: bool, model: Sequence[str]
+) -> tuple[float, float, str]:
+    """(seconds from the kill to the next step, CPU seconds, what the elastic run says). ``model``: its flags."""
     run = folder / "run"
     for path, text in zip((folder / "six.yaml", folder / "five.yaml"), plans(layers), strict=True):
         path.write_text(text)
@@ -98,8 +112,8 @@ def one_run(folder: Path, layers: int, elastic: bool, testbed: bool) -> tuple[fl
     command = [
         *(sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(folder / "six.yaml")),
         *(testbed_words(folder, RANKS) if testbed else ()),
-        *("--fallback-plan", str(folder / "five.yaml"), *words, "--", "--model", "tiny", "--num-layers", str(layers)),
-        *("--mock-data", "--lr", "1e-3", "--train-iters", str(STEPS), "--save", str(run), "--load", str(run), *flags),
+        *("--fallback-plan", str(folder / "five.yaml"), *words, "--", *model, *TRAIN),
+        *("--save", str(run), "--load", str(run), *flags),
     ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -128,6 +142,53 @@ def one_run(folder: Path, layers: int, elastic: bool, testbed: bool) -> tuple[fl
     return seconds, cpu, told[0] if told else ""
 
 
+def masks(layout: Layout, ranks: Iterable[int]) -> dict[int, Any]:
+    """By rank, which elements are in its boxes."""
+    found = {rank: np.zeros(layout.shape, bool) for rank in ranks}
+    for rank, boxes in layout.boxes.items():
+        for box in boxes:
+            found[rank][box.slices()] = True
+    return found
+
+
+def least_bytes(folder: Path, model: Sequence[str], lost: int) -> tuple[int, int]:
+    """(bytes that must pass between ranks from the plan of six to that of five without rank ``lost``; bytes of all
+    masters and moments)."""
+
+    def config_of(plan: str, ranks: int) -> RunConfig:
+        environment = {"WORLD_SIZE": str(ranks), "RANK": "0", "HETERO_LAUNCHER": "1"}
+        return configure(["--plan", str(folder / plan), *model, *TRAIN, "--elastic"], environment)
+
+    def owners(config: RunConfig) -> dict[str, Layout]:
+        return {name: layout for b in config.compiled.buckets if b.onward is None for name, layout in b.owners.items()}
+
+    six, five = config_of("six.yaml", RANKS), config_of("five.yaml", RANKS - 1)
+    holders, after = copies_in(six).holders, owners(five)
+    crossing = total = 0
+    for name, layout in owners(six).items():
+        owned = masks(layout, range(RANKS))
+        held = {rank: mask.copy() for rank, mask in owned.items()}
+        for rank, holder in holders.items():
+            held[holder] |= owned[rank]
+        stay = [rank for rank in range(RANKS) if rank != lost]
+        wanted = masks(after[name], range(RANKS - 1))
+        crossing += sum(int((wanted[new] & ~held[old]).sum()) for new, old in enumerate(stay))
+        total += owned[0].size
+    return 12 * crossing, 12 * total
+
+
+def measure_moved(layers: int, hidden: int) -> None:
+    model = flags_of_model(layers, hidden, 32)
+    with tempfile.TemporaryDirectory(prefix="bench-elastic-") as scratch:
+        folder = Path(scratch)
+        _, _, told = one_run(folder, layers, True, False, model)
+        events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+        (moved,) = [event["bytes"] for event in events if event["kind"] == "elastic"]
+        least, total = least_bytes(folder, model, RANKS - 1)
+    print(told)
+    print(json.dumps({"parameters": total // 12, "moved": moved, "least": least, "ratio": moved / least}))
+
+
 def plan_for_copies(folder: Path, layers: int) -> Path:
     plan = folder / "two.yaml"
     pipeline = "  - {{micro_batch_size: 1, num_micro_batches: 4, stages: [{{ranks: {}, layers: [0, {}]}}]}}\n"
@@ -136,18 +197,17 @@ def plan_for_copies(folder: Path, layers: int) -> Path:
     return plan
 
 
-def flags_of_model(layers: int, hidden: int) -> list[str]:
+def flags_of_model(layers: int, hidden: int, length: int = 256) -> list[str]:
     return [
         *("--num-layers", str(layers), "--hidden-size", str(hidden), "--num-attention-heads", "8"),
-        *("--seq-length", "256", "--max-position-embeddings", "256"),
-        *("--vocab-size", "2048", "--mock-data", "--lr", "1e-3", "--train-iters", str(STEPS)),
+        *("--seq-length", str(length), "--max-position-embeddings", str(length), "--vocab-size", "2048"),
     ]
 
 
 def predicted_ratio(folder: Path, layers: int, hidden: int) -> float:
     """Seconds of a step with copies over those without, as a dry run says it."""
     cluster, plan = testbed_words(folder, 2)[-2:], plan_for_copies(folder, layers)
-    words = ["--plan", str(plan), *cluster, *flags_of_model(layers, hidden), "--elastic"]
+    words = ["--plan", str(plan), *cluster, *flags_of_model(layers, hidden), *TRAIN, "--elastic"]
     config = configure(words, {"WORLD_SIZE": "2", "RANK": "0", "HETERO_LAUNCHER": "1"})
     prediction = expected_copies(config, copies_in(config), {})
     assert prediction is not None
@@ -159,7 +219,7 @@ def seconds_per_step(folder: Path, layers: int, hidden: int, copies: bool, testb
     run, plan = folder / "run", plan_for_copies(folder, layers)
     command = [
         *(sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(plan), "--fallback-plan", str(plan)),
-        *("--elastic", *(testbed_words(folder, 2) if testbed else ()), "--", *flags_of_model(layers, hidden)),
+        *("--elastic", *(testbed_words(folder, 2) if testbed else ()), "--", *flags_of_model(layers, hidden), *TRAIN),
         *("--save", str(run), "--load", str(run), "--log-interval", "1"),
         *("--peer-replicas-every", "1" if copies else "0"),
     ]
@@ -193,21 +253,26 @@ def measure_copies(rounds: int, layers: int, hidden: int, testbed: bool) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=TINY, help=f"{TINY}: the tiny model, unless --copies or --moved")
     parser.add_argument("--copies", action="store_true", help="what copies for peers cost per step")
-    parser.add_argument("--hidden-size", type=int, default=512, help="for --copies")
+    parser.add_argument("--moved", action="store_true", help="bytes that move after a loss, beside the least")
+    parser.add_argument("--hidden-size", type=int, default=512, help="of models that are not tiny")
     parser.add_argument("--testbed", action="store_true", help="on an emulated cluster (root, Linux)")
     options = parser.parse_args()
     print(machine())
+    if options.moved:
+        measure_moved(options.layers, options.hidden_size)
+        return
     if options.copies:
         measure_copies(options.rounds, options.layers, options.hidden_size, options.testbed)
         return
+    model = ["--model", "tiny"] if options.layers == TINY else flags_of_model(options.layers, options.hidden_size, 32)
     found: dict[str, list[tuple[float, float]]] = {"elastic": [], "replan": []}
     for _ in range(options.rounds):
         for kind, of_kind in found.items():
             folder = Path(tempfile.mkdtemp(prefix="bench-elastic-"))
             try:
-                seconds, cpu, told = one_run(folder, options.layers, kind == "elastic", options.testbed)
+                seconds, cpu, told = one_run(folder, options.layers, kind == "elastic", options.testbed, model)
             finally:
                 shutil.rmtree(folder)
             of_kind.append((seconds, cpu))
