@@ -70,12 +70,15 @@ def check_agreement(group: Group, facts: Mapping[str, object]) -> None:
 
 
 def _walk(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """A dataclass's fields as ``name.field``; anything else as it is."""
+    """A dataclass's fields as ``name.field``; anything else as it is. A whole number in a field of floats is one there,
+    as it is on a rank to which another has told it."""
     if not is_dataclass(value):
         yield name, value
         return
     for field in fields(value):
-        yield from _walk(f"{name}.{field.name}", getattr(value, field.name))
+        item = getattr(value, field.name)
+        is_whole = field.type in ("float", "float | None") and type(item) is int
+        yield from _walk(f"{name}.{field.name}", float(item) if is_whole else item)
 
 
 PACKAGES = ("hetero_megatron", "hetero_kernels", "hetero_plugins")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from hetero_megatron.cli.configure import configure
+from hetero_megatron.comm.group import decode, encode
 from hetero_megatron.data import DataConfig, build_datasets
 from hetero_megatron.training.agreement import ALIKE, run_facts
-from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.config import RunConfig, ScheduleConfig
 from tests.distributed.training.test_failures import TWO_REPLICAS, start
 
 FLAGS = "--model tiny --mock-data --seq-length 32 --micro-batch-size 1 --train-iters 4 --lr 1e-3"
@@ -56,6 +58,25 @@ def test_islands_are_facts_beside_the_fingerprint() -> None:
 def test_places_and_names_are_no_facts(tmp_path: Path) -> None:
     a, b = (run_facts(configure([*FLAGS.split(), "--save", str(tmp_path / name)], {})) for name in "ab")
     assert a == b and a["checkpoint.save"] is True
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "", "--lr 1", "--lr-warmup-iters 2 --lr-decay-style cosine --min-lr 0", "--weight-decay 1",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 2", "--lr-decay-style constant --weight-decay 0",
+    ],
+)  # fmt: skip
+def test_a_schedule_that_another_rank_has_told_is_the_same(more: str) -> None:
+    """Ranks that joined have it from others, which have their own: 0 is not unlike 0.0."""
+    one = configure([*FLAGS.split(), *more.split()], {})
+    told = replace(one, schedule=decode(encode(one.schedule), ScheduleConfig, "rank 0"))
+    assert check_words(run_facts(one)) == check_words(run_facts(told))
+
+
+def check_words(facts: Mapping[str, object]) -> dict[str, str]:
+    """As ranks compare them."""
+    return {name: repr(fact) for name, fact in facts.items()}
 
 
 def test_data_are_told_apart(tmp_path: Path) -> None:
