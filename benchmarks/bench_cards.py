@@ -7,7 +7,8 @@ gated MLP of 8/3 x hidden that is predicted here. They ran under FSDP, whose bac
 16 bytes per parameter in 16 bit, 0 in fp32, at the rate of memory, are added to what is predicted.
 
 The first table has the shares of peak of ``cluster/catalogue.py``, which were fitted to these times (A100's was
-not). The second leaves one kind out: its share is the median of the other kinds of its class.
+not). The second leaves one kind out: its share is the median of the other kinds of its class. The third and fourth are
+the same with what the board's power allows: of boards of at most 75 W, and as a cap of all (:func:`powered`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
 from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.cluster.catalogue import CHIPS as CATALOGUE
 from hetero_megatron.predictor.cost.cost_options import share_of_peak
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.spec.hf_config import from_hf_config
@@ -42,6 +44,12 @@ CLASSES = {
     "fp16": (("a100x80", "a10g", "a6000"), ("l4", "t4"), ("p100", "w6800")),
     "fp32": (("a10g", "a6000"), ("l4", "t4"), ("p100",)),
 }
+BOARD = {  # (watts, process in nm) of the data sheets, recalled
+    "a100x80": (400, 7), "a10g": (300, 8), "a6000": (300, 8), "l4": (72, 5), "t4": (70, 12), "p100": (250, 16),
+    "w6800": (250, 7),
+}  # fmt: skip
+SLOT_WATTS = 75  # what a PCIe slot feeds a board without a cable
+GOAL = 0.2
 FSDP_BYTES = {"fp16": 16, "fp32": 0}
 
 
@@ -100,6 +108,29 @@ def left_out(card: str, dtype: str) -> float | None:
     return statistics.median(others) if others else None
 
 
+def powered(card: str, dtype: str) -> float | None:
+    """The share that a board's power allows: k x W / (peak x nm), k of the other boards of a slot's power (median)."""
+
+    def allowance(one: str) -> float:
+        watts, process = BOARD[one]
+        return watts / (CATALOGUE[CHIPS[one]].flops[dtype] / 1e12 * process)
+
+    others = [one for one, (watts, _) in BOARD.items() if watts <= SLOT_WATTS and one != card]
+    ks = [share_of_peak(CHIPS[one], dtype).value / allowance(one) for one in others]
+    return statistics.median(ks) * allowance(card) if ks else None
+
+
+def of_slot(card: str, dtype: str) -> float | None:
+    """Left out: boards of a slot's power by it, others as their class."""
+    return powered(card, dtype) if BOARD[card][0] <= SLOT_WATTS else left_out(card, dtype)
+
+
+def capped(card: str, dtype: str) -> float | None:
+    """Left out: all kinds at most what their power allows."""
+    usual, cap = of_slot(card, dtype), powered(card, dtype)
+    return usual if usual is None or cap is None else min(usual, cap)
+
+
 def row(found: list[tuple[Entry, tuple[float, float]]]) -> str:
     def middle(part: int, few: bool | None = None) -> str:
         sizes = [abs(e[part]) for entry, e in found if few is None or (entry.rows == 1) == few]
@@ -108,6 +139,14 @@ def row(found: list[tuple[Entry, tuple[float, float]]]) -> str:
     worst = max(abs(x) for _, e in found for x in e)
     cells = [middle(0), middle(1), middle(0, True), middle(1, True), middle(0, False), middle(1, False)]
     return " ".join(cells) + f" {worst:8.0%}"
+
+
+TABLES = {
+    "shares as fitted to these": lambda card, dtype: share_of_peak(CHIPS[card], dtype).value,
+    "one kind left out": left_out,
+    "one kind left out, boards of a slot's power by it": of_slot,
+    "one kind left out, power caps all": capped,
+}
 
 
 def main() -> None:
@@ -124,15 +163,21 @@ def main() -> None:
     print(machine())
     print(f"{'':26} median error of:   all     |  one sequence |  2 and more")
     print(f"{'card':13} dtype entries share  fwd    bwd    fwd    bwd    fwd    bwd     worst")
-    for title, without in (("shares as fitted to these", False), ("one kind left out", True)):
+    for title, share_for in TABLES.items():
         print(title)
+        held = compared = 0
         for (card, dtype), rows in sorted(groups.items()):
-            share = left_out(card, dtype) if without else share_of_peak(CHIPS[card], dtype).value
+            share = share_for(card, dtype)
             name = f"{CHIPS[card]:13} {dtype:5} {len(rows):7}"
             if share is None:
                 print(f"{name}     -  no other kind of its class")
                 continue
-            print(f"{name} {share:5.2f} {row([(entry, errors(entry, share)) for entry in rows])}")
+            found = [(entry, errors(entry, share)) for entry in rows]
+            held += all(statistics.median(abs(e[part]) for _, e in found) <= GOAL for part in (0, 1))
+            compared += 1
+            print(f"{name} {share:5.2f} {row(found)}")
+        print(f"within {GOAL:.0%} forward and backward: {held} of {compared}")
+
 
 
 if __name__ == "__main__":
