@@ -62,7 +62,7 @@ def without_repeated(blocks: list[Block]) -> list[Block]:
 
 def environment() -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
-    return kept | {"ARGS": "--train-iters 16"}  # of `make demo`: 60 steps say nothing else
+    return kept | {"ARGS": "--train-iters 4 --lr-warmup-iters 2"}  # of `make demo`: 60 steps say nothing else
 
 
 @pytest.mark.slow

@@ -7,15 +7,15 @@ import re
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.scopes import SCOPE_OF, scope_of
+from tests.support.scopes import CLUSTERS, SCOPE_OF, SCOPES, SECONDS, LongestFirst, scope_of
 
 
-def test_files_that_emulate_clusters_are_scopes_of_their_kind() -> None:
-    kinds = {}
+def test_files_that_emulate_clusters_are_one_scope() -> None:
+    marked = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
-        for kind in re.findall(r'mark\.testbed(?:\("(\w+)"\))?', path.read_text(encoding="utf-8")):
-            kinds[str(path.relative_to(ROOT))] = kind or "testbed"
-    assert kinds == {file: scope for file, scope in SCOPE_OF.items() if scope in ("testbed", "hosts")}
+        if re.search(r"mark\.testbed\b", path.read_text(encoding="utf-8")):
+            marked.add(str(path.relative_to(ROOT)))
+    assert marked == set(SCOPES[CLUSTERS])
     assert [file for file in SCOPE_OF if not (ROOT / file).exists()] == []
 
 
@@ -30,3 +30,14 @@ def test_files_that_emulate_clusters_are_scopes_of_their_kind() -> None:
 )
 def test_what_one_process_runs(one: str, other: str, together: bool) -> None:
     assert (scope_of(one) == scope_of(one.partition("[")[0] + "[" + other)) == together
+
+
+def test_what_takes_longest_starts_first_and_is_there() -> None:
+    queue = LongestFirst({"one test": {"": False}, "tests": {"a": False, "b": False}, CLUSTERS: {"": False}})
+    assert [queue.popitem()[0] for _ in range(3)] == [CLUSTERS, "tests", "one test"]
+    for scope in SECONDS.keys() - SCOPES.keys():
+        file, _, name = scope.partition("::")
+        if name:
+            assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), scope
+        else:
+            assert (ROOT / scope.removeprefix("test_block_runs[")).exists(), scope

@@ -2,21 +2,22 @@
 
 Stages of a pipeline take turns while tokens come one by one, so more of them make nothing faster: of each kind of chips
 a generator's pipelines are as shallow as they hold the model with keys and values, and answers are divided by the speed
-of the pipelines."""
+of the pipelines. Each pipeline gets the weights after a step: over slow links fewer of them are faster."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.driver import SearchResult
-from hetero_megatron.planner.search.incumbent import Progress
+from hetero_megatron.planner.search.incumbent import Progress, SimulatedPlan
 from hetero_megatron.planner.whatif.forward_plans import (
     TP,
     Cell,
@@ -43,19 +44,27 @@ Chains = list[list[Cell]]  # pipelines as TP groups in turn
 
 @dataclass(frozen=True)
 class _Estimate:
-    """Of ``chains`` that sample ``rows`` answers at once: seconds of the rollout, and of one token of each chain."""
+    """Of ``chains`` that sample ``rows`` answers at once: seconds of the rollout, of the way of the weights, and of one
+    token of each chain."""
 
-    seconds: float
+    rollout: float
+    weights: float
     rows: int
     chains: Chains
     tokens: list[float]
 
 
 class GeneratorPlans:
-    """Of one model on the chips of a cluster."""
+    """Of one model on the chips of a cluster.
 
-    def __init__(self, asked: ForwardQuestion, g: Grpo, cluster: Cluster) -> None:
-        self._asked, self._grpo, self._cluster = asked, g, cluster
+    Args:
+        sent: seconds until so many bytes are on each rank that come from the ranks that train.
+    """
+
+    def __init__(
+        self, asked: ForwardQuestion, g: Grpo, cluster: Cluster, sent: Callable[[Mapping[int, float]], float]
+    ) -> None:
+        self._asked, self._grpo, self._cluster, self._sent = asked, g, cluster, sent
         made_for = asked.model, cluster, asked.seq_length, asked.dtype
         self._price = RolloutCosts(*made_for, asked.options.margin, g.max_new_tokens)
         self._costs = self._price.costs
@@ -64,7 +73,7 @@ class GeneratorPlans:
         self._row = 2 * model.num_layers * model.num_kv_heads * model.head_dim * asked.seq_length * item
 
     def best(self) -> ForwardPlan:
-        """The fastest that fits.
+        """The fastest that fits, with the way of the weights.
 
         Raises:
             UserError: none does; names the chip that lacks least.
@@ -72,7 +81,7 @@ class GeneratorPlans:
         rows = [n for n in range(1, min(MOST_ROWS, self._asked.global_batch_size) + 1)
                 if self._asked.global_batch_size % n == 0]  # fmt: skip
         estimates = [estimate for n in rows for tp in TP for estimate in self._estimates(tp, n)]
-        ranked = sorted(estimates, key=lambda one: one.seconds)
+        ranked = sorted(estimates, key=lambda one: one.rollout + one.weights)
         fastest, nearest = fastest_fitting(map(self._judged, ranked), MOST_PRICED)
         if fastest is not None:
             return fastest
@@ -99,7 +108,14 @@ class GeneratorPlans:
         if chains:
             tokens = [self._token(chain, rows) for chain in chains]
             counts = _shared(tokens, self._asked.global_batch_size // rows)
-            yield _Estimate(max(n * s for n, s in zip(counts, tokens, strict=True)), rows, chains, tokens)
+            rollout = max(n * s for n, s in zip(counts, tokens, strict=True))
+            yield _Estimate(rollout, self._weights_seconds(chains, counts), rows, chains, tokens)
+
+    def _weights_seconds(self, chains: Chains, counts: Sequence[int]) -> float:
+        """Until every pipeline that samples has the weights of a step."""
+        g, used = self._grpo, [chain for chain, count in zip(chains, counts, strict=True) if count]
+        arriving = {r: self._weights / len(chain) / len(cell) for chain in used for cell in chain for r in cell}
+        return self._sent(arriving) * min(1.0, g.iterations / g.sync_every)
 
     def _depth(self, cell: Cell, rows: int) -> int:
         """Cells of this kind that hold weights and cache."""
@@ -136,7 +152,8 @@ class GeneratorPlans:
                   for rank, chip in chips.items()}  # fmt: skip
         if over := over_limit(memory, limits, chips):
             return over[0]
-        return ForwardPlan(plan, max(price.seconds for price in self._price.pipelines(plan, None)))
+        rollout = max(price.seconds for price in self._price.pipelines(plan, None))
+        return ForwardPlan(plan, rollout + estimate.weights)
 
     def _stages(self, chain: Sequence[Cell]) -> list[dict[str, Any]]:
         """Layers by the memory of the cells."""
@@ -170,9 +187,32 @@ class GeneratorSearch(RoleSearch):
     def __init__(self, problem: PlanningProblem, asked: ForwardQuestion, g: Grpo, progress: Progress | None) -> None:
         super().__init__(problem, asked, progress=progress)
         self._grpo = g
+        self._links = RolloutCosts(problem.model, problem.cluster, problem.seq_length, problem.dtype,
+                                   problem.options.costs.margin, g.max_new_tokens).costs.links  # fmt: skip
 
-    def _role_plan(self, cluster: Cluster) -> ForwardPlan:
-        return GeneratorPlans(self._asked, self._grpo, cluster).best()
+    def _role_plan(self, ranks: Sequence[int]) -> ForwardPlan:
+        cluster = self._problem.cluster
+        node_of, sampling = {rank.rank: rank.node for rank in cluster.ranks}, set(ranks)
+        training = [rank for rank in node_of if rank not in sampling]
+        by_node: dict[object, list[int]] = {}
+        for rank in training:
+            by_node.setdefault(node_of[rank], []).append(rank)
+
+        def sent(arriving: Mapping[int, float]) -> float:
+            """From the ranks that train in turn, where there are some from those of the same node."""
+            flows = []
+            for i, (number, size) in enumerate(arriving.items()):
+                near = by_node.get(node_of[ranks[number]], training)
+                flows.append((near[i % len(near)], ranks[number], size))
+            arrival = self._links.exchange(flows)
+            return arrival.seconds + arrival.latency
+
+        return GeneratorPlans(self._asked, self._grpo, shrink(cluster, ranks), sent).best()
+
+    def _step(self, trained: SimulatedPlan, ranks: frozenset[int], forward: ForwardPlan) -> float:
+        """With the way of the weights between these two plans, where both have room."""
+        joined = self._beside(trained.plan, ranks, forward).step_seconds
+        return joined if joined < math.inf else super()._step(trained, ranks, forward)
 
     def _together(self, trained: float, role: float) -> float:
         rollout = role / self._grpo.iterations

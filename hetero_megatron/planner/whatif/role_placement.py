@@ -19,7 +19,7 @@ from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.problem import PlanningProblem, TimeBudget
 from hetero_megatron.planner.search.driver import SearchResult, search
-from hetero_megatron.planner.search.incumbent import Progress
+from hetero_megatron.planner.search.incumbent import Progress, SimulatedPlan
 from hetero_megatron.planner.template.plan_template import renumbered
 from hetero_megatron.planner.whatif.forward_plans import ForwardPlan, ForwardPlans, ForwardQuestion
 from hetero_megatron.plans import Plan, validate
@@ -128,20 +128,24 @@ class RoleSearch:
         Raises:
             UserError: there is none of one of both.
         """
-        return self._joined(ranks, self._role_plan(shrink(self._problem.cluster, sorted(ranks))))
+        return self._joined(ranks, self._role_plan(sorted(ranks)))
 
     def _others(self, whole: SearchResult) -> list[Alternative]:
         """Where the role has no chips of its own."""
         others = [self._in_a_file(whole)]
         return [*others, self._on_the_same(whole)] if self._asked.name == "teacher" else others
 
-    def _role_plan(self, cluster: Cluster) -> ForwardPlan:
-        """Of the role, on all chips of ``cluster``; UserError: none fits."""
-        return ForwardPlans(self._asked, cluster).best()
+    def _role_plan(self, ranks: Sequence[int]) -> ForwardPlan:
+        """Of the role, on all of these ranks, in which they count from 0; UserError: none fits."""
+        return ForwardPlans(self._asked, shrink(self._problem.cluster, ranks)).best()
 
     def _together(self, trained: float, role: float) -> float:
         """Seconds of a step of both on chips of their own."""
         return max(trained, role)
+
+    def _step(self, trained: SimulatedPlan, ranks: frozenset[int], forward: ForwardPlan) -> float:
+        """The same of two plans, by which splits of the cluster are ranked."""
+        return self._together(trained.step_seconds, forward.seconds)
 
     def _predicted(self, plan: Plan) -> Prediction:
         """Of a plan with ranks for the role."""
@@ -155,7 +159,7 @@ class RoleSearch:
         step = whole.best.step_seconds
         self._say(f"the {self._asked.name}, on all chips")
         try:
-            forward_plan = self._role_plan(self._problem.cluster)
+            forward_plan = ForwardPlans(self._asked, self._problem.cluster).best()
         except UserError as error:
             return Alternative("file", math.inf, step, problem=error.problem)
         once = forward_plan.seconds / self._epochs
@@ -226,9 +230,8 @@ class RoleSearch:
         work = whole.best.step_seconds * sum(self._speeds.of(rank.rank) for rank in cluster.ranks)
         estimated: list[tuple[float, int, frozenset[int], ForwardPlan]] = []
         for i, ranks in enumerate(splits):
-            keep = sorted(ranks)
             try:
-                forward = self._role_plan(shrink(cluster, keep))
+                forward = self._role_plan(sorted(ranks))
             except UserError as error:
                 problem = error.problem
                 continue
@@ -246,7 +249,7 @@ class RoleSearch:
             except UserError as error:
                 problem = f"on the other chips: {error.problem}"
                 continue
-            step = self._together(trained.step_seconds, forward.seconds)
+            step = self._step(trained, ranks, forward)
             if step < fastest:
                 self._say(f"{step:.3g} s with the {self._asked.name} on {len(ranks)} chips")
             searched_rows.append((step, i, ranks, forward))

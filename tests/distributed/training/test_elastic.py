@@ -354,7 +354,7 @@ SEQUENCES = list(range(1, 201))
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("seed", quick(SEQUENCES, [], SEQUENCES[:2]))
+@pytest.mark.parametrize("seed", quick(SEQUENCES, [], SEQUENCES[:1]))
 def test_random_events(seed: int, tmp_path: Path) -> None:
     happenings, hosts, search_seconds = random_events(random.Random(seed))
     # Who is frozen costs the others so long; a rank of a busy machine may take seconds to stop.
