@@ -35,7 +35,7 @@ from tests.support.small_plans import LLAMA, plan
 
 SEED = int(os.environ.get("SEED", "2026"))
 COUNT = int(os.environ.get("N", "12"))  # random pairs of plans
-QUICK, SLOW = (7,), (0, 3, 5)
+QUICK, SLOW = (5,), (0, 3, 7)
 BEFORE, AFTER = 2, 2
 Seen = dict[str, Any]
 
