@@ -179,6 +179,5 @@ def main() -> None:
         print(f"within {GOAL:.0%} forward and backward: {held} of {compared}")
 
 
-
 if __name__ == "__main__":
     main()
