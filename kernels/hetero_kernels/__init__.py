@@ -76,6 +76,7 @@ from hetero_kernels.attention_rows import (
     attention_merge,
     attention_merge_reference,
 )
+from hetero_kernels.cache_keys import make_keys
 from hetero_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_reference
 from hetero_kernels.dropout import dropout, dropout_reference
 from hetero_kernels.gated_delta import document_numbers, gated_delta_bwd, gated_delta_fwd, gated_delta_reference
@@ -112,6 +113,8 @@ from hetero_kernels.vocab_parallel_cross_entropy import (
     vocab_stats_bwd,
     vocab_stats_reference,
 )
+
+make_keys()
 
 __all__ = [
     "AttentionDropout",

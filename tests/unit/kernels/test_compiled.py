@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,27 @@ def check(*words: str) -> None:
     if done.returncode == 3:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_kernel_has_one_key_whatever_is_launched_before() -> None:
+    """Else what one process has compiled, another would not find."""
+    program = """
+import sys
+from triton.runtime.jit import JITFunction
+import hetero_kernels
+modules = [vars(module) for name, module in sys.modules.items() if name.startswith("hetero_kernels.")]
+kernels = [value for values in modules for value in values.values() if isinstance(value, JITFunction)]
+for kernel in sorted(kernels, key=lambda kernel: kernel.fn.__name__, reverse=sys.argv[1] == "back"):
+    print(kernel.fn.__module__, kernel.fn.__name__, kernel.cache_key)
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    keys = [
+        sorted(subprocess.run([sys.executable, "-c", program, way], capture_output=True, text=True, check=True,
+                              env=environment).stdout.splitlines())
+        for way in ("on", "back")
+    ]  # fmt: skip
+    assert keys[0] == keys[1] and len(keys[0]) > 50
 
 
 @pytest.mark.slow
