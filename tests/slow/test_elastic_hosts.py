@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -93,7 +92,7 @@ def test_parts_of_the_network_are_cut(names: tuple[str, ...], hosts: NamespaceHo
         ends = [line for line in lines if "error: " in line or "is gone" in line and "elastic: " not in line]
         assert len(ends) == 1 and any(line in ends[0] for line in cut.lines), (ends, run.said)
         assert "terminate called" not in run.said
-    stop(run)
+    run.stop()
     epochs = re.findall("elastic: epoch [0-9]+: (.*) went on after", run.said)
     assert len(epochs) == len(names), run.said
     assert all(re.match(CUTS[name].event, text) for name, text in zip(names, epochs, strict=True)), epochs
@@ -110,14 +109,9 @@ def test_a_cut_that_is_shorter_than_any_time_out_changes_nothing(hosts: Namespac
         time.sleep(1.0)
         hosts.plug(index)
         run.until(len(losses(run.directory)) + 5)
-    stop(run)
+    run.stop()
     assert "epoch" not in run.said
     check(run, tmp_path)
-
-
-def stop(run: Run) -> None:
-    run.job.send_signal(signal.SIGTERM)
-    run.wait()
 
 
 def check(run: Run, folder: Path) -> None:

@@ -19,7 +19,7 @@ from tests.support.namespace_hosts import LAUNCHER, NamespaceHosts, missing
 from tests.support.programs import inside
 
 pytestmark = [pytest.mark.slow, pytest.mark.testbed("hosts")]
-STEPS = 240
+STEPS = 100_000  # until it is told to stop
 PLAN = """
 version: 1
 seq_length: 48
@@ -38,11 +38,6 @@ def plan(folder: Path, ranks: int, batch: int = 4) -> Path:
     path = folder / f"plan-{ranks}.yaml"
     path.write_text(PLAN.replace("{stages}", stages).replace("{batch}", str(batch)))
     return path
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return alone(tmp_path_factory.mktemp("alone"), STEPS)
 
 
 def alone(folder: Path, steps: int, *words: str, batch: int = 4) -> list[float]:
@@ -111,6 +106,12 @@ class Run:
             assert self.job.poll() is None and time.monotonic() < end, self.said
             time.sleep(0.05)
 
+    def stop(self) -> None:
+        """After some more steps, by a signal to the launcher."""
+        self.until(len(losses(self.directory)) + 10)
+        self.job.send_signal(signal.SIGTERM)
+        self.wait()
+
     def wait(self, seconds: float = 300) -> None:
         try:
             self.job.wait(timeout=seconds)
@@ -121,9 +122,7 @@ class Run:
         assert self.job.returncode == 0, self.said
 
 
-def test_a_host_that_loses_its_power_and_comes_back(
-    hosts: NamespaceHosts, tmp_path: Path, undisturbed: list[float]
-) -> None:
+def test_a_host_that_loses_its_power_and_comes_back(hosts: NamespaceHosts, tmp_path: Path) -> None:
     run = Run(hosts, tmp_path, "--rejoin", "2")
     run.until(30)
     hosts.power_off(2)
@@ -131,15 +130,14 @@ def test_a_host_that_loses_its_power_and_comes_back(
     run.until(len(losses(run.directory)) + 10)
     hosts.boot(2)
     run.until_said("with host2, 3 ranks")
-    run.wait()
-    assert losses(run.directory) == pytest.approx(undisturbed, rel=1e-9)
+    run.stop()
+    found = losses(run.directory)
+    assert found == pytest.approx(alone(tmp_path / "alone", len(found)), rel=1e-9)
     assert hosts.no_orphans() == []
 
 
 @pytest.mark.exhaustive
-def test_two_hosts_that_are_cut_off_from_each_other(
-    hosts: NamespaceHosts, tmp_path: Path, undisturbed: list[float]
-) -> None:
+def test_two_hosts_that_are_cut_off_from_each_other(hosts: NamespaceHosts, tmp_path: Path) -> None:
     run = Run(hosts, tmp_path, "--rejoin", "2")
     run.until(30)
     hosts.cut(0, 1)
@@ -148,8 +146,9 @@ def test_two_hosts_that_are_cut_off_from_each_other(
     run.until(len(losses(run.directory)) + 10)
     hosts.mend(0, 1)
     run.until_said("with host1, 3 ranks")
-    run.wait()
-    assert losses(run.directory) == pytest.approx(undisturbed, rel=1e-9)
+    run.stop()
+    found = losses(run.directory)
+    assert found == pytest.approx(alone(tmp_path / "alone", len(found)), rel=1e-9)
     assert hosts.no_orphans() == []
 
 
