@@ -66,6 +66,10 @@ Inputs may be views; outputs are contiguous. On the CPU set TRITON_INTERPRET=1 b
 Each ``<op>_reference`` is the definition in torch.
 """
 
+import sys
+
+from triton.runtime.jit import JITFunction
+
 from hetero_kernels.adamw import adamw_reference, adamw_step, adamw_table
 from hetero_kernels.add_rms_norm import add_rms_norm_bwd, add_rms_norm_fwd, add_rms_norm_reference
 from hetero_kernels.attention import AttentionDropout, attention_bwd, attention_fwd, attention_reference
@@ -76,7 +80,6 @@ from hetero_kernels.attention_rows import (
     attention_merge,
     attention_merge_reference,
 )
-from hetero_kernels.cache_keys import make_keys
 from hetero_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_reference
 from hetero_kernels.dropout import dropout, dropout_reference
 from hetero_kernels.gated_delta import document_numbers, gated_delta_bwd, gated_delta_fwd, gated_delta_reference
@@ -114,7 +117,20 @@ from hetero_kernels.vocab_parallel_cross_entropy import (
     vocab_stats_reference,
 )
 
-make_keys()
+
+def _make_keys() -> None:
+    """Make Triton's keys of all functions of this package, in one order.
+
+    Triton hashes a kernel with the constants of the functions that it calls, but only of those that had their own key
+    before (``JITFunction.cache_key`` of 3.6 and 3.7). So a kernel would have another key in another process, which
+    launches others before it, and be compiled again though it lies in the cache."""
+    for name in sorted(name for name in sys.modules if name.startswith(f"{__name__}.")):
+        for value in list(vars(sys.modules[name]).values()):
+            if isinstance(value, JITFunction):
+                value.cache_key  # noqa: B018  # a property that keeps what it makes
+
+
+_make_keys()
 
 __all__ = [
     "AttentionDropout",
