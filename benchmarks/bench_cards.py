@@ -1,14 +1,17 @@
 """Layer times that others measured on seven kinds of cards, against those predicted from data sheets.
 
-    python benchmarks/bench_cards.py [--data ../shared/data/zorse/llama_layer_ms.json]
+    python benchmarks/bench_cards.py [--data ../shared/data/zorse/llama_layer_ms.json] [--chip NAME=CHIP …]
 
-Zorse's layers (MLSys'26, MIT) have attention and an MLP of two products of 4 x hidden: 12 x hidden^2 parameters, as the
-gated MLP of 8/3 x hidden that is predicted here. They ran under FSDP, whose backward casts, reduces and adds gradients:
-16 bytes per parameter in 16 bit, 0 in fp32, at the rate of memory, are added to what is predicted.
+What was timed is in Zorse's repository (MLSys'26, MIT; github.com/benson-guo/zorse: ``utils/runtime_estimator.py`` and
+``models/llama_simple.py``): the kernels of one decoder layer of transformers' LLaMA with weights in fp32, in 16 bit
+under autocast, operator by operator, on one card, after pauses of 50 ms. Products and attention are those of ours. What
+the layer moves through memory beside them (:func:`moved`; ``tests/unit/planner/test_bench_cards.py`` counts it) is
+priced at the rate of memory in place of what our fused operators move.
 
-The first table has the shares of peak of ``cluster/catalogue.py``, which were fitted to these times (A100's was
-not). The second leaves one kind out: its share is the median of the other kinds of its class. The third and fourth are
-the same with what the board's power allows: of boards of at most 75 W, and as a cap of all (:func:`powered`).
+The first table has the shares of peak with which the larger of the medians, forward and backward, is least; the
+product's are these (A100's is another's). In the second one kind is left out: its share is what the product takes of
+a kind that nobody measured, without it (:func:`unmeasured`). The third is the same with what a board's power allows, of
+boards of at most 75 W (:func:`powered`). ``--chip`` says what a kind of other data is in the catalogue: it is in no fit.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,36 +30,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.cluster.catalogue import CHIPS as CATALOGUE
-from hetero_megatron.predictor.cost.cost_options import share_of_peak
-from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.cost.cost_options import DOUBLED_FROM, HALF, share_of_peak
+from hetero_megatron.predictor.cost.layer_cost import CostModel, Operators
+from hetero_megatron.predictor.cost.rates import ATTENTION, half_saturation
 from hetero_megatron.spec.hf_config import from_hf_config
 
-HIDDEN = {  # model -> (hidden size, heads)
-    "llama_tiny": (2048, 16), "llama_3b": (2688, 32), "llama_7b": (4096, 32), "llama_13b": (5120, 40),
-    "llama_33b": (6656, 52), "llama_65b": (8192, 64),
+LAYERS = {  # model -> (hidden size, columns of the MLP, heads)
+    "llama_tiny": (2048, 5632, 32), "llama_3b": (3200, 8640, 32), "llama_7b": (4096, 11008, 32),
+    "llama_13b": (5120, 13824, 40), "llama_33b": (6656, 17920, 52), "llama_65b": (8192, 22016, 64),
 }  # fmt: skip
 CHIPS = {
     "a100x80": "A100-80-SXM", "a10g": "A10G", "a6000": "A6000", "l4": "L4", "t4": "T4", "p100": "P100-16-PCIe",
     "w6800": "W6800",
 }  # fmt: skip
-# Kinds that are alike: in 16 bit with matrix units on boards that keep their clock, or of 70 W; without matrix units.
-CLASSES = {
-    "fp16": (("a100x80", "a10g", "a6000"), ("l4", "t4"), ("p100", "w6800")),
-    "fp32": (("a10g", "a6000"), ("l4", "t4"), ("p100",)),
-}
-BOARD = {  # (watts, process in nm) of the data sheets, recalled
-    "a100x80": (400, 7), "a10g": (300, 8), "a6000": (300, 8), "l4": (72, 5), "t4": (70, 12), "p100": (250, 16),
-    "w6800": (250, 7),
-}  # fmt: skip
-SLOT_WATTS = 75  # what a PCIe slot feeds a board without a cable
+BOARD = {"L4": (72, 5), "T4": (70, 12)}  # (watts, process in nm) of the data sheets, recalled, of boards of a slot
+PAUSE = 0.05  # seconds, before each forward and backward that was timed
+RECOVERED = 0.3  # of a pause, that a board at its limit of power is ahead by then: fitted to L4 and T4
 GOAL = 0.2
-FSDP_BYTES = {"fp16": 16, "fp32": 0}
+# Bytes of a token per (hidden size, column of the MLP), and of a backward per parameter: a gradient is cast to fp32 and
+# added.
+FORWARD = {"fp16": (160, 10), "fp32": (164, 20)}
+BACKWARD = {"fp16": (366, 18, 18), "fp32": (388, 36, 12)}
 
 
 @dataclass(frozen=True)
 class Entry:
     model: str
-    card: str
+    chip: str
     length: int
     dtype: str
     rows: int
@@ -64,71 +64,93 @@ class Entry:
     backward: float
 
 
-def entries(path: Path) -> Iterator[Entry]:
+def entries(path: Path, chips: Mapping[str, str]) -> Iterator[Entry]:
+    """Of the kinds that ``chips`` names."""
     for model, cards in json.loads(path.read_text()).items():
-        for card, lengths in cards.items():
-            for length, dtypes in lengths.items():
+        for card in cards.keys() & chips.keys():
+            for length, dtypes in cards[card].items():
                 for name, found in dtypes.items():
                     dtype = {"float16": "fp16", "float32": "fp32"}[name]
                     pairs = zip(found["forward_ms"] or [], found["backward_ms"] or [], strict=True)
                     for rows, (forward, backward) in enumerate(pairs, 1):
-                        yield Entry(model, card, int(length), dtype, rows, forward / 1e3, backward / 1e3)
+                        yield Entry(model, chips[card], int(length), dtype, rows, forward / 1e3, backward / 1e3)
 
 
 @lru_cache(maxsize=256)
-def costs(model: str, card: str, length: int, dtype: str) -> CostModel:
-    hidden, heads = HIDDEN[model]
+def operators(model: str, chip: str, length: int, dtype: str) -> Operators:
+    hidden, columns, heads = LAYERS[model]
     spec = from_hf_config({
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": 8 * hidden // 3, "num_hidden_layers": 2,
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": columns, "num_hidden_layers": 2,
         "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 32000,
         "max_position_embeddings": 8192, "hidden_act": "silu",
     }, where=model)  # fmt: skip
-    node = {"name": "node", "chip": CHIPS[card], "chips_per_node": 1}
-    return CostModel(spec, cluster_from_dict({"version": 1, "nodes": [node]}), length, dtype)
+    node = {"name": "node", "chip": chip, "chips_per_node": 1}
+    return CostModel(spec, cluster_from_dict({"version": 1, "nodes": [node]}), length, dtype).operators(chip)
 
 
-def errors(entry: Entry, share: float | None = None) -> tuple[float, float]:
-    """(predicted / measured - 1) of forward and backward; ``share``: another share of peak than the product's."""
-    chip = CHIPS[entry.card]
-    operators = costs(entry.model, entry.card, entry.length, entry.dtype).operators(chip)
-    rates = operators.rates
-    if share is not None:
-        factor = share / share_of_peak(chip, entry.dtype).value
-        faster = replace(rates, gemm_flops=rates.gemm_flops * factor, attention_flops=rates.attention_flops * factor)
-        operators = replace(operators, rates=faster)
-    forward, backward = operators.layer(1.0, entry.rows, entry.length)
-    backward += 12 * HIDDEN[entry.model][0] ** 2 * FSDP_BYTES[entry.dtype] / rates.bytes_per_second
-    return forward / entry.forward - 1, backward / entry.backward - 1
+def moved(model: str, dtype: str, tokens: int) -> tuple[float, float]:
+    """Bytes of forward and backward of transformers' layer beside products and attention."""
+    hidden, columns, _ = LAYERS[model]
+    parameters = hidden * (4 * hidden + 3 * columns)
+    of_hidden, of_columns = FORWARD[dtype]
+    again, of_both, of_parameters = BACKWARD[dtype]
+    backward = tokens * (again * hidden + of_both * columns) + of_parameters * parameters
+    return tokens * (of_hidden * hidden + of_columns * columns), backward
 
 
-def left_out(card: str, dtype: str) -> float | None:
-    """The share that the other kinds of its class say; None: there are none."""
-    group = next((cards for cards in CLASSES[dtype] if card in cards), ())
-    others = [share_of_peak(CHIPS[other], dtype).value for other in group if other != card]
-    return statistics.median(others) if others else None
+def seconds(entry: Entry, share: float) -> tuple[float, float]:
+    """Predicted seconds of forward and backward, with this share of peak."""
+    ours = operators(entry.model, entry.chip, entry.length, entry.dtype)
+    rate, memory = share * CATALOGUE[entry.chip].flops[entry.dtype], ours.rates.bytes_per_second
+    half = half_saturation(rate)
+    rates = replace(ours.rates, gemm_flops=rate, attention_flops=ATTENTION * rate, gemm_half=half)
+    tokens = entry.rows * entry.length
+    forward, backward = replace(ours, rates=rates).layer(1.0, entry.rows, entry.length)
+    small, others = ours.small_operators(1.0, tokens), moved(entry.model, entry.dtype, tokens)
+    return forward + others[0] / memory - small, backward + others[1] / memory - 2 * small
 
 
-def powered(card: str, dtype: str) -> float | None:
+def errors(entry: Entry, share: float) -> tuple[float, float]:
+    """(predicted / measured - 1) of forward and backward. A board of a slot's power runs as others do after a pause,
+    until it has drawn what it saved."""
+    predicted = seconds(entry, share)
+    if entry.chip in BOARD and PAUSE:
+        unlimited = seconds(entry, max(share, unmeasured(entry.chip, entry.dtype)))
+        saved = RECOVERED * PAUSE
+        predicted = max(predicted[0] - saved, unlimited[0]), max(predicted[1] - saved, unlimited[1])
+    return predicted[0] / entry.forward - 1, predicted[1] / entry.backward - 1
+
+
+def fitted(rows: Sequence[Entry]) -> float:
+    """The share with which the larger of the medians of errors, forward and backward, is least; at most 1."""
+
+    def larger(share: float) -> float:
+        found = [errors(entry, share) for entry in rows]
+        return max(statistics.median(abs(e[part]) for e in found) for part in (0, 1))
+
+    coarse = min((i / 20 for i in range(4, 21)), key=larger)
+    return min((coarse + i / 100 for i in range(-4, 5) if coarse + i / 100 <= 1), key=larger)
+
+
+def unmeasured(chip: str, dtype: str) -> float:
+    """What the product takes of a kind that nobody measured, from the kinds other than ``chip``: the mean of cards
+    whose peak in fp32 counts units twice, else the median of all in 16 bit."""
+    if dtype == "fp32" and chip in (*DOUBLED_FROM, "L4"):
+        return statistics.mean(share_of_peak(other, dtype).value for other in DOUBLED_FROM if other != chip)
+    family = chip.split("-")[0]
+    others = {share.value for name, share in HALF.items() if share.source and not name.startswith(family)}
+    return statistics.median(others - {share_of_peak(chip, "fp16").value})
+
+
+def powered(chip: str, dtype: str) -> float:
     """The share that a board's power allows: k x W / (peak x nm), k of the other boards of a slot's power (median)."""
 
     def allowance(one: str) -> float:
         watts, process = BOARD[one]
-        return watts / (CATALOGUE[CHIPS[one]].flops[dtype] / 1e12 * process)
+        return watts / (CATALOGUE[one].flops[dtype] / 1e12 * process)
 
-    others = [one for one, (watts, _) in BOARD.items() if watts <= SLOT_WATTS and one != card]
-    ks = [share_of_peak(CHIPS[one], dtype).value / allowance(one) for one in others]
-    return statistics.median(ks) * allowance(card) if ks else None
-
-
-def of_slot(card: str, dtype: str) -> float | None:
-    """Left out: boards of a slot's power by it, others as their class."""
-    return powered(card, dtype) if BOARD[card][0] <= SLOT_WATTS else left_out(card, dtype)
-
-
-def capped(card: str, dtype: str) -> float | None:
-    """Left out: all kinds at most what their power allows."""
-    usual, cap = of_slot(card, dtype), powered(card, dtype)
-    return usual if usual is None or cap is None else min(usual, cap)
+    others = [share_of_peak(one, dtype).value / allowance(one) for one in BOARD if one != chip]
+    return statistics.median(others) * allowance(chip)
 
 
 def row(found: list[tuple[Entry, tuple[float, float]]]) -> str:
@@ -141,42 +163,39 @@ def row(found: list[tuple[Entry, tuple[float, float]]]) -> str:
     return " ".join(cells) + f" {worst:8.0%}"
 
 
-TABLES = {
-    "shares as fitted to these": lambda card, dtype: share_of_peak(CHIPS[card], dtype).value,
-    "one kind left out": left_out,
-    "one kind left out, boards of a slot's power by it": of_slot,
-    "one kind left out, power caps all": capped,
-}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     shared = os.environ.get("HETERO_PUBLIC_DATA", str(Path(__file__).resolve().parents[2] / "shared" / "data"))
     parser.add_argument("--data", type=Path, default=Path(shared) / "zorse" / "llama_layer_ms.json")
-    path = parser.parse_args().data
-    if not path.exists():
-        print(f"nothing to compare: {path} is not there (llama layer times of Zorse's artifact)")
+    parser.add_argument("--chip", action="append", default=[], metavar="NAME=CHIP", help="a further kind of the data")
+    options = parser.parse_args()
+    if not options.data.exists():
+        print(f"nothing to compare: {options.data} is not there (llama layer times of Zorse's artifact)")
         return
+    further = dict(pair.split("=", 1) for pair in options.chip)
     groups: dict[tuple[str, str], list[Entry]] = {}
-    for entry in entries(path):
-        groups.setdefault((entry.card, entry.dtype), []).append(entry)
+    for entry in entries(options.data, CHIPS | further):
+        groups.setdefault((entry.chip, entry.dtype), []).append(entry)
     print(machine())
     print(f"{'':26} median error of:   all     |  one sequence |  2 and more")
     print(f"{'card':13} dtype entries share  fwd    bwd    fwd    bwd    fwd    bwd     worst")
-    for title, share_for in TABLES.items():
-        print(title)
-        held = compared = 0
-        for (card, dtype), rows in sorted(groups.items()):
-            share = share_for(card, dtype)
-            name = f"{CHIPS[card]:13} {dtype:5} {len(rows):7}"
-            if share is None:
-                print(f"{name}     -  no other kind of its class")
-                continue
-            found = [(entry, errors(entry, share)) for entry in rows]
-            held += all(statistics.median(abs(e[part]) for _, e in found) <= GOAL for part in (0, 1))
-            compared += 1
-            print(f"{name} {share:5.2f} {row(found)}")
-        print(f"within {GOAL:.0%} forward and backward: {held} of {compared}")
+    own = {key: rows for key, rows in groups.items() if key[0] not in further.values()}
+    table("shares fitted to these", {key: (rows, fitted(rows)) for key, rows in own.items()})
+    table("shares of the product", {key: (rows, share_of_peak(*key).value) for key, rows in groups.items()})
+    table("one kind left out", {key: (rows, unmeasured(*key)) for key, rows in own.items()})
+    slot = {key: (rows, powered(*key)) for key, rows in own.items() if key[0] in BOARD}
+    table("one kind left out, boards of a slot's power by it", slot)
+
+
+def table(title: str, groups: Mapping[tuple[str, str], tuple[Sequence[Entry], float]]) -> None:
+    """``groups``: (entries, share of peak) by card and dtype."""
+    print(title)
+    held = 0
+    for (chip, dtype), (rows, share) in sorted(groups.items()):
+        found = [(entry, errors(entry, share)) for entry in rows]
+        held += all(statistics.median(abs(e[part]) for _, e in found) <= GOAL for part in (0, 1))
+        print(f"{chip:13} {dtype:5} {len(rows):7} {share:5.2f} {row(found)}", flush=True)
+    print(f"within {GOAL:.0%} forward and backward: {held} of {len(groups)}")
 
 
 if __name__ == "__main__":

@@ -176,9 +176,9 @@ CHIPS: dict[str, Chip] = {
         _chip("RTX4090", 165.2, 24, 1.008, 31, "recalled", 82.6, fp8=330.3),
         _chip("V100-16-SXM2", 125, 16, 0.9, 150, "recalled", 15.7, 7.8, bf16=False),
         _chip("V100-32-SXM2", 125, 32, 0.9, 150, "recalled", 15.7, 7.8, bf16=False),
-        _chip("P100-16-PCIe", 18.7, 16, 0.732, 16, "recalled", 9.3, 4.7, bf16=False),
+        _chip("P100-16-PCIe", 9.3, 16, 0.732, 16, "recalled", 9.3, 4.7, bf16=False),
         _chip("T4", 65, 16, 0.32, 16, "recalled", 8.1, bf16=False),
-        _chip("W6800", 35.7, 32, 0.512, 31, "recalled", 17.8),
+        _chip("W6800", 17.8, 32, 0.512, 31, "recalled", 17.8),
         _chip("MI210", 181, 64, 1.6, 150, "recalled", 45.3, 45.3),
         _chip("MI250X", 383, 128, 3.28, 350, "ml-engineering", 95.7, 95.7),
         # A module has two dies, and torch shows each of them as a device, which is what a rank has.

@@ -129,21 +129,23 @@ HALF: dict[str, ShareOfPeak] = {
     }.items()},
     "MetaX": ShareOfPeak(0.828, _FLAGPERF),
     "Iluvatar-BI-V150": ShareOfPeak(1.0, _FLAGPERF),  # the catalogue's value is itself measured
-    # Boards of 70 W do not keep their clock. Pascal and RDNA 2 have no matrix units.
+    # Boards of 70 W do not keep their clock.
     **{name: ShareOfPeak(value, _ZORSE) for name, value in {
-        "A10G": 0.84, "A6000": 0.65, "L4": 0.41, "T4": 0.31, "P100": 0.38, "W6800": 0.32,
+        "A10G": 0.99, "A6000": 0.86, "L4": 0.46, "T4": 0.4, "P100": 0.82, "W6800": 0.8,
     }.items()},
-    "L40": ShareOfPeak(0.75),  # not an L4
+    "L40": ShareOfPeak(0.8),  # not an L4
 }  # fmt: skip
+# In fp32 the peak of Ampere and Ada without HBM counts units that also do integers: the mean of the first two.
+DOUBLED_FROM = ("A10G", "A6000")
+DOUBLED = ("A10", "A40", "RTX30", "RTX40", "L40", "RTX-A", "RTX6000")
 FULL: dict[str, ShareOfPeak] = {  # in fp32
     **{name: ShareOfPeak(value, _ZORSE) for name, value in {
-        "A10G": 0.58, "A6000": 0.49, "L4": 0.34, "T4": 0.49, "P100": 0.81,
+        "A10G": 0.58, "A6000": 0.53, "L4": 0.31, "T4": 0.51, "P100": 0.84,
     }.items()},
-    # Ampere's and Ada's peak counts units that also do integers: the mean of A10G and A6000.
     **{name: ShareOfPeak(value) for name, value in {"A100": 0.869, "A100-40": 0.831, "A100-80-PCIe": 0.811}.items()},
-    **{name: ShareOfPeak(0.54) for name in ("A10", "A40", "RTX30", "RTX40", "L40", "RTX-A", "RTX6000")},
+    **{name: ShareOfPeak(0.555) for name in DOUBLED},
 }  # fmt: skip
-OTHER = ShareOfPeak(0.75)  # the lower end of what was measured in 16 bit on boards that keep their clock, but MI3xx
+OTHER = ShareOfPeak(0.8)  # the median of what was measured in 16 bit
 
 
 def share_of_peak(chip: str, dtype: str) -> ShareOfPeak:
