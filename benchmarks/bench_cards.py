@@ -1,6 +1,6 @@
 """Layer times that others measured on seven kinds of cards, against those predicted from data sheets.
 
-    python benchmarks/bench_cards.py [--data ../shared/data/zorse/llama_layer_ms.json] [--chip NAME=CHIP …]
+    python benchmarks/bench_cards.py [--data FILE] [--chip NAME=CHIP …] [--without operators|pauses]
 
 What was timed is in Zorse's repository (MLSys'26, MIT; github.com/benson-guo/zorse: ``utils/runtime_estimator.py`` and
 ``models/llama_simple.py``): the kernels of one decoder layer of transformers' LLaMA with weights in fp32, in 16 bit
@@ -9,9 +9,10 @@ the layer moves through memory beside them (:func:`moved`; ``tests/unit/planner/
 priced at the rate of memory in place of what our fused operators move.
 
 The first table has the shares of peak with which the larger of the medians, forward and backward, is least; the
-product's are these (A100's is another's). In the second one kind is left out: its share is what the product takes of
-a kind that nobody measured, without it (:func:`unmeasured`). The third is the same with what a board's power allows, of
-boards of at most 75 W (:func:`powered`). ``--chip`` says what a kind of other data is in the catalogue: it is in no fit.
+product's are these but for A100's, which is another's. Then one kind is left out: its share is what the product takes
+of a kind that nobody measured (:func:`unmeasured`); what the median of the others would give; and what a board's power
+allows, of boards of at most 75 W (:func:`powered`). ``--chip`` says what a further kind of the data is in the
+catalogue: it is in no fit. ``--without`` fits without a part of what is known of the timing.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from functools import lru_cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.bench_public import SCORE_BYTES
 from benchmarks.common import machine
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.cluster.catalogue import CHIPS as CATALOGUE
-from hetero_megatron.predictor.cost.cost_options import DOUBLED_FROM, HALF, share_of_peak
+from hetero_megatron.predictor.cost.cost_options import DOUBLED_FROM, HALF, OTHER, OTHER_FULL, share_of_peak
 from hetero_megatron.predictor.cost.layer_cost import CostModel, Operators
 from hetero_megatron.predictor.cost.rates import ATTENTION, half_saturation
 from hetero_megatron.spec.hf_config import from_hf_config
@@ -43,7 +45,16 @@ CHIPS = {
     "a100x80": "A100-80-SXM", "a10g": "A10G", "a6000": "A6000", "l4": "L4", "t4": "T4", "p100": "P100-16-PCIe",
     "w6800": "W6800",
 }  # fmt: skip
+GENERATIONS = {
+    "P100-16-PCIe": "Pascal", "T4": "Turing", "A100-80-SXM": "Ampere", "A10G": "Ampere", "A6000": "Ampere",
+    "L4": "Ada", "W6800": "RDNA 2",
+}  # fmt: skip
 BOARD = {"L4": (72, 5), "T4": (70, 12)}  # (watts, process in nm) of the data sheets, recalled, of boards of a slot
+SAILOR_LAYERS = {"OPT-350": (1024, 16), "GPT-Neo-2.7": (2560, 32)}  # hidden size, heads
+SAILOR_CHIPS = {
+    "V100-16": {"memory": "16 GiB", "tflops": {"fp32": 15.7}, "memory_bandwidth": "900 GB/s", "vendor": "NVIDIA"},
+    "Titan-RTX": {"memory": "24 GiB", "tflops": {"fp32": 16.3}, "memory_bandwidth": "672 GB/s", "vendor": "NVIDIA"},
+}
 PAUSE = 0.05  # seconds, before each forward and backward that was timed
 RECOVERED = 0.3  # of a pause, that a board at its limit of power is ahead by then: fitted to L4 and T4
 GOAL = 0.2
@@ -51,6 +62,10 @@ GOAL = 0.2
 # added.
 FORWARD = {"fp16": (160, 10), "fp32": (164, 20)}
 BACKWARD = {"fp16": (366, 18, 18), "fp32": (388, 36, 12)}
+
+
+Errors = tuple[float, float]  # predicted / measured - 1 of forward and backward
+Without = frozenset[str]  # of what was timed: "operators" that are not ours, "pauses"
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,9 @@ class Entry:
     rows: int
     forward: float
     backward: float
+
+
+Groups = Mapping[tuple[str, str], tuple[Sequence[Entry], float]]  # (entries, share of peak) by chip and dtype
 
 
 def entries(path: Path, chips: Mapping[str, str]) -> Iterator[Entry]:
@@ -98,7 +116,7 @@ def moved(model: str, dtype: str, tokens: int) -> tuple[float, float]:
     return tokens * (of_hidden * hidden + of_columns * columns), backward
 
 
-def seconds(entry: Entry, share: float) -> tuple[float, float]:
+def seconds(entry: Entry, share: float, without: Without = frozenset()) -> tuple[float, float]:
     """Predicted seconds of forward and backward, with this share of peak."""
     ours = operators(entry.model, entry.chip, entry.length, entry.dtype)
     rate, memory = share * CATALOGUE[entry.chip].flops[entry.dtype], ours.rates.bytes_per_second
@@ -106,26 +124,27 @@ def seconds(entry: Entry, share: float) -> tuple[float, float]:
     rates = replace(ours.rates, gemm_flops=rate, attention_flops=ATTENTION * rate, gemm_half=half)
     tokens = entry.rows * entry.length
     forward, backward = replace(ours, rates=rates).layer(1.0, entry.rows, entry.length)
+    if "operators" in without:
+        return forward, backward
     small, others = ours.small_operators(1.0, tokens), moved(entry.model, entry.dtype, tokens)
     return forward + others[0] / memory - small, backward + others[1] / memory - 2 * small
 
 
-def errors(entry: Entry, share: float) -> tuple[float, float]:
-    """(predicted / measured - 1) of forward and backward. A board of a slot's power runs as others do after a pause,
-    until it has drawn what it saved."""
-    predicted = seconds(entry, share)
-    if entry.chip in BOARD and PAUSE:
-        unlimited = seconds(entry, max(share, unmeasured(entry.chip, entry.dtype)))
+def errors(entry: Entry, share: float, without: Without = frozenset()) -> Errors:
+    """A board of a slot's power runs as others do after a pause, until it has drawn what it saved."""
+    predicted = seconds(entry, share, without)
+    if entry.chip in BOARD and "pauses" not in without:
+        unlimited = seconds(entry, max(share, unmeasured(entry.chip, entry.dtype)), without)
         saved = RECOVERED * PAUSE
         predicted = max(predicted[0] - saved, unlimited[0]), max(predicted[1] - saved, unlimited[1])
     return predicted[0] / entry.forward - 1, predicted[1] / entry.backward - 1
 
 
-def fitted(rows: Sequence[Entry]) -> float:
+def fitted(rows: Sequence[Entry], without: Without = frozenset()) -> float:
     """The share with which the larger of the medians of errors, forward and backward, is least; at most 1."""
 
     def larger(share: float) -> float:
-        found = [errors(entry, share) for entry in rows]
+        found = [errors(entry, share, without) for entry in rows]
         return max(statistics.median(abs(e[part]) for e in found) for part in (0, 1))
 
     coarse = min((i / 20 for i in range(4, 21)), key=larger)
@@ -133,10 +152,17 @@ def fitted(rows: Sequence[Entry]) -> float:
 
 
 def unmeasured(chip: str, dtype: str) -> float:
-    """What the product takes of a kind that nobody measured, from the kinds other than ``chip``: the mean of cards
-    whose peak in fp32 counts units twice, else the median of all in 16 bit."""
-    if dtype == "fp32" and chip in (*DOUBLED_FROM, "L4"):
+    """What the product takes of a kind that nobody measured, without ``chip``: in fp32 the mean of cards whose peak
+    counts units twice, or P100's; P100 has nothing in fp32 to go by, so 16 bit's."""
+    if dtype == "fp16":
+        return OTHER.value
+    if chip in (*DOUBLED_FROM, "L4"):
         return statistics.mean(share_of_peak(other, dtype).value for other in DOUBLED_FROM if other != chip)
+    return OTHER.value if chip.startswith("P100") else OTHER_FULL.value
+
+
+def median_of_others(chip: str) -> float:
+    """In place of ``OTHER`` the median of what was measured of other kinds in 16 bit."""
     family = chip.split("-")[0]
     others = {share.value for name, share in HALF.items() if share.source and not name.startswith(family)}
     return statistics.median(others - {share_of_peak(chip, "fp16").value})
@@ -153,7 +179,7 @@ def powered(chip: str, dtype: str) -> float:
     return statistics.median(others) * allowance(chip)
 
 
-def row(found: list[tuple[Entry, tuple[float, float]]]) -> str:
+def row(found: Sequence[tuple[Entry, Errors]]) -> str:
     def middle(part: int, few: bool | None = None) -> str:
         sizes = [abs(e[part]) for entry, e in found if few is None or (entry.rows == 1) == few]
         return f"{statistics.median(sizes):6.1%}" if sizes else "     -"
@@ -168,6 +194,7 @@ def main() -> None:
     shared = os.environ.get("HETERO_PUBLIC_DATA", str(Path(__file__).resolve().parents[2] / "shared" / "data"))
     parser.add_argument("--data", type=Path, default=Path(shared) / "zorse" / "llama_layer_ms.json")
     parser.add_argument("--chip", action="append", default=[], metavar="NAME=CHIP", help="a further kind of the data")
+    parser.add_argument("--without", choices=("operators", "pauses"), action="append", default=[])
     options = parser.parse_args()
     if not options.data.exists():
         print(f"nothing to compare: {options.data} is not there (llama layer times of Zorse's artifact)")
@@ -177,24 +204,63 @@ def main() -> None:
     for entry in entries(options.data, CHIPS | further):
         groups.setdefault((entry.chip, entry.dtype), []).append(entry)
     print(machine())
-    print(f"{'':26} median error of:   all     |  one sequence |  2 and more")
-    print(f"{'card':13} dtype entries share  fwd    bwd    fwd    bwd    fwd    bwd     worst")
+    print(f"{'':34} median error of:   all     |  one sequence |  2 and more")
+    print(f"{'card':13} {'':7} dtype entries share  fwd    bwd    fwd    bwd    fwd    bwd     worst")
     own = {key: rows for key, rows in groups.items() if key[0] not in further.values()}
-    table("shares fitted to these", {key: (rows, fitted(rows)) for key, rows in own.items()})
+    without = frozenset(options.without)
+    table("shares fitted to these", {key: (rows, fitted(rows, without)) for key, rows in own.items()}, without)
+    if without:
+        return
     table("shares of the product", {key: (rows, share_of_peak(*key).value) for key, rows in groups.items()})
     table("one kind left out", {key: (rows, unmeasured(*key)) for key, rows in own.items()})
+    table("one kind left out, at the median of the others in 16 bit", {
+        key: (rows, median_of_others(key[0])) for key, rows in own.items() if key[1] == "fp16"
+    })  # fmt: skip
     slot = {key: (rows, powered(*key)) for key, rows in own.items() if key[0] in BOARD}
     table("one kind left out, boards of a slot's power by it", slot)
+    profiles = options.data.parent.parent / "sailor" / "profiles.json"
+    if profiles.exists():
+        sailor(profiles)
 
 
-def table(title: str, groups: Mapping[tuple[str, str], tuple[Sequence[Entry], float]]) -> None:
-    """``groups``: (entries, share of peak) by card and dtype."""
+def sailor(path: Path) -> None:
+    """Sailor's layers in fp32 (SOSP'25, MIT; Megatron-DeepSpeed, scores of attention written out), one rank: boards in
+    none of the fits, whose peak in fp32 counts each unit once. A100, GH200 and RTX 3090 are faster there than their
+    peak in fp32 (TF32), RTX 2080 is faster than its memory: they are left out."""
+    print("Sailor's layers, in no fit:")
+    for model, (hidden, heads) in SAILOR_LAYERS.items():
+        spec = from_hf_config({
+            "model_type": "gpt2", "n_embd": hidden, "n_layer": 2, "n_head": heads, "n_inner": 4 * hidden,
+            "n_positions": 2048, "vocab_size": 50272, "activation_function": "gelu_new",
+        }, where=model)  # fmt: skip
+        for name, chip in SAILOR_CHIPS.items():
+            measured = json.loads(path.read_text())[model].get(name, {})
+            node = {"name": "node", "chip": name, "chips_per_node": 1}
+            cluster = cluster_from_dict({"version": 1, "nodes": [node], "chips": {name: chip}})
+            plain = CostModel(spec, cluster, 2048, "fp32").operators(name)
+            scores = 2 * SCORE_BYTES / plain.rates.bytes_per_second
+            ours, found = replace(plain, rates=replace(plain.rates, score_seconds=scores)), list[Errors]()
+            for rows, by_tp in measured.items():
+                if "1" in by_tp:
+                    forward, backward, _ = by_tp["1"]["10"]
+                    predicted = ours.layer(1.0, int(rows), 2048)
+                    found.append((predicted[0] / forward - 1, predicted[1] / backward - 1))
+            if found:
+                middle = [statistics.median(abs(e[part]) for e in found) for part in (0, 1)]
+                share = plain.rates.gemm_flops / cluster.chips[name].flops["fp32"]
+                print(f"{name:9} {model:11} {len(found):3} {share:5.2f} {middle[0]:6.1%} {middle[1]:6.1%}")
+
+
+def table(title: str, groups: Groups, without: Without = frozenset()) -> None:
     print(title)
     held = 0
-    for (chip, dtype), (rows, share) in sorted(groups.items()):
-        found = [(entry, errors(entry, share)) for entry in rows]
+    known = [key for chip in GENERATIONS for key in sorted(groups) if key[0] == chip]
+    for chip, dtype in (*known, *sorted(groups.keys() - set(known))):
+        rows, share = groups[chip, dtype]
+        found = [(entry, errors(entry, share, without)) for entry in rows]
         held += all(statistics.median(abs(e[part]) for _, e in found) <= GOAL for part in (0, 1))
-        print(f"{chip:13} {dtype:5} {len(rows):7} {share:5.2f} {row(found)}", flush=True)
+        name = f"{chip:13} {GENERATIONS.get(chip, ''):7} {dtype:5}"
+        print(f"{name} {len(rows):7} {share:5.2f} {row(found)}", flush=True)
     print(f"within {GOAL:.0%} forward and backward: {held} of {len(groups)}")
 
 

@@ -131,9 +131,9 @@ HALF: dict[str, ShareOfPeak] = {
     "Iluvatar-BI-V150": ShareOfPeak(1.0, _FLAGPERF),  # the catalogue's value is itself measured
     # Boards of 70 W do not keep their clock.
     **{name: ShareOfPeak(value, _ZORSE) for name, value in {
-        "A10G": 0.99, "A6000": 0.86, "L4": 0.46, "T4": 0.4, "P100": 0.82, "W6800": 0.8,
+        "A10G": 0.99, "A6000": 0.86, "L4": 0.46, "T4": 0.39, "P100": 0.82, "W6800": 0.8,
     }.items()},
-    "L40": ShareOfPeak(0.8),  # not an L4
+    "L40": ShareOfPeak(0.75),  # not an L4
 }  # fmt: skip
 # In fp32 the peak of Ampere and Ada without HBM counts units that also do integers: the mean of the first two.
 DOUBLED_FROM = ("A10G", "A6000")
@@ -145,17 +145,18 @@ FULL: dict[str, ShareOfPeak] = {  # in fp32
     **{name: ShareOfPeak(value) for name, value in {"A100": 0.869, "A100-40": 0.831, "A100-80-PCIe": 0.811}.items()},
     **{name: ShareOfPeak(0.555) for name in DOUBLED},
 }  # fmt: skip
-OTHER = ShareOfPeak(0.8)  # the median of what was measured in 16 bit
+OTHER = ShareOfPeak(0.75)  # below most of what was measured on boards that keep their clock, whose median is 0.8
+OTHER_FULL = ShareOfPeak(0.84)  # in fp32, where each unit counts once: P100's; Sailor's V100 and Titan RTX reach it
 
 
 def share_of_peak(chip: str, dtype: str) -> ShareOfPeak:
-    """Of a chip, by its name; fp32 as 16 bit where nobody measured it, fp64 and fp8 as that: assumed."""
+    """Of a chip, by its name; fp32 as 16 bit where only that was measured, fp64 and fp8 as that: assumed."""
     tables = (FULL, HALF) if dtype == "fp32" else (HALF,)
     for table in tables:
         if names := [name for name in table if chip.startswith(name)]:
             share = table[max(names, key=len)]
             return share if table is FULL or dtype in ("bf16", "fp16") else ShareOfPeak(share.value)
-    return OTHER
+    return OTHER_FULL if dtype == "fp32" else OTHER
 
 
 def source_of(chip: Chip, dtype: str) -> str:
