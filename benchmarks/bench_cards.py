@@ -1,6 +1,6 @@
 """Layer times that others measured on seven kinds of cards, against those predicted from data sheets.
 
-    python benchmarks/bench_cards.py [--data FILE] [--chip NAME=CHIP …] [--without operators|pauses]
+    python benchmarks/bench_cards.py [--data FILE] [--chip NAME=CHIP …] [--without operators|pauses] [--by model]
 
 What was timed is in Zorse's repository (MLSys'26, MIT; github.com/benson-guo/zorse: ``utils/runtime_estimator.py`` and
 ``models/llama_simple.py``): the kernels of one decoder layer of transformers' LLaMA with weights in fp32, in 16 bit
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(shared) / "zorse" / "llama_layer_ms.json")
     parser.add_argument("--chip", action="append", default=[], metavar="NAME=CHIP", help="a further kind of the data")
     parser.add_argument("--without", choices=("operators", "pauses"), action="append", default=[])
+    parser.add_argument("--by", choices=("model", "length", "rows"), help="signed median errors of the product by it")
     options = parser.parse_args()
     if not options.data.exists():
         print(f"nothing to compare: {options.data} is not there (llama layer times of Zorse's artifact)")
@@ -203,15 +204,22 @@ def main() -> None:
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries(options.data, CHIPS | further):
         groups.setdefault((entry.chip, entry.dtype), []).append(entry)
+    ours = {key: (rows, share_of_peak(*key).value) for key, rows in groups.items()}
     print(machine())
+    if options.by:
+        by_part(ours, options.by)
+        return
     print(f"{'':34} median error of:   all     |  one sequence |  2 and more")
     print(f"{'card':13} {'':7} dtype entries share  fwd    bwd    fwd    bwd    fwd    bwd     worst")
     own = {key: rows for key, rows in groups.items() if key[0] not in further.values()}
     without = frozenset(options.without)
-    table("shares fitted to these", {key: (rows, fitted(rows, without)) for key, rows in own.items()}, without)
+    best = {key: (rows, fitted(rows, without)) for key, rows in own.items()}
+    table("shares fitted to these", best, without)
     if without:
         return
-    table("shares of the product", {key: (rows, share_of_peak(*key).value) for key, rows in groups.items()})
+    table("shares of the product where they are others", {
+        key: pair for key, pair in ours.items() if key not in best or abs(best[key][1] - pair[1]) > 0.005
+    })  # fmt: skip
     table("one kind left out", {key: (rows, unmeasured(*key)) for key, rows in own.items()})
     table("one kind left out, at the median of the others in 16 bit", {
         key: (rows, median_of_others(key[0])) for key, rows in own.items() if key[1] == "fp16"
@@ -238,17 +246,32 @@ def sailor(path: Path) -> None:
             node = {"name": "node", "chip": name, "chips_per_node": 1}
             cluster = cluster_from_dict({"version": 1, "nodes": [node], "chips": {name: chip}})
             plain = CostModel(spec, cluster, 2048, "fp32").operators(name)
-            scores = 2 * SCORE_BYTES / plain.rates.bytes_per_second
-            ours, found = replace(plain, rates=replace(plain.rates, score_seconds=scores)), list[Errors]()
-            for rows, by_tp in measured.items():
-                if "1" in by_tp:
-                    forward, backward, _ = by_tp["1"]["10"]
-                    predicted = ours.layer(1.0, int(rows), 2048)
-                    found.append((predicted[0] / forward - 1, predicted[1] / backward - 1))
-            if found:
-                middle = [statistics.median(abs(e[part]) for e in found) for part in (0, 1)]
-                share = plain.rates.gemm_flops / cluster.chips[name].flops["fp32"]
-                print(f"{name:9} {model:11} {len(found):3} {share:5.2f} {middle[0]:6.1%} {middle[1]:6.1%}")
+            for share in (OTHER.value, OTHER_FULL.value):
+                rate, memory = share * cluster.chips[name].flops["fp32"], plain.rates.bytes_per_second
+                rates = replace(
+                    plain.rates, gemm_flops=rate, attention_flops=ATTENTION * rate, gemm_half=half_saturation(rate),
+                    score_seconds=2 * SCORE_BYTES / memory,
+                )  # fmt: skip
+                ours, found = replace(plain, rates=rates), list[Errors]()
+                for rows, by_tp in measured.items():
+                    if "1" in by_tp:
+                        forward, backward, _ = by_tp["1"]["10"]
+                        predicted = ours.layer(1.0, int(rows), 2048)
+                        found.append((predicted[0] / forward - 1, predicted[1] / backward - 1))
+                if found:
+                    middle = [statistics.median(abs(e[part]) for e in found) for part in (0, 1)]
+                    print(f"{name:9} {model:20} fp32 {len(found):7} {share:5.2f} {middle[0]:6.1%} {middle[1]:6.1%}")
+
+
+def by_part(groups: Groups, part: str) -> None:
+    """Signed median errors by model, length or the number of rows."""
+    for (chip, dtype), (entries, share) in sorted(groups.items()):
+        parts: dict[str | int, list[Errors]] = {}
+        for entry in entries:
+            parts.setdefault(getattr(entry, part), []).append(errors(entry, share))
+        middle = {key: [statistics.median(e[i] for e in found) for i in (0, 1)] for key, found in parts.items()}
+        cells = [f"{key} {pair[0]:+.0%} {pair[1]:+.0%}" for key, pair in sorted(middle.items())]
+        print(f"{chip:13} {dtype}  {'; '.join(cells)}")
 
 
 def table(title: str, groups: Groups, without: Without = frozenset()) -> None:
