@@ -233,8 +233,8 @@ def main() -> None:
 
 def sailor(path: Path) -> None:
     """Sailor's layers in fp32 (SOSP'25, MIT; Megatron-DeepSpeed, scores of attention written out), one rank: boards in
-    none of the fits, whose peak in fp32 counts each unit once. A100, GH200 and RTX 3090 are faster there than their
-    peak in fp32 (TF32), RTX 2080 is faster than its memory: they are left out."""
+    none of the fits, whose peak in fp32 counts each unit once. A100, GH200 and RTX 3090 reach their peak in fp32 there
+    or more (TF32), RTX 2080 is faster than its peak and its memory together: they are left out."""
     print("Sailor's layers, in no fit:")
     for model, (hidden, heads) in SAILOR_LAYERS.items():
         spec = from_hf_config({
