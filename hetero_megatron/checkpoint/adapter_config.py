@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.checkpoint.adapter_experts import PARAMETERS, PARENT, doubled, parameters_of
+from hetero_megatron.checkpoint.adapter_experts import PARAMETERS, PARENT, doubled, parameters_of, single_keys
 from hetero_megatron.checkpoint.adapter_keys import INIT, check_keys, residual
 from hetero_megatron.checkpoint.adapter_sites import MIXTRAL, PATTERNS, experts_patterns, is_even, site_keys, with_sites
 from hetero_megatron.checkpoint.names import module_names
@@ -35,7 +35,9 @@ def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
     content["target_modules"] = plain_names
     if lora.sites:
         content |= site_keys(spec, lora.sites, plain_names)
-    if spec.moe is not None:
+    if spec.moe is not None and lora.dora:
+        content |= single_keys(spec, content["target_modules"])
+    elif spec.moe is not None:
         content["target_parameters"] = parameters_of(lora)
         if "gate_proj" in lora.targets:
             for key, pattern in zip(PATTERNS, doubled(lora), strict=True):

@@ -150,6 +150,17 @@ def keep_single_experts(model: torch.nn.Module, spec: ModelSpec) -> None:
     config.model_type = "experts as modules"  # of known types peft takes experts' modules for parameters
 
 
+def keep_fused_experts(model: torch.nn.Module, like: torch.nn.Module) -> None:
+    """The other way round; ``like``: a model whose experts are parameters, which takes the values."""
+    for name, fused in list(like.named_modules()):
+        if name.endswith(".experts"):
+            experts: Any = [one for key, one in model.get_submodule(name).named_children() if key.isdigit()]
+            gate_up = [torch.cat([one.gate_proj.weight, one.up_proj.weight]) for one in experts]
+            fused.gate_up_proj.data = torch.stack(gate_up)
+            fused.down_proj.data = torch.stack([one.down_proj.weight for one in experts])
+            model.set_submodule(name, fused)
+
+
 def single_params(params: dict[str, torch.nn.Parameter], name: str) -> list[torch.nn.Parameter]:
     """Those of every expert, of a logical tensor over experts."""
     before, after = name.split(".experts.")
