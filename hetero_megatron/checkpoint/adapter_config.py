@@ -57,6 +57,11 @@ def read_config(directory: str, field: str, spec: ModelSpec) -> Lora:
     if type(rank) is not int or not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise UserError("has no r or lora_alpha", field=field, value=path_name, accepted=ACCEPTED)
     projections, experts = _target_modules(content, path_name, spec), _target_parameters(content, path_name)
+    if dora and experts:
+        raise UserError(
+            "peft knows no DoRA of parameters", field="target_parameters", value=content["target_parameters"],
+            accepted="projections of single experts among target_modules", where=path_name,
+        )  # fmt: skip
     residual_kind = residual(content, path_name)
     try:
         dropout = content.get("lora_dropout") or 0.0

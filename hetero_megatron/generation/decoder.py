@@ -21,9 +21,9 @@ from hetero_megatron.layout import cut
 from hetero_megatron.model import GPTStage, StagePart
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.parallel.collectives import gather_tokens
+from hetero_megatron.parallel.dora import RowNorms
 from hetero_megatron.parallel.empty_stage import empty_stage
 from hetero_megatron.parallel.experts import apply_expert_parallel
-from hetero_megatron.parallel.dora import RowNorms
 from hetero_megatron.parallel.tensor import apply_tensor_parallel
 from hetero_megatron.plans import Plan, Stage, locate
 from hetero_megatron.spec import ModelSpec, shares

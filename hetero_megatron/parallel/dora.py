@@ -89,10 +89,10 @@ class RowNorms:
         self._experts = self._unit
         if stage.experts and spec.moe is not None:
             members = next(g for g in expert_groups(stage, spec.moe.num_experts) if comm.rank in g.ranks)
-            sharers = next(m.ranks for m in members.members if comm.rank in m.ranks)
+            ranks = next(m.ranks for m in members.members if comm.rank in m.ranks)
             several = any(len(m.ranks) > 1 for m in members.members)
             group = comm.group(tuple(sorted(members.ranks))) if several else comm.group((comm.rank,))
-            self._experts = _Sharers(group, sharers)
+            self._experts = _Sharers(group, ranks)
         self._parts: dict[str, tuple[Linear | GroupedLinear, Magnitude, _Sharers | None, float]] = {}
         for layer in model.layers():
             for name, module in layer.named_modules():
@@ -150,10 +150,12 @@ class _Sharers:
 
 def _squares(linear: Linear | GroupedLinear, scale: float, wide: torch.dtype) -> torch.Tensor:
     """Of the rows of W + scale B A, [outputs] or [experts, outputs], of the columns that this rank has."""
-    a, b = (linear.get_parameter(f"{name}.weight").to(wide) for name in ("lora_A", "lora_B"))
-    shape = b.shape[:-1]
-    a, b, weights, scales = a.view(-1, *a.shape[-2:]), b.view(-1, *b.shape[-2:]), linear.weight, linear.scales
-    weights = weights.view(-1, *weights.shape[-2:])  # [experts or 1, outputs, inputs]
+
+    def by_expert(x: torch.Tensor) -> torch.Tensor:
+        return x if isinstance(linear, GroupedLinear) else x[None]
+
+    a, b = (by_expert(linear.get_parameter(f"{name}.weight").to(wide)) for name in ("lora_A", "lora_B"))
+    weights, scales = by_expert(linear.weight), linear.scales
     squares = b.new_empty(b.shape[:2])
     experts = max(1, ROWS // max(1, b.shape[1]))
     for first in range(0, len(b), experts):
@@ -164,9 +166,9 @@ def _squares(linear: Linear | GroupedLinear, scale: float, wide: torch.dtype) ->
                 weight = weight.to(wide)
             else:
                 assert isinstance(scales, torch.Tensor), "DoRA over 4 bits is refused"
-                weight = dequantize(weight, scales.view(len(b), -1, 1)[some, rows], wide)
+                weight = dequantize(weight, by_expert(scales)[some, rows], wide)
             squares[some, rows] = torch.baddbmm(weight, b[some, rows], a[some], alpha=scale).square_().sum(-1)
-    return squares.view(shape)
+    return squares if isinstance(linear, GroupedLinear) else squares[0]
 
 
 def first_magnitude(weight: torch.Tensor, int8: bool) -> torch.Tensor:

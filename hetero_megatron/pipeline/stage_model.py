@@ -30,8 +30,8 @@ from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, stage_tensor
 from hetero_megatron.utils.text import tracked
 
 if TYPE_CHECKING:
-    from hetero_megatron.parallel.host_memory import HostRows
     from hetero_megatron.parallel.dora import RowNorms
+    from hetero_megatron.parallel.host_memory import HostRows
     from hetero_megatron.parallel.offload import OffloadedActivations
 
 class RankStage:

@@ -98,7 +98,9 @@ class SingleExperts(torch.nn.Module):
         projections: gate, up and down, each a weight [experts, outputs, inputs] and a bias [experts, outputs] or None.
     """
 
-    def __init__(self, fused: torch.nn.Module, projections: dict[str, tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    def __init__(
+        self, fused: torch.nn.Module, projections: dict[str, tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> None:
         super().__init__()
         self.activate = fused._apply_gate if hasattr(fused, "_apply_gate") else None
         self.act_fn = getattr(fused, "act_fn", None)

@@ -217,7 +217,7 @@ def test_ranks_of_gate_that_count_for_up_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "field"), [
     ({"target_parameters": ["mlp.router.weight"]}, "target_parameters"),
-    ({"target_parameters": "down_proj"}, "target_parameters"),
+    ({"target_parameters": "down_proj"}, "target_parameters"), ({"use_dora": True}, "target_parameters"),
     ({"rank_pattern": {"gate_up_proj": 3}}, "rank_pattern"),
     ({"rank_pattern": {".*\\.gate_up_proj": 4}}, "alpha_pattern"),
     ({"alpha_pattern": {"experts.*": 5}}, "alpha_pattern"),
