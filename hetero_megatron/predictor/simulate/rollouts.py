@@ -3,7 +3,7 @@ before (--generator-ahead)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_megatron.cluster import Cluster
@@ -15,7 +15,7 @@ from hetero_megatron.plans.memory.generator import cache_bytes
 from hetero_megatron.plans.shares import pipeline_shares, rank_shares
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
-from hetero_megatron.predictor.cost.rates import LayerRow, Rates, load_rates
+from hetero_megatron.predictor.cost.rates import LEAST, LayerRow, Rates, load_rates
 from hetero_megatron.predictor.simulate.beside import RoleCosts, with_role_ranks
 from hetero_megatron.predictor.simulate.role_prediction import RolloutPrediction
 from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
@@ -98,20 +98,28 @@ class RolloutCosts:
 
 def _of_tokens(rates: Rates) -> Rates:
     """For sequences of one token. Of chips of which nothing was measured, products of few rows take as long as their
-    weights are read: what share of the peak larger ones reach says nothing of them. Measured layers and heads are on
-    the line through their two smallest sizes, in tokens: what a layer takes however few they are lies on it."""
+    weights are read: what share of the peak larger ones reach says nothing of them. What generating a token was
+    measured to take counts (``decode_head``: beside its layers, so the embedding is in it, and an action); of what was
+    not, layers and heads are on the line through their two smallest sizes, in tokens: what a layer takes however few
+    they are lies on it."""
     chips = {}
     for name, chip in rates.chips.items():
-        layers, embed, head = ((*table, *_few(table)) for table in (chip.layers, chip.embed, chip.head))
-        half = chip.gemm_half if chip.calibrated else 0.0
-        chips[name] = replace(chip, gemm_half=half, layers=layers, embed=embed, head=head)
+        measured = {(row.fingerprint, row.tp) for row in chip.decode_layers}
+        nothing = [replace(row, forward=LEAST, backward=LEAST) for row in chip.decode_head]
+        heads = [replace(row, forward=max(row.forward - chip.action_seconds, LEAST)) for row in chip.decode_head]
+        chips[name] = replace(
+            chip, gemm_half=chip.gemm_half if chip.calibrated else 0.0,
+            layers=(*chip.layers, *chip.decode_layers, *_few(chip.layers, measured)),
+            embed=(*chip.embed, *nothing, *_few(chip.embed, measured)),
+            head=(*chip.head, *heads, *_few(chip.head, measured)),
+        )  # fmt: skip
     return replace(rates, chips=chips)
 
 
-def _few(rows: Sequence[LayerRow]) -> list[LayerRow]:
+def _few(rows: Sequence[LayerRow], without: Collection[tuple[str, float]]) -> list[LayerRow]:
     """Of each model and TP degree two rows of sequences of one token."""
     alike: dict[tuple[str, float], list[LayerRow]] = {}
-    for row in rows:
+    for row in (row for row in rows if (row.fingerprint, row.tp) not in without):
         alike.setdefault((row.fingerprint, row.tp), []).append(row)
     found = []
     for measured in alike.values():
