@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.plans import Plan
-from hetero_megatron.plans.canonical import Optimizer, Pipeline, Recompute, Stage
+from hetero_megatron.plans.canonical import Pipeline
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.forward_only import ForwardRole, weight_moves
-from hetero_megatron.plans.memory.generator import cache_bytes
+from hetero_megatron.plans.memory.forward_only import with_sampling
+from hetero_megatron.plans.memory.generator import cache_bytes, sampling_stage
+from hetero_megatron.plans.memory.memory_report import over_host, over_limit
 from hetero_megatron.plans.shares import pipeline_shares, rank_shares
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
@@ -77,7 +79,7 @@ class RolloutCosts:
 
     def _forward(self, pipeline: Pipeline, rows: int, costs: CostModel) -> float:
         length = costs.seq_length
-        stages = tuple(_generating(stage, rows, length) for stage in pipeline.stages)
+        stages = tuple(sampling_stage(stage, rows, length) for stage in pipeline.stages)
         alone = replace(pipeline, micro_batch_size=rows, num_micro_batches=1, stages=stages, orders=(), in_flight=())
         plan = Plan(length, rows, "1f1b", (alone,))
         return StepSimulator(plan, costs, PreparedPlan(CompiledPlan(plan, costs.model))).reference_seconds
@@ -86,7 +88,7 @@ class RolloutCosts:
         """To read keys and values of one token's attention, stage after stage."""
         costs, total = self.costs, 0.0
         for stage in pipeline.stages:
-            alone = _generating(stage, rows, 1)
+            alone = sampling_stage(stage, rows, 1)
             read = [
                 cache_bytes(costs.model, alone, share, rows, round(self._mean_length), costs.item)
                 / costs.chip_rates(costs.cluster.ranks[rank].chip).bytes_per_second
@@ -134,15 +136,6 @@ def _few(rows: Sequence[LayerRow], without: Collection[tuple[str, float]]) -> li
     return found
 
 
-def _generating(stage: Stage, rows: int, length: int) -> Stage:
-    """What works of a stage where tokens come one by one: its first TP group, on whole sequences."""
-    unit = replace(stage.units[0], sequences=(0, rows), tokens=((0, length),))
-    return replace(
-        stage, units=(unit,), recompute=Recompute(), optimizer=Optimizer(), kv=None, experts=(), weights=None,
-        activations=None,
-    )  # fmt: skip
-
-
 def predict_rollouts(
     plan: Plan, model: ModelSpec, cluster: Cluster, dtype: str, options: CostOptions, g: Grpo,
     generator: ForwardRole | None, prepared: PreparedPlan | None = None,
@@ -175,7 +168,9 @@ def predict_rollouts(
         max(prices, key=lambda price: price.seconds).token,
     )  # fmt: skip
     if generator is None:
-        return replace(prediction, role=said)
+        memory = with_sampling(prediction.memory, plan, model, dtype, g.rows)
+        over = over_limit(memory, prediction.limits, prediction.chips) + over_host(memory, cluster)
+        return replace(prediction, role=said, memory=memory, over=over)
     busy = _busy(sampling, prices, g.iterations)
     return with_role_ranks(prediction, plan, generator, RoleCosts(rollout, busy, costs.costs), dtype, cluster, said)
 
