@@ -10,6 +10,7 @@ import torch
 
 from hetero_megatron.calibration.layers import Job
 from hetero_megatron.calibration.measure import LEAST, repeated, robust_fit
+from hetero_megatron.calibration.pipelines import one_rank
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.work import Work
 from hetero_megatron.model.moe import Experts
@@ -17,7 +18,6 @@ from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.gemm import WeightKernel
 from hetero_megatron.ops.stage import default_kernels
 from hetero_megatron.parallel.experts import ExpertExchange, Receivers, Routes
-from hetero_megatron.plans import Pipeline, Plan, Stage, Unit
 from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember
 from hetero_megatron.predictor.cost.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec, Share, shares
@@ -70,12 +70,10 @@ def _fitted(
 
 def _kernels(job: Job, spec: ModelSpec) -> KernelPlan:
     """As a run on this rank alone would have them."""
-    share, rank = shares(spec, (1,))[0], job.comm.rank
+    share = shares(spec, (1,))[0]
     if job.kernels is None:
         return default_kernels(spec, share, False, job.dtype, job.comm.device)
-    unit = Unit((rank,), (1,), (0, 1), ((0, 1),), (0, spec.num_heads))
-    stage = Stage(((0, spec.num_layers),), (unit,), True, True)
-    return job.kernels(Plan(1, 1, "1f1b", (Pipeline(1, 1, (stage,)),)), spec)
+    return job.kernels(one_rank(job.comm.rank, spec), spec)
 
 
 def _timed(job: Job, forward: Callable[[], None], backward: Callable[[], None]) -> list[float]:

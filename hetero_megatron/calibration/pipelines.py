@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.plans import Plan, Recompute, plan_from_dict
+from hetero_megatron.plans import Pipeline, Plan, Recompute, Stage, Unit, plan_from_dict
 from hetero_megatron.plans.program import ADAPTIVE
 from hetero_megatron.predictor.cost.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec
@@ -89,6 +89,13 @@ class Runs:
         title = f"tp {self.tp}, micro-batch {size}: " + " | ".join(dict.fromkeys(map(", ".join, chips)))
         plan, warm_up = plan_from_dict(data, small, self.cluster), size * len(layers) * len(pipelines)
         return Run(plan, small, model_fingerprint(self.spec), title, warm_up)
+
+
+def one_rank(rank: int, spec: ModelSpec, rows: int = 1, length: int = 1) -> Plan:
+    """All of a model on one rank of the job, of a micro-batch of ``rows`` sequences."""
+    unit = Unit((rank,), (1,), (0, rows), ((0, length),), (0, spec.num_heads))
+    stage = Stage(((0, spec.num_layers),), (unit,), True, True)
+    return Plan(length, rows, "1f1b", (Pipeline(rows, 1, (stage,)),))
 
 
 def half_split(plan: Plan) -> Plan:

@@ -16,6 +16,7 @@ from hetero_megatron.calibration.links import LinkKind, measure_links
 from hetero_megatron.calibration.measure import LEAST, robust_fit
 from hetero_megatron.calibration.operators import Tables, measure_operators
 from hetero_megatron.calibration.pipelines import Run, Runs, depths
+from hetero_megatron.calibration.tokens import TokenTables, measure_tokens
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import tp_groups
 from hetero_megatron.predictor.cost.link_model import LinkModel
@@ -26,7 +27,8 @@ from hetero_megatron.spec.flops import layers_by_kind, linear_layers
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 
 STRAGGLER = 0.1  # slower than its fellows by more than this share
-CALLS, EXCHANGES = 5, 2  # of operators, and steps of an exchange between replicas, for each step of a pipeline
+# Of operators, of answers, and steps of an exchange between replicas, for each step of a pipeline.
+CALLS, ANSWERS, EXCHANGES = 5, 3, 2
 UPDATES = (1 << 18, 1 << 21)  # elements of an update that stand for all
 # Recompute that is measured, and of which models; that of attention is measured alone.
 RECOMPUTED: Mapping[str, Callable[[ModelSpec], bool]] = {
@@ -94,8 +96,9 @@ def calibrate(
         kind: observed([runs(model, 1, n, out).recomputing(kind) for model in models if measured(model) for n in sizes])
         for kind, measured in RECOMPUTED.items()
     }
-    log("attention alone")
+    log("attention alone, and tokens that are generated")
     operators = world.gather_objects(measure_operators(job, spec, options.lengths, CALLS * options.steps), Tables)
+    decoded = world.gather_objects(measure_tokens(job, models, ANSWERS * options.steps), TokenTables)
     if job.fp8:
         log("products in fp8")
     own_fp8 = measure_fp8(
@@ -133,7 +136,8 @@ def calibrate(
         groups = {g.name for g in cluster.nodes if g.chip == chip}
         started = [link.message_seconds or 0.0 for (source, _, _), link in links.items() if source in groups]
         rates["spread"] |= spread
-        chips[chip] = {options.dtype: {**rates, **tables, "message_seconds": median(started or [0.0])}, **fp8[ranks[0]]}
+        rates |= {**decoded[ranks[0]], **tables, "message_seconds": median(started or [0.0])}
+        chips[chip] = {options.dtype: rates, **fp8[ranks[0]]}
     document = {"chips": chips, "links": [link_document(a, b, link) for (a, b, _), link in links.items()]}
     clock = worst_clock(dict(enumerate(world.gather_objects(comm.clock.report(), dict[str, float]))))
     return Calibration(_rounded(document), links, slow, clock)

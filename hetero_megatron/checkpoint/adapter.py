@@ -29,7 +29,6 @@ from hetero_megatron.spec.adapter_modules import adapters
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.spec.lora import FUSED_TARGETS
-from hetero_megatron.spec.tensors import expert_tensor
 from hetero_megatron.utils.files import require_regular
 from hetero_megatron.utils.text import plural
 
@@ -39,27 +38,37 @@ _SINGLE = re.compile(r"\.experts\.\d+\.")
 
 
 def adapter_table(spec: ModelSpec) -> dict[str, HFSource]:
-    """Where each adapter tensor is in the adapter_model.safetensors that is written.
+    """Where each adapter tensor is in the adapter_model.safetensors that is written, by the name of ``_stored``.
 
     Raises:
         UserError: a family whose Hugging Face form has another matrix there (fused or transposed).
     """
     assert spec.lora is not None
-    if spec.moe is not None and ("gate_proj" in spec.lora.targets) != ("up_proj" in spec.lora.targets):
+    one_of_two = ("gate_proj" in spec.lora.targets) != ("up_proj" in spec.lora.targets)
+    if spec.moe is not None and one_of_two and not spec.lora.dora:
         raise UserError(
             "experts have gate_proj and up_proj in one parameter of Hugging Face's form, so that peft knows no adapter "
             "of one of them", field=SAVE, accepted="adapters of both or neither, or --merge-lora and --save-hf",
         )  # fmt: skip
-    return {
-        tensor.name: (
-            expert_source(spec, tensor, _PREFIX, True, SAVE) if tensor.per_expert else _source(spec, tensor, SAVE)
-        )
-        for tensor in trained_tensors(spec)
-    }
+    return {stored.name: _source(spec, stored, SAVE, joined=True) for stored in _stored(spec, spec.lora.dora)}
 
 
-def _source(spec: ModelSpec, tensor: LogicalTensor, field: str) -> HFSource:
+def _stored(spec: ModelSpec, single: bool) -> Iterator[LogicalTensor]:
+    """Tensors as a file has them: with ``single`` those of every expert by itself, as peft has them where experts are
+    modules: DoRA it knows of modules alone."""
+    for tensor in trained_tensors(spec):
+        whole = Box.whole(tensor.shape)
+        yield from (stored for stored, _ in stored_boxes(spec, tensor, whole)) if single else (tensor,)
+
+
+def _source(spec: ModelSpec, tensor: LogicalTensor, field: str, joined: bool) -> HFSource:
+    """Where a tensor from ``_stored`` is; ``joined``: see ``expert_source``."""
+    if tensor.per_expert:
+        return expert_source(spec, tensor, _PREFIX, joined, field)
     module, adapter = tensor.name.split(".lora_")
+    adapter = "magnitude_vector" if adapter == "magnitude_vector.weight" else adapter  # peft's name ends there
+    if _SINGLE.search(tensor.name):
+        return single_source(spec, module, f"lora_{adapter}", _PREFIX, field)
     source, fused = hf_source(spec, f"{module}.weight"), adapters(spec)[module].fused
     if source != HFSource(source.name) and not fused:
         whole = source.name.removesuffix(".weight").rpartition(".")[2]
@@ -68,7 +77,6 @@ def _source(spec: ModelSpec, tensor: LogicalTensor, field: str) -> HFSource:
             f"Hugging Face's {spec.hf_model_type} has no matrix of its own for {module}", field=field,
             accepted=f"{named}--merge-lora and --save-hf, which need no adapter file",
         )  # fmt: skip
-    adapter = "magnitude_vector" if adapter == "magnitude_vector.weight" else adapter  # peft's name ends there
     stored = FAMILIES[spec.hf_model_type].names.in_transformers(source.name).removesuffix("weight")
     name = f"{_PREFIX}{stored}lora_{adapter}"
     # B has the rows that the projection has in the matrix; all of them have one A.
@@ -85,6 +93,7 @@ class AdapterWeights:
     def __init__(self, directory: str, spec: ModelSpec, field: str = LOAD) -> None:
         from safetensors import SafetensorError, safe_open
 
+        assert spec.lora is not None
         self._spec = spec
         path, self._directory, self._field = Path(directory) / WEIGHTS, directory, field
         if not path.exists():
@@ -101,7 +110,7 @@ class AdapterWeights:
         names = FAMILIES[spec.hf_model_type].names
         self._stored = {names.in_transformers(name): name for name in stored}
         shapes = {names.in_transformers(name): shape for name, shape in shapes.items()}
-        self._sources = self._find(spec, any(_SINGLE.search(name) for name in shapes))
+        self._sources = self._find(spec, spec.lora.dora or any(_SINGLE.search(name) for name in shapes))
         wanted_shapes = {source.name: shape for source, shape in self._sources.values()}
         problems = [
             f"missing {n}" if n not in shapes else f"{n} is {list(shapes[n])}, not {list(wanted_shapes[n])}"
@@ -118,21 +127,10 @@ class AdapterWeights:
         return UserError(problem, field=self._field, value=value, accepted=accepted)
 
     def _find(self, spec: ModelSpec, single: bool) -> dict[str, tuple[HFSource, tuple[int, ...]]]:
-        """By logical name, or that of one expert's where each has tensors of its own: where it is, and the stored
-        tensor's shape."""
-        sources: dict[str, tuple[HFSource, tuple[int, ...]]] = {}
+        """By name from ``_stored``: where it is, and the stored tensor's shape."""
         joined = gate_and_up_joined(self._directory)
-        for tensor in trained_tensors(spec):
-            parts: Iterable[tuple[LogicalTensor, HFSource]]
-            if not tensor.per_expert:
-                parts = [(tensor, _source(spec, tensor, self._field))]
-            elif not single:
-                parts = [(tensor, expert_source(spec, tensor, _PREFIX, joined, self._field))]
-            else:
-                tensors_of_experts = [expert_tensor(tensor, e) for e in range(tensor.shape[0])]
-                parts = [(expert, single_source(spec, expert, _PREFIX, self._field)) for expert in tensors_of_experts]
-            sources |= {tensor_part.name: (source, source.shape(tensor_part.shape)) for tensor_part, source in parts}
-        return sources
+        parts = [(part, _source(spec, part, self._field, joined)) for part in _stored(spec, single)]
+        return {part.name: (source, source.shape(part.shape)) for part, source in parts}
 
     def _check_joined(self, spec: ModelSpec) -> None:
         """An adapter of gate and up of experts, joined, must be one of each."""
@@ -174,9 +172,22 @@ def save_adapter(
     """
     assert spec.lora is not None
     final, table = Path(directory), adapter_table(spec)
-    plan = lay_out(trained_tensors(spec), table, dict.fromkeys(table, dtype), SHARD_BYTES, "adapter_model")
+    stored = _stored(spec, spec.lora.dora)
+    plan = lay_out(stored, table, dict.fromkeys(table, dtype), SHARD_BYTES, "adapter_model")
     export, config = Export(SAVE, final, world, table, plan), adapter_config(spec, base)
-    return export.run(lambda: _create(final, export.work, plan, config), owned, lambda: _publish(final, plan))
+    pieces = _pieces(spec, owned, table)
+    return export.run(lambda: _create(final, export.work, plan, config), pieces, lambda: _publish(final, plan))
+
+
+def _pieces(spec: ModelSpec, owned: Iterable[Owned], table: Mapping[str, HFSource]) -> Iterator[Owned]:
+    """The same values by the names and boxes of ``_stored``."""
+    tensors = {tensor.name: tensor for tensor in trained_tensors(spec)}
+    for name, box, values in owned:
+        if name in table:
+            yield name, box, values
+            continue
+        for (stored, stored_box), part in zip(stored_boxes(spec, tensors[name], box), values, strict=True):
+            yield stored.name, stored_box, part
 
 
 def check_target(directory: str, spec: ModelSpec) -> None:
@@ -205,7 +216,7 @@ def merged(
     Args:
         params, boxes: what this rank holds, by logical name, of the base as products have it. An adapter is cut where
             its matrix is, so a rank merges its part alone.
-        gains: with DoRA, what rows [outputs] of adapted matrices are multiplied with, by logical name.
+        gains: with DoRA, what rows [..., outputs] of adapted matrices are multiplied with, by logical name.
         owners: of each tensor of the base, the boxes that this rank writes, inside what it holds.
     """
     adapter_of = adapters(spec)
@@ -215,7 +226,7 @@ def merged(
             wide_dtype = torch.promote_types(weight.dtype, torch.float32)
             a, b = params[f"{adapter.first}.lora_A.weight"], params[f"{module}.lora_B.weight"]
             weight = weight.to(wide_dtype).add(b.to(wide_dtype) @ a.to(wide_dtype), alpha=adapter.scale)
-            weight = weight if name not in gains else weight * gains[name][:, None]
+            weight = weight if name not in gains else weight * gains[name][..., None]
         held_box = boxes[name]
         for box in parts:
             index = tuple(slice(lo - offset, hi - offset) for lo, hi, offset in zip(box.lo, box.hi, held_box.lo))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.checkpoint.adapter_experts import PARAMETERS, PARENT, doubled, parameters_of
+from hetero_megatron.checkpoint.adapter_experts import PARAMETERS, PARENT, doubled, parameters_of, single_keys
 from hetero_megatron.checkpoint.adapter_keys import INIT, check_keys, residual
 from hetero_megatron.checkpoint.adapter_sites import MIXTRAL, PATTERNS, experts_patterns, is_even, site_keys, with_sites
 from hetero_megatron.checkpoint.names import module_names
@@ -35,7 +35,9 @@ def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
     content["target_modules"] = plain_names
     if lora.sites:
         content |= site_keys(spec, lora.sites, plain_names)
-    if spec.moe is not None:
+    if spec.moe is not None and lora.dora:
+        content |= single_keys(spec, content["target_modules"])
+    elif spec.moe is not None:
         content["target_parameters"] = parameters_of(lora)
         if "gate_proj" in lora.targets:
             for key, pattern in zip(PATTERNS, doubled(lora), strict=True):
@@ -55,6 +57,11 @@ def read_config(directory: str, field: str, spec: ModelSpec) -> Lora:
     if type(rank) is not int or not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise UserError("has no r or lora_alpha", field=field, value=path_name, accepted=ACCEPTED)
     projections, experts = _target_modules(content, path_name, spec), _target_parameters(content, path_name)
+    if dora and experts:
+        raise UserError(
+            "peft knows no DoRA of parameters", field="target_parameters", value=content["target_parameters"],
+            accepted="projections of single experts among target_modules", where=path_name,
+        )  # fmt: skip
     residual_kind = residual(content, path_name)
     try:
         dropout = content.get("lora_dropout") or 0.0

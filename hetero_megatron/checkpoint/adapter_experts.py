@@ -20,9 +20,11 @@ import torch
 from hetero_megatron.checkpoint.names import hf_source
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec
+from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, logical_tensors
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
+from hetero_megatron.spec.lora import MLP_TARGETS
+from hetero_megatron.spec.tensors import expert_tensor
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 # A parameter of transformers -> the projections that it holds.
@@ -114,22 +116,44 @@ def expert_source(spec: ModelSpec, tensor: LogicalTensor, prefix: str, joined: b
     )  # fmt: skip
 
 
-def single_source(spec: ModelSpec, tensor: LogicalTensor, prefix: str, field: str) -> HFSource:
-    """The same of one expert (from ``expert_tensor``), by its module. UserError: the family never had such modules."""
+def single_source(spec: ModelSpec, module: str, adapter: str, prefix: str, field: str) -> HFSource:
+    """Of an ``adapter`` of one expert, whose module is ``model.layers.0.mlp.experts.3.gate_proj``. UserError: the
+    family never had such modules."""
     assert spec.lora is not None
-    module, adapter = tensor.name.split(".lora_")
     source = hf_source(spec, f"{module}.weight")
     if source.expert is not None:
-        raise UserError(
-            f"Hugging Face's {spec.hf_model_type} has no modules of single experts", field=field, value=module,
-            accepted=f"adapters of {' and '.join(parameters_of(spec.lora))}",
-        )  # fmt: skip
-    return HFSource(f"{prefix}{source.name.removesuffix('weight')}lora_{adapter}")
+        problem = f"Hugging Face's {spec.hf_model_type} has no modules of single experts"
+        accepted = f"adapters of {' and '.join(parameters_of(spec.lora))}"
+        if spec.lora.dora:
+            problem += ", of which alone peft knows DoRA"
+            accepted = f"targets other than {', '.join(MLP_TARGETS)}, or --merge-lora and --save-hf"
+        raise UserError(problem, field=field, value=module, accepted=accepted)
+    return HFSource(f"{prefix}{source.name.removesuffix('weight')}{adapter}")
 
 
 def parameters_of(lora: Lora) -> list[str]:
     """target_parameters of adapter_config.json."""
     return [f"{PARENT}.{name}" for name, targets in PARAMETERS.items() if targets[0] in lora.targets]
+
+
+def single_keys(spec: ModelSpec, others: list[str]) -> dict[str, Any]:
+    """Keys of adapter_config.json for adapters of experts that are modules; ``others``: target_modules beside them.
+    Projections of dense layers, and of what all tokens share, have the same names, and no adapters."""
+    assert spec.lora is not None
+    wanted = [name for name in spec.lora.targets if name in MLP_TARGETS]
+    experts, left_out = dict[str, None](), dict[str, None]()
+    for tensor in logical_tensors(spec.base):
+        module, _, kind = tensor.name.rpartition(".")
+        if kind != "weight" or module.rpartition(".")[2] not in wanted:
+            continue
+        stored = hf_source(spec, expert_tensor(tensor, 0).name if tensor.per_expert else tensor.name).name
+        parent, name = stored.split(".")[-3:-1]
+        if tensor.per_expert:
+            experts[name] = None
+        else:
+            left_out[f"{parent}.{name}"] = None
+    keys: dict[str, Any] = {"target_modules": [*others, *experts]}
+    return keys | ({"exclude_modules": [*left_out]} if left_out else {})
 
 
 def doubled(lora: Lora) -> tuple[dict[str, int], dict[str, float]]:

@@ -21,15 +21,17 @@ _CHOOSING = ("layers_to_transform", "layers_pattern", "exclude_modules")
 
 def site_keys(spec: ModelSpec, sites: tuple[Sites, ...], plain: list[str]) -> dict[str, Any]:
     """The keys that say which modules have adapters; ``plain``: the family's names of their projections."""
-    assert spec.lora is not None
-    names = modules(spec)
+    lora, names = spec.lora, modules(spec)
+    assert lora is not None
     places = {(layer, name): site for site in sites for layer in site.layers for name in site.targets}
     layers, ends = sorted({layer for layer, _ in places}), {name for _, name in places}
-    uniform = len(places) == len(layers) * len(ends)
+    experts = lora.dora and spec.moe is not None and any(name in MLP_TARGETS for name in lora.targets)
+    # Layers are chosen of all modules, and those of experts, in DoRA's files, are modules of every layer.
+    uniform = len(places) == len(layers) * len(ends) and not (experts and len(layers) < spec.num_layers)
     keys: dict[str, Any] = {"target_modules": plain if uniform else [names[place] for place in sorted(places)]}
     if uniform and len(layers) < spec.num_layers:
         keys["layers_to_transform"] = layers
-    for key, usual in (("rank", spec.lora.rank), ("alpha", spec.lora.alpha)):
+    for key, usual in (("rank", lora.rank), ("alpha", lora.alpha)):
         value_of_place = {names[place]: getattr(site, key) for place, site in sorted(places.items())}
         if unusual := {name: value for name, value in value_of_place.items() if value != usual}:
             keys[f"{key}_pattern"] = unusual

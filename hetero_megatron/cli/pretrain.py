@@ -209,10 +209,13 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
     )  # fmt: skip
     if config.cluster is not None:
         memory = with_communicators(memory, config.plan, config.spec, buckets, config.cluster, config.dtype)
-    if config.forward_role is None:
+    if config.forward_role is None and config.grpo is None:
         return memory
-    from hetero_megatron.plans.memory.forward_only import with_role
+    from hetero_megatron.plans.memory.forward_only import with_role, with_sampling
 
+    if config.forward_role is None:
+        assert config.grpo is not None
+        return with_sampling(memory, config.plan, config.spec, config.dtype, config.grpo.rows)
     return with_role(memory, config.plan, config.forward_role, config.dtype, config.logits_bytes, config.cluster)
 
 

@@ -19,7 +19,10 @@ from hetero_megatron.utils.yaml_document import Entry, QuotingDumper
 
 LEAST, MOST = 1e-30, 1e30
 # LayerRows of the cost model
-MODEL_TABLES = ("layers", "embed", "head", "split_layers", "split_head", "waiting", "elementwise", "selective")
+MODEL_TABLES = (
+    "layers", "embed", "head", "split_layers", "split_head", "waiting", "elementwise", "selective", "decode_layers",
+    "decode_head",
+)  # fmt: skip
 TABLES = {  # of a chip's rates: (columns that say what was timed, columns of seconds) of a row
     "gemm": (3, 1), "gemm_backward": (3, 2), "attention": (3, 2), "optimizer": (1, 1), "visits": (3, 2),
     "experts": (2, 10), **dict.fromkeys(MODEL_TABLES, (4, 2)),

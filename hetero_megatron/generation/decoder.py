@@ -21,9 +21,9 @@ from hetero_megatron.layout import cut
 from hetero_megatron.model import GPTStage, StagePart
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.parallel.collectives import gather_tokens
+from hetero_megatron.parallel.dora import RowNorms
 from hetero_megatron.parallel.empty_stage import empty_stage
 from hetero_megatron.parallel.experts import apply_expert_parallel
-from hetero_megatron.parallel.lora import RowNorms
 from hetero_megatron.parallel.tensor import apply_tensor_parallel
 from hetero_megatron.plans import Plan, Stage, locate
 from hetero_megatron.spec import ModelSpec, shares
@@ -90,7 +90,7 @@ class Decoder:
         self.group, self.vocab = self.comm.group(unit.ranks), share.vocab
         self._norms: RowNorms | None = None
         if spec.lora is not None and spec.lora.dora:
-            self._norms = RowNorms(model, stage_model.tensors, spec, self.group)
+            self._norms = RowNorms(model, stage_model.tensors, spec, replace(stage, experts=()), self.comm)
         self.refresh()
         if unit.tp > 1:
             apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in shares_of_ranks])

@@ -50,11 +50,16 @@ class GroupedLinear(nn.Module):
         """What becomes of the product ``y`` of x and the weights; adapters replace it (``parallel/lora.py``)."""
         return y
 
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        bias, product = self.bias if self.adds_bias else None, self.kernels.grouped_gemm
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor:
+        """x: [rows, inputs], bias: [groups, outputs] -> [rows, outputs]."""
         if self.scales is not None:
-            return self.adapted(narrow_product(product, x, self.weight, self.scales, bias, ends), x, ends)
-        return self.adapted(product(x, self.weight, bias, ends), x, ends)
+            y = narrow_product(self.kernels.grouped_gemm, x, self.weight, self.scales, bias, ends)
+        else:
+            y = self.kernels.grouped_gemm(x, self.weight, bias, ends)
+        return self.adapted(y, x, ends)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return self.product(x, self.bias if self.adds_bias else None, ends)
 
 
 class Experts(nn.Module):

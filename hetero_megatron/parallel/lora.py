@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_megatron.comm import Group
 from hetero_megatron.layout import Box
 from hetero_megatron.model.gpt import GPTStage, Layer, ResidualStream
 from hetero_megatron.model.layers import Context, Linear
 from hetero_megatron.model.moe import GroupedLinear
 from hetero_megatron.ops.dropout import ADAPTER
-from hetero_megatron.ops.int8_weight import dequantize, quantize
-from hetero_megatron.parallel.collectives import sum_over_ranks
-from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.parallel.dora import Magnitude
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.adapter_choice import Adapter
 from hetero_megatron.spec.adapter_modules import adapters
 from hetero_megatron.spec.lora import EVERY_TARGET
@@ -131,10 +129,10 @@ def _adapt(
         linear.add_module(part, module)
     linear.adapted = partial(_adapted, linear, adapter.scale, switch, reduced)  # type: ignore[method-assign]
     if dora:
-        assert isinstance(linear, Linear)
-        linear.add_module(MAGNITUDE, Magnitude(outputs, dtype, device))
+        magnitude = Magnitude((*experts, outputs), dtype, device)
+        linear.add_module(MAGNITUDE, magnitude)
         linear.alone = True
-        linear.product = partial(_scaled, linear, switch, linear.product)  # type: ignore[method-assign]
+        linear.product = partial(_scaled, magnitude, switch, linear.product)  # type: ignore[method-assign]
 
 
 def _plain(adapter: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -153,98 +151,10 @@ def _adapted(
     return base.add(linear.lora_B(reduced(linear, x, *ends), *ends), alpha=scale)
 
 
-class Magnitude(nn.Module):
-    """Lengths [outputs] of the rows of an adapted matrix, and ``norms``, those that W + scale B A has: constants, which
-    ``parallel/lora.py`` brings up to date."""
-
-    def __init__(self, outputs: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        wide_dtype = torch.promote_types(dtype, torch.float32)
-        self.weight = nn.Parameter(torch.empty(outputs, dtype=wide_dtype, device=device))
-        self.norms = torch.empty(outputs, dtype=wide_dtype, device=device)
-
-    def gain(self) -> torch.Tensor:
-        """What rows are multiplied with, [outputs], in at least fp32."""
-        return self.weight / self.norms
-
-
 def _scaled(
-    linear: Linear, switch: AdapterSwitch, product: Callable[..., torch.Tensor], x: torch.Tensor,
-    bias: torch.Tensor | None,
+    magnitude: Magnitude, switch: AdapterSwitch, product: Callable[..., torch.Tensor], x: torch.Tensor,
+    bias: torch.Tensor | None, *ends: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """DoRA: the product with the rows of the adapted matrix at their trained lengths; of a part of the columns, a
     partial sum."""
-    magnitude = linear.get_submodule(MAGNITUDE)
-    assert isinstance(magnitude, Magnitude)
-    if not switch.on:
-        return product(x, bias)
-    y = product(x, None)
-    y = y * magnitude.gain().to(y.dtype)
-    return y if bias is None else y + bias
-
-
-CUT = ("q_heads", "ffn")  # inputs of which a rank of a TP group has a part
-ROWS = 1024  # in fp32 at once
-
-
-class RowNorms:
-    """Of a stage with DoRA, built before tensor parallelism is applied.
-
-    Args:
-        held: the stage's tensors by logical name.
-        group: the unit's ranks, which together have all columns of a matrix that is cut along its input.
-    """
-
-    def __init__(self, stage: GPTStage, held: Mapping[str, LogicalTensor], spec: ModelSpec, group: Group) -> None:
-        self._group = group
-        self._parts: dict[str, tuple[Linear, Magnitude, bool]] = {}
-        self._scales: dict[str, float] = {}
-        for layer in stage.layers():
-            for name, module in layer.named_modules():
-                magnitude = getattr(module, MAGNITUDE, None)
-                if isinstance(module, Linear) and isinstance(magnitude, Magnitude):
-                    weight_name = f"model.layers.{layer.number}.{name}.weight"
-                    cut = held[weight_name].axes[1].role in CUT and group.size > 1
-                    self._parts[weight_name] = module, magnitude, cut
-                    self._scales[weight_name] = adapters(spec)[weight_name.removesuffix(".weight")].scale
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Compute the norms of the weights as they are now. Called on all ranks of the group, in one exchange."""
-        squares = {
-            name: _squares(linear, self._scales[name], m.norms.dtype) for name, (linear, m, _) in self._parts.items()
-        }
-        cut = [name for name, (_, _, cut) in self._parts.items() if cut]
-        if cut:
-            total = sum_over_ranks(torch.cat([squares[name] for name in cut]), self._group)
-            squares |= zip(cut, total.split([len(squares[name]) for name in cut]), strict=True)
-        for name, (_, magnitude, _) in self._parts.items():
-            magnitude.norms.copy_(squares[name].sqrt())
-
-    def gains(self) -> dict[str, torch.Tensor]:
-        """By logical name of a matrix, what its rows are multiplied with, in at least fp32."""
-        self.refresh()
-        return {name: magnitude.gain().detach() for name, (_, magnitude, _) in self._parts.items()}
-
-
-def _squares(linear: Linear, scale: float, wide: torch.dtype) -> torch.Tensor:
-    """Of the rows of W + scale B A, [outputs], of the columns that this rank has."""
-    a, b = (linear.get_parameter(f"{name}.weight").to(wide) for name in ("lora_A", "lora_B"))
-    squares = []
-    for start in range(0, len(b), ROWS):
-        rows = slice(start, start + ROWS)
-        weight = linear.weight[rows]
-        if linear.scales is None:
-            weight = weight.to(wide)
-        else:
-            assert isinstance(linear.scales, torch.Tensor), "DoRA over 4 bits is refused"
-            weight = dequantize(weight, linear.scales[rows], wide)
-        squares.append(torch.addmm(weight, b[rows], a, alpha=scale).square_().sum(1))
-    return torch.cat(squares) if squares else b.new_empty(0)
-
-
-def first_magnitude(weight: torch.Tensor, int8: bool) -> torch.Tensor:
-    """Lengths of the rows of a base matrix, [outputs, inputs] as files have it, in at least fp32."""
-    wide_dtype = torch.promote_types(weight.dtype, torch.float32)
-    weight = dequantize(*quantize(weight), wide_dtype) if int8 else weight.to(wide_dtype)
-    return torch.linalg.vector_norm(weight, dim=1)
+    return magnitude.scaled(product(x, None, *ends), bias, *ends) if switch.on else product(x, bias, *ends)

@@ -15,6 +15,7 @@ from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.gathering import ParameterGather
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.grad_sync.routes import OwnedPiece, by_key
+from hetero_megatron.spec.tensors import MAGNITUDE
 
 if TYPE_CHECKING:
     from hetero_megatron.parallel.host_memory import HostRows
@@ -188,7 +189,7 @@ class ShardedOptimizer:
             for piece, master in zip(exchange.pieces, masters, strict=True):
                 if piece.name in self._apart:
                     continue
-                decay = len(piece.box.lo) > 1 and not piece.name.endswith("bias")
+                decay = len(piece.box.lo) > 1 and not piece.name.endswith(("bias", f"{MAGNITUDE}.weight"))
                 copied = exchange.bucket.weights is None and self._copied(exchange, piece)
                 matrices = exchange.bucket.matrices
                 group = groups.setdefault((matrices, not decay, copied), {"params": [], "decay": decay})

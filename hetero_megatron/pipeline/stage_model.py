@@ -30,8 +30,8 @@ from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, stage_tensor
 from hetero_megatron.utils.text import tracked
 
 if TYPE_CHECKING:
+    from hetero_megatron.parallel.dora import RowNorms
     from hetero_megatron.parallel.host_memory import HostRows
-    from hetero_megatron.parallel.lora import RowNorms
     from hetero_megatron.parallel.offload import OffloadedActivations
 
 class RankStage:
@@ -123,9 +123,9 @@ class StageModel:
         self._empty, self._initialize = empty, initialize
         self.row_norms: RowNorms | None = None
         if spec.lora is not None and spec.lora.dora:
-            from hetero_megatron.parallel.lora import RowNorms
+            from hetero_megatron.parallel.dora import RowNorms
 
-            self.row_norms = RowNorms(self.module, empty.tensors, spec, comm.group(here.unit.ranks))
+            self.row_norms = RowNorms(self.module, empty.tensors, spec, stage, comm)
         _fill(empty, initialize, divided)
         self._divide()
         self.rows: HostRows | None = None

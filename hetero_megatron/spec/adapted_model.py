@@ -32,11 +32,6 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
             f"adapters of experts ({experts[0]}) know no dropout, as in peft", field="dropout", value=lora.dropout,
             accepted=f"0, or targets other than {', '.join(MLP_TARGETS)}",
         )  # fmt: skip
-    if lora.dora and experts:
-        raise UserError(
-            f"adapters of experts ({experts[0]}) know no DoRA", field="dora", value=lora.dora,
-            accepted=f"targets other than {', '.join(MLP_TARGETS)}",
-        )  # fmt: skip
     if lora.residual and experts:
         raise UserError(
             f"adapters of experts ({experts[0]}) know no such first values", field="residual", value=lora.residual,

@@ -58,6 +58,15 @@ def expert_adapter_ranks(spec: ModelSpec) -> int:
     return spec.lora.rank * sum(name in MLP_TARGETS for name in spec.lora.targets)
 
 
+def scaled_expert_bytes(spec: ModelSpec, columns: float, item: int) -> float:
+    """What DoRA keeps per row of a layer's experts, of which a rank has ``columns`` columns: outputs of adapted
+    matrices before they are scaled, and the number of the row's expert, each."""
+    if spec.moe is None or spec.lora is None or not spec.lora.dora:
+        return 0.0
+    outputs = {"gate_proj": columns, "up_proj": columns, "down_proj": spec.hidden_size}
+    return sum(item * outputs[name] + INDEX for name in spec.lora.targets if name in MLP_TARGETS)
+
+
 def plain_load(spec: ModelSpec, tokens: float, share: float = 1.0, members: int = 1) -> ExpertLoad | None:
     """Of a rank in a TP group where no plan divides the experts: all of them, and a share of the columns of each, in an
     average layer. None for a dense model.
@@ -80,7 +89,8 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int, elemen
     - of each own token the router's input, its logits, and the numbers of its experts; of a token sent, where it went;
     - of each arriving token where its rows are, and its weights;
     - of each row its token's number, input and output of the expert, gate, up and their product, and what is between
-      A and B of its adapters; where weights multiply inputs, these before it, too.
+      A and B of its adapters; where weights multiply inputs, these before it, too; with DoRA
+      :func:`scaled_expert_bytes`.
 
     ``elementwise``: neither the product of gate and up nor the router's input where a norm puts it out, which are made
     again.
@@ -94,7 +104,8 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int, elemen
     arriving = load.arriving * moe.top_k * (INDEX + wide)
     widths = ROUTED_WIDTHS - elementwise
     row = (2 + moe.weigh_inputs) * h + widths * load.columns + expert_adapter_ranks(spec)
-    return own_tokens + sent + arriving + load.rows * (item * row + INDEX)
+    scaled = scaled_expert_bytes(spec, load.columns, item)
+    return own_tokens + sent + arriving + load.rows * (item * row + scaled + INDEX)
 
 
 def expert_backward_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> tuple[float, float]:

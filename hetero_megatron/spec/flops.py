@@ -222,7 +222,7 @@ def adapted_layers(spec: ModelSpec) -> tuple[tuple[tuple[LogicalTensor, ...], in
         return ()
     layers: dict[int | str, list[LogicalTensor]] = {}
     for tensor in trained_tensors(spec):
-        if len(tensor.shape) == 2:
+        if len(tensor.shape) == 2 and not tensor.per_expert:
             layers.setdefault(tensor.layer, []).append(tensor)
     kinds: dict[object, list[tuple[LogicalTensor, ...]]] = {}
     for tensors in layers.values():

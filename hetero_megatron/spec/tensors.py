@@ -120,7 +120,8 @@ def _with_adapters(tensors: Sequence[LogicalTensor], spec: ModelSpec, lora: Lora
             if name == "lora_B" or adapter.first == module:
                 yield LogicalTensor(f"{module}.{name}.weight", (*experts, *shape), (*expert_axes, *axes), tensor.layer)
         if lora.dora:
-            yield LogicalTensor(f"{module}.{MAGNITUDE}.weight", (outputs,), (rows,), tensor.layer)
+            of_rows = (*expert_axes, rows)
+            yield LogicalTensor(f"{module}.{MAGNITUDE}.weight", (*experts, outputs), of_rows, tensor.layer)
 
 
 def trained_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:

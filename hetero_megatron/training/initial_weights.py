@@ -42,14 +42,14 @@ class Adapters:
         self, tensor: LogicalTensor, box: Box, base: Callable[[LogicalTensor, Box], torch.Tensor]
     ) -> torch.Tensor:
         """First values of a box of an adapter; ``base``: those of the model that it belongs to."""
-        from hetero_megatron.parallel.lora import first_magnitude
+        from hetero_megatron.parallel.dora import first_magnitude
 
         if self._source is not None:
             return self._source.read(tensor, box)
         module, _, kind = tensor.name.removesuffix(".weight").rpartition(".")
         if kind == MAGNITUDE:
             (weight,) = (t for t in logical_tensors(self.spec) if t.name == f"{module}.weight")
-            whole_rows = Box((*box.lo, 0), (*box.hi, weight.shape[1]))
+            whole_rows = Box((*box.lo, 0), (*box.hi, weight.shape[-1]))
             return first_magnitude(base(weight, whole_rows), weight.int8)
         return initial_values(tensor, box, self.spec, self.config.seed)
 

@@ -226,6 +226,10 @@ class GeneratorSearch(RoleSearch):
             predicted = predict_rollouts(choice.plan, problem.model, problem.cluster, problem.dtype,
                                          problem.options.costs, g, None)  # fmt: skip
             assert predicted.role is not None
+            if predicted.over:
+                problem_of = f"the plan does not fit: {predicted.over[0]}"
+                alternatives.append(Alternative("same chips", math.inf, problem=problem_of))
+                continue
             alternatives.append(Alternative(
                 "same chips", predicted.step_seconds, predicted.role.step_seconds, predicted.role.seconds,
                 choice.plan.ranks, choice.plan, prediction=predicted,

@@ -1,4 +1,5 @@
-"""Memory of a second model that only runs forward beside the one that is trained, on the same ranks or its own."""
+"""Memory of a second model that only runs forward beside the one that is trained, on the same ranks or its own, and of
+answers that the ranks that train sample themselves."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.plans.canonical import Plan, Recompute
+from hetero_megatron.plans.canonical import Pipeline, Plan, Recompute
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.forward_only import ForwardRole
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES, MemoryBytes, estimate_memory, with_communicators
 from hetero_megatron.plans.roles import GENERATOR
+from hetero_megatron.plans.shares import pipeline_shares
+from hetero_megatron.spec import ModelSpec
 
 
 def with_role(
@@ -27,6 +30,28 @@ def with_role(
     compiled = role.compiled
     apart = {rank: all_memory[rank] for rank in compiled.plan.ranks}
     return {**all_memory, **with_communicators(apart, compiled.plan, compiled.spec, (), cluster, dtype)}
+
+
+def with_sampling(
+    memory: Mapping[int, MemoryBytes], plan: Plan, spec: ModelSpec, dtype: str, rows: int
+) -> dict[int, MemoryBytes]:
+    """``memory`` of the ranks of ``plan``, which sample answers before each step, ``rows`` of a pipeline at once: with
+    the trained weights, and with keys, values and what prompts and draws work with in the place of activations."""
+    from hetero_megatron.plans.memory.generator import generator_memory, head_bytes, sampling_stage
+
+    pipelines, total = list[Pipeline](), 0
+    for pipeline, count in zip(plan.pipelines, pipeline_shares(plan, plan.global_batch_size), strict=True):
+        size = min(rows, max(count, 1))
+        stages = tuple(sampling_stage(stage, size, plan.seq_length) for stage in pipeline.stages)
+        one = replace(pipeline, micro_batch_size=size, num_micro_batches=1, stages=stages, orders=(), in_flight=())
+        pipelines, total = [*pipelines, one], total + size
+    compiled = CompiledPlan(Plan(plan.seq_length, total, "1f1b", tuple(pipelines)), spec)
+    forward = forward_memory(compiled, dtype, head_bytes(compiled, dtype))
+    all_memory = dict(memory)
+    for rank, needs in generator_memory(compiled, dtype, forward).items():
+        working = needs.activations + needs.second_model - forward[rank].second_model
+        all_memory[rank] = replace(memory[rank], activations=max(memory[rank].activations, working))
+    return all_memory
 
 
 def _on_the_same_ranks(

@@ -1,17 +1,27 @@
-"""Memory of a generator on ranks of its own: weights, keys and values of the answers that a pipeline samples at once,
-and what prompts and draws work with."""
+"""Memory of sampling: weights, keys and values of the answers that a pipeline samples at once, and what prompts and
+draws work with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from hetero_megatron.plans.canonical import Pipeline, Stage
+from hetero_megatron.plans.canonical import Optimizer, Pipeline, Recompute, Stage
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES, MemoryBytes
 from hetero_megatron.plans.shares import rank_shares
 from hetero_megatron.spec import ModelSpec, Share
 
 DRAWN_ARRAYS = 6  # fp64 or int64, over rows and vocabulary, while a token is drawn (``generation/sampling.py``)
+
+
+def sampling_stage(stage: Stage, rows: int, length: int) -> Stage:
+    """What works of a stage where tokens come one by one: its first TP group, on whole sequences."""
+    unit = replace(stage.units[0], sequences=(0, rows), tokens=((0, length),))
+    return replace(
+        stage, units=(unit,), recompute=Recompute(), optimizer=Optimizer(), kv=None, experts=(), weights=None,
+        activations=None,
+    )  # fmt: skip
 
 
 def head_bytes(compiled: CompiledPlan, dtype: str) -> int:

@@ -63,14 +63,14 @@ def _by_operators(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoa
 
 
 def _adapters(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoad, gemm: Gemm) -> float:
-    """Seconds of the experts' adapters in forward: two narrow products each, and their addition."""
+    """Seconds of the experts' adapters in forward: two narrow products each, their addition, and with DoRA scaling."""
     if model.lora is None or not load.experts:
         return 0.0
     h, rank, expert_rows, seconds = model.hidden_size, model.lora.rank, load.rows / load.experts, 0.0
     for name in (name for name in model.lora.targets if name in MLP_TARGETS):
         k, n = (load.columns, h) if name == "down_proj" else (h, load.columns)
         seconds += load.experts * (gemm(expert_rows, rank, k) + gemm(expert_rows, n, rank))
-        seconds += 3 * item * load.rows * n / rates.bytes_per_second
+        seconds += (3 + 2 * model.lora.dora) * item * load.rows * n / rates.bytes_per_second
     return seconds
 
 

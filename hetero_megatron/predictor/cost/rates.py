@@ -1,10 +1,9 @@
 """Rates: what is known about how fast chips and links are. Read from the cluster file (docs/calibrate.md has the keys
 and their units), else from data sheets.
 
-Cold start: what others measured on such a card (``cluster/cards``), else data sheet x default efficiency. Matrix
-products: share of peak as measured (``efficiency``); half-saturation at 300, as fits of vTrain's A100 runs have it
-(h/tp of 290-455). Fitted to Megatron's four published times with full recompute, the plateau is 1.04 x that of
-ml-engineering. Memory: 0.85 of the data sheet (A100 measured 0.854). Links: 0.8 (A100 NVLink 0.86, 200 Gb NIC 0.77).
+Cold start: what others measured on such a card (``cluster/cards``), else data sheet x default efficiency: products as
+measured, half-saturation as vTrain's A100 runs have it (h/tp of 290-455), memory 0.85 (A100 0.854), links 0.8 (A100
+NVLink 0.86, 200 Gb NIC 0.77).
 """
 
 from __future__ import annotations
@@ -84,6 +83,8 @@ class ChipRates:
     split_head: tuple[LayerRow, ...] = ()
     elementwise: tuple[LayerRow, ...] = ()
     selective: tuple[LayerRow, ...] = ()
+    decode_layers: tuple[LayerRow, ...] = ()  # of a token that is generated, of some sequences at once …
+    decode_head: tuple[LayerRow, ...] = ()  # … and what it takes beside its layers, the draw among it
     experts: tuple[tuple[Any, ...], ...] = ()
     calibrated: bool = False
     score_seconds: float = 0.0
@@ -373,10 +374,8 @@ def _measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:
     for entry in links.items():
         keys = entry.mapping(LINK_KEYS, required=("beta",))
         inside = "within" in keys
-        if "between" in keys:
-            ends = [end.value for end in keys["between"].items()]
-        else:
-            ends = [keys[key].value for key in (("within", "within") if inside else ("from", "to")) if key in keys]
+        named = [keys[key] for key in (("within", "within") if inside else ("from", "to")) if key in keys]
+        ends = [end.value for end in (keys["between"].items() if "between" in keys else named)]
         if len(ends) != 2 or any(end not in groups for end in ends):
             accepted = "node groups " + ", ".join(groups)
             entry.fail("a link is within a node group, between two, or from one to another", accepted=accepted)

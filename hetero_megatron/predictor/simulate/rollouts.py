@@ -3,19 +3,21 @@ before (--generator-ahead)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.plans import Plan
-from hetero_megatron.plans.canonical import Optimizer, Pipeline, Recompute, Stage
+from hetero_megatron.plans.canonical import Pipeline
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.forward_only import ForwardRole, weight_moves
-from hetero_megatron.plans.memory.generator import cache_bytes
+from hetero_megatron.plans.memory.forward_only import with_sampling
+from hetero_megatron.plans.memory.generator import cache_bytes, sampling_stage
+from hetero_megatron.plans.memory.memory_report import over_host, over_limit
 from hetero_megatron.plans.shares import pipeline_shares, rank_shares
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
-from hetero_megatron.predictor.cost.rates import LayerRow, Rates, load_rates
+from hetero_megatron.predictor.cost.rates import LEAST, LayerRow, Rates, load_rates
 from hetero_megatron.predictor.simulate.beside import RoleCosts, with_role_ranks
 from hetero_megatron.predictor.simulate.role_prediction import RolloutPrediction
 from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
@@ -77,7 +79,7 @@ class RolloutCosts:
 
     def _forward(self, pipeline: Pipeline, rows: int, costs: CostModel) -> float:
         length = costs.seq_length
-        stages = tuple(_generating(stage, rows, length) for stage in pipeline.stages)
+        stages = tuple(sampling_stage(stage, rows, length) for stage in pipeline.stages)
         alone = replace(pipeline, micro_batch_size=rows, num_micro_batches=1, stages=stages, orders=(), in_flight=())
         plan = Plan(length, rows, "1f1b", (alone,))
         return StepSimulator(plan, costs, PreparedPlan(CompiledPlan(plan, costs.model))).reference_seconds
@@ -86,7 +88,7 @@ class RolloutCosts:
         """To read keys and values of one token's attention, stage after stage."""
         costs, total = self.costs, 0.0
         for stage in pipeline.stages:
-            alone = _generating(stage, rows, 1)
+            alone = sampling_stage(stage, rows, 1)
             read = [
                 cache_bytes(costs.model, alone, share, rows, round(self._mean_length), costs.item)
                 / costs.chip_rates(costs.cluster.ranks[rank].chip).bytes_per_second
@@ -98,20 +100,28 @@ class RolloutCosts:
 
 def _of_tokens(rates: Rates) -> Rates:
     """For sequences of one token. Of chips of which nothing was measured, products of few rows take as long as their
-    weights are read: what share of the peak larger ones reach says nothing of them. Measured layers and heads are on
-    the line through their two smallest sizes, in tokens: what a layer takes however few they are lies on it."""
+    weights are read: what share of the peak larger ones reach says nothing of them. What generating a token was
+    measured to take counts (``decode_head``: beside its layers, so the embedding is in it, and an action); of what was
+    not, layers and heads are on the line through their two smallest sizes, in tokens: what a layer takes however few
+    they are lies on it."""
     chips = {}
     for name, chip in rates.chips.items():
-        layers, embed, head = ((*table, *_few(table)) for table in (chip.layers, chip.embed, chip.head))
-        half = chip.gemm_half if chip.calibrated else 0.0
-        chips[name] = replace(chip, gemm_half=half, layers=layers, embed=embed, head=head)
+        measured = {(row.fingerprint, row.tp) for row in chip.decode_layers}
+        nothing = [replace(row, forward=LEAST, backward=LEAST) for row in chip.decode_head]
+        heads = [replace(row, forward=max(row.forward - chip.action_seconds, LEAST)) for row in chip.decode_head]
+        chips[name] = replace(
+            chip, gemm_half=chip.gemm_half if chip.calibrated else 0.0,
+            layers=(*chip.layers, *chip.decode_layers, *_few(chip.layers, measured)),
+            embed=(*chip.embed, *nothing, *_few(chip.embed, measured)),
+            head=(*chip.head, *heads, *_few(chip.head, measured)),
+        )  # fmt: skip
     return replace(rates, chips=chips)
 
 
-def _few(rows: Sequence[LayerRow]) -> list[LayerRow]:
+def _few(rows: Sequence[LayerRow], without: Collection[tuple[str, float]]) -> list[LayerRow]:
     """Of each model and TP degree two rows of sequences of one token."""
     alike: dict[tuple[str, float], list[LayerRow]] = {}
-    for row in rows:
+    for row in (row for row in rows if (row.fingerprint, row.tp) not in without):
         alike.setdefault((row.fingerprint, row.tp), []).append(row)
     found = []
     for measured in alike.values():
@@ -124,15 +134,6 @@ def _few(rows: Sequence[LayerRow]) -> list[LayerRow]:
             found += [replace(low, micro_batch_size=float(n), seq_length=1, forward=seconds, backward=seconds)
                       for n, seconds in ((1, least), (size, low.forward))]  # fmt: skip
     return found
-
-
-def _generating(stage: Stage, rows: int, length: int) -> Stage:
-    """What works of a stage where tokens come one by one: its first TP group, on whole sequences."""
-    unit = replace(stage.units[0], sequences=(0, rows), tokens=((0, length),))
-    return replace(
-        stage, units=(unit,), recompute=Recompute(), optimizer=Optimizer(), kv=None, experts=(), weights=None,
-        activations=None,
-    )  # fmt: skip
 
 
 def predict_rollouts(
@@ -167,7 +168,9 @@ def predict_rollouts(
         max(prices, key=lambda price: price.seconds).token,
     )  # fmt: skip
     if generator is None:
-        return replace(prediction, role=said)
+        memory = with_sampling(prediction.memory, plan, model, dtype, g.rows)
+        over = over_limit(memory, prediction.limits, prediction.chips) + over_host(memory, cluster)
+        return replace(prediction, role=said, memory=memory, over=over)
     busy = _busy(sampling, prices, g.iterations)
     return with_role_ranks(prediction, plan, generator, RoleCosts(rollout, busy, costs.costs), dtype, cluster, said)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from hetero_megatron.layout import Box
 from hetero_megatron.parallel.empty_stage import BaseWeights
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, trained_tensors
+from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, logical_tensors, trained_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.tensors import expert_tensor
 from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_to_logical, make_hf
 from tests.support.moe_models import MOE_FAMILIES
-from tests.support.peft_reference import adapter_values, peft_model
+from tests.support.peft_reference import adapter_values, keep_fused_experts, keep_single_experts, peft_model
 from tests.support.pool import shared_pool
 from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
@@ -57,7 +58,10 @@ def run_rank(
         for name, layout in bucket.owners.items() if comm.rank in layout.ranks
     }  # fmt: skip
     held = BaseWeights(dict(runtime.stage_model.module.named_parameters()), runtime.stage_model.scales, torch.float64)
-    return [(name, box, part.numpy()) for name, box, part in merged(spec, held, runtime.stage_model.boxes, owners)]
+    norms = runtime.stage_model.row_norms
+    gains = norms.gains() if norms is not None else {}
+    parts = merged(spec, held, runtime.stage_model.boxes, owners, gains)
+    return [(name, box, part.numpy()) for name, box, part in parts]
 
 
 def logits(model: Any) -> np.ndarray:
@@ -84,9 +88,20 @@ def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
 
 @pytest.mark.parametrize("family", quick(FAMILIES, ["deepseek_v3"], ["gpt_oss"]))
 def test_peft_loads_and_merges_what_an_uneven_plan_writes(family: str, tmp_path: Path) -> None:
+    check_files(family, Lora(2, 3.0, TARGETS, rslora=family == "mixtral"), tmp_path)
+
+
+@pytest.mark.parametrize("family", quick(("qwen2_moe", "qwen3_moe", "deepseek_v3"), ["deepseek_v3"]))
+@pytest.mark.parametrize("targets", quick((TARGETS, ("gate_proj",)), [TARGETS]))
+def test_dora_of_experts_that_are_modules(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Beside dense layers and shared experts, whose projections have the same names."""
+    check_files(family, Lora(2, 3.0, targets, dora=True), tmp_path)
+
+
+def check_files(family: str, lora: Lora, tmp_path: Path) -> None:
     config = MOE_FAMILIES[family]
     model, base = make_hf(config, 3)
-    spec = adapted(base, Lora(2, 3.0, TARGETS, rslora=family == "mixtral"))
+    spec = adapted(base, lora)
     weights = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, base).items()}
     values = weights | adapter_values(spec, 3)
     experts = [{"ranks": [2, [0, 1]], "experts": [[0, 1], [1, base.moe.num_experts]], "split": [[1], [2, 1]]}]
@@ -97,18 +112,52 @@ def test_peft_loads_and_merges_what_an_uneven_plan_writes(family: str, tmp_path:
     assert_equal(read(tmp_path / "ours", spec), values)
     wrapped = peft_model(model, spec, values)
     wanted = logits(wrapped)
-    loaded = peft.PeftModel.from_pretrained(make_hf(config, 3)[0], tmp_path / "ours")
+    fresh = make_hf(config, 3)[0]
+    if lora.dora:
+        keep_single_experts(fresh, spec)
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "ours")
     np.testing.assert_allclose(logits(loaded), wanted, rtol=1e-10, atol=1e-12)
     wrapped.save_pretrained(tmp_path / "theirs")
     assert_equal(read(tmp_path / "theirs", spec), values)
-    whole = {n: t.detach().numpy() for n, t in hf_to_logical(wrapped.merge_and_unload(), base).items()}
+    merged_model = wrapped.merge_and_unload()
+    if lora.dora:
+        keep_fused_experts(merged_model, make_hf(config, 3)[0])
+    whole = {n: t.detach().numpy() for n, t in hf_to_logical(merged_model, base).items()}
     seen = 0
     for name, box, part in (piece for rank in ranks for piece in rank):
         np.testing.assert_allclose(part, whole[name][box.slices()], rtol=0, atol=1e-12, err_msg=name)
         seen += part.size
     assert seen == sum(t.size for t in whole.values())
-    assert not np.allclose(whole["model.layers.1.mlp.experts.up_proj.weight"],
-                           weights["model.layers.1.mlp.experts.up_proj.weight"], atol=1e-3)  # fmt: skip
+    name = f"model.layers.1.mlp.experts.{lora.targets[-2:][0]}.weight"
+    assert not np.allclose(whole[name], weights[name], atol=1e-3)
+
+
+def test_dora_of_mixtrals_experts_has_the_released_names(tmp_path: Path) -> None:
+    """``block_sparse_moe.experts.3.w1``, as in transformers 4, where alone peft knows such adapters."""
+    _, base = make_hf(MOE_FAMILIES["mixtral"], 4)
+    spec = adapted(base, Lora(2, 3.0, ("gate_proj", "down_proj"), dora=True))
+    values = adapter_values(spec, 4)
+    made = plan_from_dict(plan([pipe(1, 1, stage([0], [0, 2]))]), spec)
+    weights = {t.name: np.zeros(t.shape) for t in logical_tensors(spec.base)}
+    shared_pool().run(run_rank, made, spec, weights | values, str(tmp_path / "ours"))
+    stored = load_file(tmp_path / "ours" / WEIGHTS)
+    kinds = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+    names = {"gate_proj": "w1", "down_proj": "w2"}
+    place = "base_model.model.model.layers.{}.block_sparse_moe.experts.{}.{}.{}"
+    assert stored.keys() == {
+        place.format(i, e, name, kind) for i in range(2) for e in range(4) for name in names.values() for kind in kinds
+    }
+    for (ours, theirs), kind in itertools.product(names.items(), kinds):
+        value = values[f"model.layers.1.mlp.experts.{ours}.{kind.removesuffix('.weight')}.weight"][3]
+        np.testing.assert_array_equal(stored[place.format(1, 3, theirs, kind)].numpy(), value)
+    said = json.loads((tmp_path / "ours" / CONFIG).read_text())
+    assert said["use_dora"] and said["target_modules"] == ["w1", "w2"] and "target_parameters" not in said
+
+
+def test_dora_of_experts_that_never_were_modules_has_no_file(tmp_path: Path) -> None:
+    spec = adapted(from_hf_config(MOE_FAMILIES["gpt_oss"]), Lora(2, 2.0, ("down_proj",), dora=True))
+    with pytest.raises(UserError, match=r"no modules of single experts.*--merge-lora"):
+        save_adapter(str(tmp_path / "new"), spec, [], torch.float32, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", quick(WITH_MODULES, ["mixtral"]))
@@ -168,7 +217,7 @@ def test_ranks_of_gate_that_count_for_up_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "field"), [
     ({"target_parameters": ["mlp.router.weight"]}, "target_parameters"),
-    ({"target_parameters": "down_proj"}, "target_parameters"),
+    ({"target_parameters": "down_proj"}, "target_parameters"), ({"use_dora": True}, "target_parameters"),
     ({"rank_pattern": {"gate_up_proj": 3}}, "rank_pattern"),
     ({"rank_pattern": {".*\\.gate_up_proj": 4}}, "alpha_pattern"),
     ({"alpha_pattern": {"experts.*": 5}}, "alpha_pattern"),

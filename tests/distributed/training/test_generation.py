@@ -192,18 +192,31 @@ def test_adapters_of_fused_projections(family: str, models: Callable[[str], Path
     check_adapters(family, "all-linear", "uneven", models, tmp_path)
 
 
+@pytest.mark.slow
+def test_dora_of_experts(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """Two ranks have columns of every expert."""
+    check_adapters("qwen3_moe", ["q_proj", "up_proj", "down_proj"], "uneven", models, tmp_path, dora=True)
+
+
 def check_adapters(
-    family: str, targets: list[str] | str, plan: str, models: Callable[[str], Path], tmp_path: Path
+    family: str, targets: list[str] | str, plan: str, models: Callable[[str], Path], tmp_path: Path, dora: bool = False
 ) -> None:
     from peft import LoraConfig, get_peft_model
 
+    from hetero_megatron.spec.hf_config import from_hf_config
+    from tests.support.peft_reference import keep_single_experts
+
     torch.manual_seed(2)
     base = AutoModelForCausalLM.from_pretrained(models(family))
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    if dora:
+        keep_single_experts(base, from_hf_config(FAMILIES[family]))
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", use_dora=dora)
     model = get_peft_model(base, config)
     for name, param in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(param, 0, 0.1)
+        if "magnitude" in name:
+            param.data *= torch.empty_like(param).uniform_(0.5, 1.5)
     model.save_pretrained(tmp_path / "adapter")
     wanted = expected(models(family), PROMPTS, model)
     assert wanted != expected(models(family), PROMPTS)

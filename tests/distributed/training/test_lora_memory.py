@@ -164,18 +164,19 @@ DIVIDED = plan([pipe(
 )], seq_length=1024)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick(["experts", "dropout", "int8"], [], ["int8"]))
+@pytest.mark.parametrize("case", quick(["experts", "dropout", "int8", "dora"], [], ["int8", "dora"]))
 def test_memory_of_a_mixture_of_experts_is_predicted(case: str, tmp_path: Path) -> None:
     """Of adapters of unequally divided experts, and of attention with dropout, beside a frozen base, also in 8 bits."""
     experts, base_dtype = case != "dropout", "int8" if case == "int8" else None
-    lora = Lora(16, 16.0, TARGETS if experts else TARGETS[:4], dropout=0.0 if experts else 0.1, base_dtype=base_dtype)
+    targets, dropout = (TARGETS, 0.0) if experts else (TARGETS[:4], 0.1)
+    lora = Lora(16, 16.0, targets, dropout=dropout, base_dtype=base_dtype, dora=case == "dora")
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     base = load_model(str(tmp_path / "config.json"))
     (tmp_path / "plan.yaml").write_text(dump_yaml(plan_from_dict(DIVIDED, adapted(base, lora))))
     words = ["--plan", str(tmp_path / "plan.yaml"), "--model", str(tmp_path / "config.json"), "--dry-run", "--bf16"]
     words += ["--lora-rank", "16", "--lora-targets", *lora.targets, "--lora-dropout", str(lora.dropout)]
     words += ["--lora-base-dtype", base_dtype] if base_dtype is not None else []
-    run = configure(words, {})
+    run = configure([*words, *["--use-dora"] * lora.dora], {})
     predicted = estimate_memory(run.plan, run.spec, "bf16")
     for rank in run.plan.ranks:
         found = run_rank(run, rank)

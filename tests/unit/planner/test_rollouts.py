@@ -20,8 +20,9 @@ from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.forward_only import ForwardRole, role_of
 from hetero_megatron.plans.memory.forward_only import with_role
 from hetero_megatron.predictor.cost.cost_options import CostOptions
-from hetero_megatron.predictor.cost.rates import LayerRow
+from hetero_megatron.predictor.cost.rates import LayerRow, model_fingerprint
 from hetero_megatron.predictor.simulate.rollouts import RolloutCosts, _few, predict_rollouts, weight_seconds
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.grpo import Grpo
 from hetero_megatron.training.config import RoleConfig
@@ -160,9 +161,55 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 def test_few_tokens_are_on_the_line_through_the_smallest_measured_sizes() -> None:
     """Of each TP degree: a layer has costs that do not shrink with its tokens."""
     rows = [LayerRow("m", 1, size, 64, seconds, 1.0) for size, seconds in ((2, 0.016), (1, 0.010), (4, 0.1))]
-    found = _few([*rows, LayerRow("m", 2, 1, 64, 0.5, 1.0)])
+    found = _few([*rows, LayerRow("m", 2, 1, 64, 0.5, 1.0), LayerRow("n", 1, 1, 8, 1.0, 1.0)], {("n", 1)})
     assert [(row.micro_batch_size, row.seq_length) for row in found] == [(1, 1), (64, 1)]
     assert [row.forward for row in found] == pytest.approx([0.010 - 63 * 0.006 / 64, 0.010])
+
+
+def test_chips_that_train_and_sample_have_room_for_both(tmp_path: Path, cluster: Cluster) -> None:
+    """In turn: keys, values and what a generator of as many rows works with, where a step's activations are less."""
+    spec = replace(load_model("llama2-7b"), num_layers=4)
+    whole = pipelines(SIZE, (2, [0, 4]))
+    data = {"seq_length": SEQ, "global_batch_size": SIZE, "pipelines": pipelines(1, (0, [0, 4]))}
+    plan = plan_from_dict(data | {"roles": {"generator": {"pipelines": whole}}}, spec, cluster,
+                          roles={"generator": spec})  # fmt: skip
+    role = role_of(plan, spec, "generator", spec, 0, cluster)
+    trained = predict(plan, spec, cluster, "bf16").memory[0]
+    apart = predict_rollouts(plan, spec, cluster, "bf16", CostOptions(), Grpo(max_new_tokens=NEW), role).memory[2]
+    needs = apart.activations + apart.second_model - trained.weights
+    assert needs >= 2 * 4 * 4096 * SEQ * 2 * SIZE and needs > trained.activations
+
+    def in_turn(rows: int, on: Cluster) -> Any:
+        g = Grpo(max_new_tokens=NEW, rows=rows)
+        return predict_rollouts(plan, spec, on, "bf16", CostOptions(), g, None)
+
+    assert in_turn(SIZE, cluster).memory[0] == replace(trained, activations=needs)
+    assert in_turn(1, cluster).memory[0] == trained
+    between = trained.total + (needs - trained.activations) // 2  # usable: more than training needs, less than both
+    memory = f"{round(between / (1 - CostOptions.margin) / 2**20)} MiB"
+    (tmp_path / "less.yaml").write_text(CLUSTER.replace("80 GiB", memory))
+    less = load_cluster(str(tmp_path / "less.yaml"))
+    assert [over.rank for over in in_turn(SIZE, less).over] == [0] and not in_turn(1, less).over
+
+
+def test_a_token_takes_what_generating_was_measured_to_take(tmp_path: Path) -> None:
+    """Layers and what is besides, whatever training's layers take; between measured counts of rows on their line."""
+    spec = replace(load_model("llama2-7b"), num_layers=8)
+    fingerprint = model_fingerprint(spec)
+    rates = {
+        "layers": [[fingerprint, 1, size, 64, 0.5, 1.0] for size in (1, 2)], "action_seconds": 0.002,
+        "decode_layers": [[fingerprint, 1, 1, 1, 0.003, 0.003], [fingerprint, 1, 8, 1, 0.010, 0.010]],
+        "decode_head": [[fingerprint, 1, 1, 1, 0.02, 0.02], [fingerprint, 1, 8, 1, 0.04, 0.04]],
+    }  # fmt: skip
+    content = json.dumps({"chips": {"card": {"bf16": rates}}})
+    (tmp_path / "cluster.yaml").write_text(f"{CLUSTER}rates: {content}\n")
+    cluster = load_cluster(str(tmp_path / "cluster.yaml"))
+    costs = RolloutCosts(spec, cluster, SEQ, "bf16", 0.06, NEW)
+    for rows, layer, rest in ((1, 0.003, 0.02), (8, 0.010, 0.04), (4, 0.006, 0.02 + 0.02 * 3 / 7)):
+        data = {"seq_length": SEQ, "global_batch_size": SIZE, "pipelines": pipelines(rows, (0, [0, 8]))}
+        (price,) = costs.pipelines(plan_from_dict(data, spec, cluster), None)
+        cache = rows * 2 * 8 * 4096 * (SEQ - NEW / 2) * 2 / (0.85 * 2000e9)
+        assert price.token == pytest.approx(8 * layer + rest + cache, rel=1e-6)
 
 
 def test_a_generator_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
