@@ -70,8 +70,9 @@ def _optimizer(cells: Cells, row: Entry) -> Bounds:
     return [(seconds, elements * UPDATE_BYTES, True)]
 
 
-def _layers(flops: Callable[[ModelSpec, int], float], split: bool = False) -> Callable[[Cells, Entry], Bounds]:
-    """Of a rank that has 1/tp of it; ``split``: rows are of B_INPUT and W, which together are a backward."""
+def _layers(flops: Callable[[ModelSpec, int], float], of: str = "passes") -> Callable[[Cells, Entry], Bounds]:
+    """Of a rank that has 1/tp of it; ``of``: rows are of forward and backward (passes), of B_INPUT and W, which together
+    are a backward (split), or of a forward alone (token)."""
 
     def bounds(cells: Cells, row: Entry) -> Bounds:
         fingerprint, tp, rows, length, one_layer, two_layers = cells
@@ -80,11 +81,10 @@ def _layers(flops: Callable[[ModelSpec, int], float], split: bool = False) -> Ca
             accepted = f"rows of presets: {', '.join(preset_names())}"
             row.fail("of a model whose FLOPs nobody can check", accepted=accepted)
         layer_flops = flops(presets[str(fingerprint)], int(length)) * rows / tp
-        return (
-            [(one_layer + two_layers, 2 * layer_flops, False)]
-            if split
-            else [(one_layer, layer_flops, False), (two_layers, 2 * layer_flops, False)]
-        )
+        if of == "split":
+            return [(one_layer + two_layers, 2 * layer_flops, False)]
+        backward = [(two_layers, 2 * layer_flops, False)] if of == "passes" else []
+        return [(one_layer, layer_flops, False), *backward]
 
     return bounds
 
@@ -102,8 +102,9 @@ def _unbounded(cells: Cells, row: Entry) -> Bounds:
 ROWS: Mapping[str, Callable[[Cells, Entry], Bounds]] = {
     "gemm": _gemm, "gemm_backward": _gemm, "attention": _attention, "optimizer": _optimizer, "embed": _unbounded,
     "elementwise": _unbounded, "selective": _unbounded,
-    "layers": _layers(_least), "split_layers": _layers(_least, split=True),
-    "head": _layers(head_flops), "split_head": _layers(head_flops, split=True),
+    "layers": _layers(_least), "split_layers": _layers(_least, "split"), "decode_layers": _layers(_least, "token"),
+    "head": _layers(head_flops), "split_head": _layers(head_flops, "split"),
+    "decode_head": _layers(head_flops, "token"),
 }  # fmt: skip
 
 @lru_cache(maxsize=1)
