@@ -71,8 +71,8 @@ def _optimizer(cells: Cells, row: Entry) -> Bounds:
 
 
 def _layers(flops: Callable[[ModelSpec, int], float], of: str = "passes") -> Callable[[Cells, Entry], Bounds]:
-    """Of a rank that has 1/tp of it; ``of``: rows are of forward and backward (passes), of B_INPUT and W, which together
-    are a backward (split), or of a forward alone (token)."""
+    """Of a rank that has 1/tp of it; ``of``: rows are of forward and backward (passes), of B_INPUT and W, which are a
+    backward together (split), or of a forward alone (token)."""
 
     def bounds(cells: Cells, row: Entry) -> Bounds:
         fingerprint, tp, rows, length, one_layer, two_layers = cells
