@@ -13,8 +13,8 @@ that is complete in DIR is read, not repeated.
 Settings are those of the papers and were chosen before: AdamW inside; outside SGD of lr 0.7 with Nesterov momentum 0.9
 (DiLoCo); the islands begin apart from the first step on, or, with ``--begin``, from a checkpoint of so many synchronous
 steps, which all variants but the one with another seed share. ``outer, averages`` takes the weighted mean of the
-islands' weights instead (lr 1, no momentum), which tells what the outer momentum does; ``outer, little momentum`` (lr 1,
-momentum 0.4) was chosen after both of these had been seen, and before it was run.
+islands' weights instead (lr 1, no momentum), which tells what the outer momentum does; ``outer, little momentum``
+(lr 1, momentum 0.4) was chosen after both of these had been seen, and before it was run.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ def test_a_chip_that_takes_twice_as_long_does_so_in_every_rate() -> None:
     numbers = {f.name: 2.0 for f in fields(ChipRates) if f.type == "float"}
     tables = {"gemm": ((8, 8, 8, 2.0),), "gemm_backward": ((8, 8, 8, 2.0, 2.0),)}
     tables |= {"attention": ((8, 1, 8, 2.0, 2.0),), "visits": ((8, 1, 8, 2.0, 2.0),)}
-    tables |= dict.fromkeys(("waiting", "split_layers", "split_head", "elementwise", "selective"), (row,))
+    of_layers = "waiting", "split_layers", "split_head", "elementwise", "selective", "decode_layers", "decode_head"
+    tables |= dict.fromkeys(of_layers, (row,))
     tables |= {"experts": (("x", 4, *[2.0] * 10),)}
     rates = ChipRates("a", "fp32", **{**numbers, **tables, "optimizer": ((8, 2.0),)}, layers=(row,))  # type: ignore[arg-type]
     twice = slower(rates, 2.0)
