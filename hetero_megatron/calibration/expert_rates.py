@@ -10,13 +10,13 @@ import torch
 
 from hetero_megatron.calibration.layers import Job
 from hetero_megatron.calibration.measure import LEAST, repeated, robust_fit
+from hetero_megatron.calibration.operators import timed
 from hetero_megatron.calibration.pipelines import one_rank
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.work import Work
 from hetero_megatron.model.moe import Experts
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.gemm import WeightKernel
-from hetero_megatron.ops.stage import default_kernels
 from hetero_megatron.parallel.experts import ExpertExchange, Receivers, Routes
 from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember
 from hetero_megatron.predictor.cost.rates import model_fingerprint
@@ -41,7 +41,7 @@ def measure_experts(job: Job, spec: ModelSpec, tp: Sequence[int], tokens: int, c
     # A layer without a group exchanges nothing, so what any exchange takes counts, too.
     (once, *exchanged), varied = _fitted(amounts, [call for _, call, _ in cases], calls)
     rows, spread = list[list[float | str]](), varied
-    kernels = _kernels(job, spec)
+    kernels = job.kernels_of(one_rank(job.comm.rank, spec), spec, False)
     for share in dict.fromkeys(shares(spec, (1,) * degree)[0] for degree in tp):
         columns, count = share.expert_ffn[1] - share.expert_ffn[0], spec.moe.num_experts
         fewer_experts = [max(spec.moe.top_k, count // n) for n in (2, 4)]
@@ -68,24 +68,6 @@ def _fitted(
     return fitted, max(s for x in measured for _, s in x)
 
 
-def _kernels(job: Job, spec: ModelSpec) -> KernelPlan:
-    """As a run on this rank alone would have them."""
-    share = shares(spec, (1,))[0]
-    if job.kernels is None:
-        return default_kernels(spec, share, False, job.dtype, job.comm.device)
-    return job.kernels(one_rank(job.comm.rank, spec), spec)
-
-
-def _timed(job: Job, forward: Callable[[], None], backward: Callable[[], None]) -> list[float]:
-    clock, moments = job.comm.clock, [job.comm.clock.computed]
-    with clock.counting(), clock.work():
-        for call in (forward, backward):
-            call()
-            clock.settle()
-            moments.append(clock.computed)
-    return [b - a for a, b in zip(moments, moments[1:])]
-
-
 def _experts(job: Job, spec: ModelSpec, share: Share, tokens: int, kernels: KernelPlan) -> list[float]:
     """Seconds (forward, backward) of so many experts to which all of ``tokens`` go, each to different ones. Weight
     gradients are added to sums, as in a step."""
@@ -103,7 +85,7 @@ def _experts(job: Job, spec: ModelSpec, share: Share, tokens: int, kernels: Kern
     weights = torch.rand(tokens, k, dtype=torch.promote_types(job.dtype, torch.float32), device=device)
     weights.requires_grad_()
     grad, outs = torch.randn_like(x), list[torch.Tensor]()
-    return _timed(job, lambda: outs.append(experts(x, weights, chosen)), lambda: outs[0].backward(grad))
+    return timed(job.comm.clock, lambda: outs.append(experts(x, weights, chosen)), lambda: outs[0].backward(grad))
 
 
 def _add(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, product: WeightKernel) -> None:
@@ -171,4 +153,4 @@ def _exchange(job: Job, spec: ModelSpec, exchange: ExpertExchange, chosen: torch
     weight_dtype = torch.promote_types(job.dtype, torch.float32)
     weights = torch.rand(chosen.shape, dtype=weight_dtype, device=job.comm.device, requires_grad=True)
     grad, outs = torch.randn_like(x), list[torch.Tensor]()
-    return _timed(job, lambda: outs.append(exchange(x, weights, chosen)()), lambda: outs[0].backward(grad))
+    return timed(job.comm.clock, lambda: outs.append(exchange(x, weights, chosen)()), lambda: outs[0].backward(grad))

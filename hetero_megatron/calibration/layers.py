@@ -16,11 +16,12 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.spec import Kernel
+from hetero_megatron.ops.stage import default_kernels
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec import ModelSpec, whole_share
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.step_numbers import StepStats
 
@@ -40,6 +41,12 @@ class Job:
     optimizer: OptimizerFactory
     kernels: Callable[[Plan, ModelSpec], KernelPlan] | None = None
     fp8: Mapping[str, Kernel] = field(default_factory=dict)
+
+    def kernels_of(self, plan: Plan, spec: ModelSpec, head: bool) -> KernelPlan:
+        """Of a plan of this rank alone; ``head``: with those of a model's head."""
+        if self.kernels is not None:
+            return self.kernels(plan, spec)
+        return default_kernels(spec, whole_share(spec), head, self.dtype, self.comm.device)
 
     def runtime(self, run: Run) -> Runtime | None:
         """This rank of the run; one that its plan leaves out makes the groups with the others, and gets None."""

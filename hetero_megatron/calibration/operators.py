@@ -38,7 +38,7 @@ def measure_operators(job: Job, spec: ModelSpec, lengths: Sequence[int], calls: 
     return rows, spreads
 
 
-def timed(clock: Clock, *calls: Callable[[], None]) -> list[float]:
+def timed(clock: Clock, *calls: Callable[[], object]) -> list[float]:
     """Seconds of each call, one after the other."""
     moments = [clock.computed]
     with clock.counting(), clock.work():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,10 +17,9 @@ from hetero_megatron.generation.decoder import Decoder
 from hetero_megatron.generation.sampling import Sampling
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
-from hetero_megatron.ops.stage import default_kernels
 from hetero_megatron.parallel.empty_stage import fill
 from hetero_megatron.predictor.cost.rates import model_fingerprint
-from hetero_megatron.spec import LogicalTensor, ModelSpec, shares
+from hetero_megatron.spec import LogicalTensor, ModelSpec
 
 ROWS = (1, 8)  # answers at once
 DEPTHS = (1, 3)  # layers of the models that tell a layer from the rest
@@ -33,40 +32,30 @@ def measure_tokens(job: Job, models: Sequence[ModelSpec], calls: int) -> TokenTa
     medians of ``calls`` answers each. Every rank measures by itself."""
     tables: TokenTables = {"decode_layers": [], "decode_head": []}
     for model in (model for model in models if model.moe is None):
-        for rows in ROWS:
-            few, many = (_seconds(job, replace(model, num_layers=depth), rows, calls) for depth in DEPTHS)
-            layer = max((many - few) / (DEPTHS[1] - DEPTHS[0]), LEAST)
-            rest = max(few - DEPTHS[0] * layer, LEAST)
+        few, many = (_seconds(job, replace(model, num_layers=depth), calls) for depth in DEPTHS)
+        for rows, short, long in zip(ROWS, few, many, strict=True):
+            layer = max((long - short) / (DEPTHS[1] - DEPTHS[0]), LEAST)
+            rest = max(short - DEPTHS[0] * layer, LEAST)
             for table, seconds in zip(tables.values(), (layer, rest), strict=True):
                 table.append([model_fingerprint(model), 1, rows, 1, seconds, seconds])
     return {name: table for name, table in tables.items() if table}
 
 
-def _seconds(job: Job, model: ModelSpec, rows: int, calls: int) -> float:
-    """Of one more token of each of some rows, on this rank alone."""
-    comm, plan = job.comm, one_rank(job.comm.rank, model, rows, PROMPT + TOKENS)
+def _seconds(job: Job, model: ModelSpec, calls: int) -> list[float]:
+    """Of one more token of each of some rows, on this rank alone, for each of ``ROWS``."""
+    comm, plan = job.comm, one_rank(job.comm.rank, model, max(ROWS), PROMPT + TOKENS)
     comm.create_groups([(comm.rank,)])
-    if job.kernels is None:
-        kernels = default_kernels(model, shares(model, (1,))[0], True, job.dtype, comm.device)
-    else:
-        kernels = job.kernels(plan, model)
+    kernels = job.kernels_of(plan, model, True)
     decoder = Decoder(plan, model, comm, job.dtype, _Drawn(model), PROMPT + TOKENS, kernels)
-    prompts = [[(row + i) % model.vocab_size for i in range(PROMPT)] for row in range(rows)]
     sampling = Sampling(temperature=1.0)
 
-    def more() -> list[float]:
-        answers: list[Callable[[], None]] = [
-            partial(_ignored, decoder, prompts, count, sampling) for count in (1, TOKENS)
-        ]
+    def more(rows: int) -> list[float]:
+        prompts = [[(row + i) % model.vocab_size for i in range(PROMPT)] for row in range(rows)]
+        answers = (partial(decoder.generate, prompts, 0, count, sampling) for count in (1, TOKENS))
         one, all_tokens = timed(comm.clock, *answers)
         return [(all_tokens - one) / (TOKENS - 1)]
 
-    ((seconds, _),) = repeated(more, calls)
-    return seconds
-
-
-def _ignored(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling) -> None:
-    decoder.generate(prompts, 0, count, sampling)
+    return [seconds for rows in ROWS for seconds, _ in repeated(partial(more, rows), calls)]
 
 
 class _Drawn:

@@ -6,7 +6,7 @@ Activations are [batch, tokens, hidden]; with sequence parallelism each rank hol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -99,12 +99,13 @@ class _SumOverRanks(torch.autograd.Function):
         return _sum(grad, ctx.group), None
 
 
-def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
+def _sum(x: torch.Tensor, group: Group, among: Container[int] | None = None) -> torch.Tensor:
     """Added in rank order, so that all ranks get the same bits."""
-    x = x.contiguous()
-    parts = [x if i == group.index else torch.empty_like(x) for i in range(group.size)]
-    group.exchange([x] * group.size, parts).wait()
-    return torch.stack(parts).sum(0)
+    x, nothing = x.contiguous(), x.new_empty(0)
+    adds = [among is None or rank in among for rank in group.ranks]
+    parts = [x if i == group.index else torch.empty_like(x if added else nothing) for i, added in enumerate(adds)]
+    group.exchange([x if added else nothing for added in adds], parts).wait()
+    return torch.stack([part for part, added in zip(parts, adds, strict=True) if added]).sum(0)
 
 
 def max_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -115,9 +116,10 @@ def max_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
     return torch.stack(parts).amax(0)
 
 
-def sum_of_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of all ranks' x, with the same bits on all; no gradient."""
-    return x if group.size == 1 else _sum(x, group)
+def sum_of_ranks(x: torch.Tensor, group: Group, among: Container[int] | None = None) -> torch.Tensor:
+    """The sum of all ranks' x, with the same bits on all; no gradient. ``among``: of these ranks alone, this one among
+    them; the others of the group call it at the same time, for theirs."""
+    return x if group.size == 1 else _sum(x, group, among)
 
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -8,6 +8,7 @@ norm is of the sum of their squares.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hetero_megatron.model.gpt import GPTStage
 from hetero_megatron.model.layers import Linear
 from hetero_megatron.model.moe import GroupedLinear
 from hetero_megatron.ops.int8_weight import dequantize, quantize
+from hetero_megatron.parallel.collectives import sum_of_ranks
 from hetero_megatron.plans import Stage
 from hetero_megatron.plans.experts import expert_groups
 from hetero_megatron.spec import LogicalTensor, ModelSpec
@@ -117,7 +119,8 @@ class RowNorms:
         for sharers in dict.fromkeys((self._unit, self._experts)):
             cut = [name for name, part in self._parts.items() if part[2] is sharers]
             if cut:
-                total = sharers.sum(torch.cat([squares[name].flatten() for name in cut]))
+                parts = torch.cat([squares[name].flatten() for name in cut])
+                total = sum_of_ranks(parts, sharers.group, sharers.ranks)
                 sizes = [squares[name].numel() for name in cut]
                 squares |= zip(cut, total.split(sizes), strict=True)
         for name, (_, magnitude, _, _) in self._parts.items():
@@ -129,23 +132,12 @@ class RowNorms:
         return {name: magnitude.gain().detach() for name, (_, magnitude, _, _) in self._parts.items()}
 
 
+@dataclass(frozen=True)
 class _Sharers:
-    """Ranks that have columns of the same rows, among those of a group, in which all ranks call :meth:`sum`."""
+    """``ranks`` that have columns of the same rows, among those of a group, which add up their parts together."""
 
-    def __init__(self, group: Group, ranks: tuple[int, ...]) -> None:
-        self.group, self._ranks = group, ranks
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n] of this rank -> its sum over the sharers, in the order of the group: the same bits on all of them."""
-        nothing = x[:0]
-        shared = [rank in self._ranks for rank in self.group.ranks]
-        received = [torch.empty_like(x) if here else torch.empty_like(nothing) for here in shared]
-        received[self.group.index] = x
-        self.group.exchange([x if here else nothing for here in shared], received).wait()
-        total = torch.zeros_like(x)
-        for part in (part for part, here in zip(received, shared, strict=True) if here):
-            total += part
-        return total
+    group: Group
+    ranks: tuple[int, ...]
 
 
 def _squares(linear: Linear | GroupedLinear, scale: float, wide: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.plans.canonical import Pipeline, Plan, Recompute
+from hetero_megatron.plans.canonical import Plan, Recompute
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.forward_only import ForwardRole
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES, MemoryBytes, estimate_memory, with_communicators
@@ -37,15 +37,14 @@ def with_sampling(
 ) -> dict[int, MemoryBytes]:
     """``memory`` of the ranks of ``plan``, which sample answers before each step, ``rows`` of a pipeline at once: with
     the trained weights, and with keys, values and what prompts and draws work with in the place of activations."""
-    from hetero_megatron.plans.memory.generator import generator_memory, head_bytes, sampling_stage
+    from hetero_megatron.plans.memory.generator import generator_memory, head_bytes, sampling_pipeline
 
-    pipelines, total = list[Pipeline](), 0
-    for pipeline, count in zip(plan.pipelines, pipeline_shares(plan, plan.global_batch_size), strict=True):
-        size = min(rows, max(count, 1))
-        stages = tuple(sampling_stage(stage, size, plan.seq_length) for stage in pipeline.stages)
-        one = replace(pipeline, micro_batch_size=size, num_micro_batches=1, stages=stages, orders=(), in_flight=())
-        pipelines, total = [*pipelines, one], total + size
-    compiled = CompiledPlan(Plan(plan.seq_length, total, "1f1b", tuple(pipelines)), spec)
+    sizes = [min(rows, max(count, 1)) for count in pipeline_shares(plan, plan.global_batch_size)]
+    pipelines = tuple(
+        sampling_pipeline(pipeline, size, plan.seq_length)
+        for pipeline, size in zip(plan.pipelines, sizes, strict=True)
+    )
+    compiled = CompiledPlan(Plan(plan.seq_length, sum(sizes), "1f1b", pipelines), spec)
     forward = forward_memory(compiled, dtype, head_bytes(compiled, dtype))
     all_memory = dict(memory)
     for rank, needs in generator_memory(compiled, dtype, forward).items():

@@ -24,6 +24,12 @@ def sampling_stage(stage: Stage, rows: int, length: int) -> Stage:
     )  # fmt: skip
 
 
+def sampling_pipeline(pipeline: Pipeline, rows: int, length: int) -> Pipeline:
+    """What works of a pipeline while it samples ``rows`` answers."""
+    stages = tuple(sampling_stage(stage, rows, length) for stage in pipeline.stages)
+    return replace(pipeline, micro_batch_size=rows, num_micro_batches=1, stages=stages, orders=(), in_flight=())
+
+
 def head_bytes(compiled: CompiledPlan, dtype: str) -> int:
     """Of the logits of one token of each row, which the head is asked about."""
     rows = max(pipeline.micro_batch_size for pipeline in compiled.plan.pipelines)

@@ -12,7 +12,7 @@ from hetero_megatron.plans.canonical import Pipeline
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.forward_only import ForwardRole, weight_moves
 from hetero_megatron.plans.memory.forward_only import with_sampling
-from hetero_megatron.plans.memory.generator import cache_bytes, sampling_stage
+from hetero_megatron.plans.memory.generator import cache_bytes, sampling_pipeline, sampling_stage
 from hetero_megatron.plans.memory.memory_report import over_host, over_limit
 from hetero_megatron.plans.shares import pipeline_shares, rank_shares
 from hetero_megatron.predictor.cost.cost_options import CostOptions
@@ -79,9 +79,7 @@ class RolloutCosts:
 
     def _forward(self, pipeline: Pipeline, rows: int, costs: CostModel) -> float:
         length = costs.seq_length
-        stages = tuple(sampling_stage(stage, rows, length) for stage in pipeline.stages)
-        alone = replace(pipeline, micro_batch_size=rows, num_micro_batches=1, stages=stages, orders=(), in_flight=())
-        plan = Plan(length, rows, "1f1b", (alone,))
+        plan = Plan(length, rows, "1f1b", (sampling_pipeline(pipeline, rows, length),))
         return StepSimulator(plan, costs, PreparedPlan(CompiledPlan(plan, costs.model))).reference_seconds
 
     def _cache_seconds(self, pipeline: Pipeline, rows: int) -> float:

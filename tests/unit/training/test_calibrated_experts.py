@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_megatron.calibration.expert_rates import _exchanges, _experts, _kernels, measure_experts
+from hetero_megatron.calibration.expert_rates import _exchanges, _experts, measure_experts
 from hetero_megatron.calibration.layers import Job
+from hetero_megatron.calibration.pipelines import one_rank
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
 from hetero_megatron.errors import UserError
@@ -43,10 +44,11 @@ def test_experts_are_priced_as_the_clock_has_them() -> None:
     rows, _ = measure_experts(here, spec, (1,), 256, 1)
     given = CLUSTER | {"rates": {"chips": {"c": {"fp32": {"experts": rows}}}}}
     operators = CostModel(spec, cluster_from_dict(given), 64, "fp32").operators("c")
+    kernels = here.kernels_of(one_rank(0, spec), spec, False)
     for experts, tokens in ((6, 200), (3, 120)):
         load = ExpertLoad(1.0, tokens, tokens, tokens, 2.0 * tokens, experts, 96.0, 1)
-        measured = _experts(here, spec, replace(whole_share(spec), experts=(0, experts)), tokens, _kernels(here, spec))
-        constant = _experts(here, spec, replace(whole_share(spec), experts=(0, 2)), 2, _kernels(here, spec))
+        measured = _experts(here, spec, replace(whole_share(spec), experts=(0, experts)), tokens, kernels)
+        constant = _experts(here, spec, replace(whole_share(spec), experts=(0, 2)), 2, kernels)
         for way in (0, 1):  # without what a call takes in any case
             assert 0.8 * (measured[way] - constant[way]) < operators.experts(load)[way] < 1.1 * measured[way]
 
