@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.bench_testbed import MODEL, MODES, PLANS, cluster_of
 from benchmarks.common import machine
 from benchmarks.testbed_run import ROOT
-from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES
+from hetero_megatron.spec.flops import TP_COLLECTIVES
 
 GOAL = 0.03  # of ``clock``
 SECONDS_GOAL = 120

@@ -26,6 +26,7 @@ from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import read_launcher
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
+from hetero_megatron.pipeline.step_work import Fetch
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.platform import detect_platform
@@ -124,7 +125,30 @@ def run(
 ) -> Steps | None:
     """``steps`` steps after one that allocates, of ``1 / warm_up`` of the batch; None on ranks that the plan leaves
     out."""
-    compiled = CompiledPlan(plan, spec)
+    made = make_runtime(CompiledPlan(plan, spec), comm, build)
+    if made is None:
+        return None
+    runtime, fetch = made
+    seconds, computed, losses, late = [], [], [], []
+    least = sum(p.micro_batch_size for p in plan.pipelines)
+    first = max(least, plan.global_batch_size // warm_up)
+    if any(p.orders for p in plan.pipelines):  # of whole batches
+        first = plan.global_batch_size
+    for step in range(steps + 1):
+        size = plan.global_batch_size if step else first
+        wait_for_all(runtime)
+        start, before, behind = time.perf_counter(), comm.clock.computed, seconds_late(comm)
+        stats = runtime.train_step(fetch, step * plan.global_batch_size, size, lr=1e-4)
+        seconds.append(time.perf_counter() - start)
+        computed.append(comm.clock.computed - before)
+        late.append(seconds_late(comm) - behind)
+        losses.append(stats.loss)
+    return Steps(seconds[1:], computed[1:], losses, sum(late[1:]) / sum(seconds[1:]))
+
+
+def make_runtime(compiled: CompiledPlan, comm: Comm, build: Any) -> tuple[Runtime, Fetch] | None:
+    """A rank's runtime, and rows of random tokens; on all ranks of the job, None on those that the plan leaves out."""
+    plan, spec = compiled.plan, compiled.spec
     comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
         return None
@@ -137,22 +161,11 @@ def run(
         tokens = torch.randint(0, spec.vocab_size, (len(indices), plan.seq_length), generator=generator)
         return Batch(tokens, tokens, torch.arange(plan.seq_length).expand(tokens.shape))
 
-    runtime = Runtime(compiled, comm, torch.float32, initialize, build)
-    seconds, computed, losses, late = [], [], [], []
-    least = sum(p.micro_batch_size for p in plan.pipelines)
-    first = max(least, plan.global_batch_size // warm_up)
-    if any(p.orders for p in plan.pipelines):  # of whole batches
-        first = plan.global_batch_size
-    for step in range(steps + 1):
-        size = plan.global_batch_size if step else first
-        runtime.world.gather_vectors(torch.zeros(1))
-        start, before, behind = time.perf_counter(), comm.clock.computed, seconds_late(comm)
-        stats = runtime.train_step(fetch, step * plan.global_batch_size, size, lr=1e-4)
-        seconds.append(time.perf_counter() - start)
-        computed.append(comm.clock.computed - before)
-        late.append(seconds_late(comm) - behind)
-        losses.append(stats.loss)
-    return Steps(seconds[1:], computed[1:], losses, sum(late[1:]) / sum(seconds[1:]))
+    return Runtime(compiled, comm, torch.float32, initialize, build), fetch
+
+
+def wait_for_all(runtime: Runtime) -> None:
+    runtime.world.gather_vectors(torch.zeros(1))
 
 
 def seconds_late(comm: Comm) -> float:

@@ -20,8 +20,8 @@ from hetero_megatron.ops.stage import default_kernels
 from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES
 from hetero_megatron.spec import ModelSpec, whole_share
+from hetero_megatron.spec.flops import TP_COLLECTIVES
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.step_numbers import StepStats
 

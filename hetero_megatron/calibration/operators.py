@@ -1,4 +1,4 @@
-"""Seconds of what a chip is timed with outside of pipelines: attention alone, and a ring's blocks."""
+"""Seconds of what a chip is timed with outside of pipelines: attention alone, a ring's blocks, and Muon's update."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from hetero_megatron.ops import attention
 from hetero_megatron.ops.attention_op import definition
 from hetero_megatron.ops.block_attention import BlockAttention, accumulators, key_heads
 from hetero_megatron.ops.tile_kernels import tile_kernel
+from hetero_megatron.parallel.muon import newton_schulz
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.muon import MuonRates
 
 TOKENS = 2048  # of attentions in a row, at least one: in the midst of a step's work, not after a pause
 VISITS = 4  # blocks of keys, against one
+SIDE = {"cpu": 512}  # of the largest matrix that Muon updates here, by kind of device …
+OTHER_SIDE = 4096  # … and of others
 Tables = tuple[dict[str, list[list[float]]], dict[str, float]]  # rows as in the rates, and their spreads
 
 
 def measure_operators(job: Job, spec: ModelSpec, lengths: Sequence[int], calls: int) -> Tables:
     """Medians of ``calls`` calls each: causal attention over one sequence of each of ``lengths`` (``attention``), and
-    what one more block of keys and values costs in the ring beside its FLOPs (``visits``: launches, merging, packing).
-    """
-    rows, spreads = dict[str, list[list[float]]](), dict[str, float]()
+    what one more block of keys and values costs in the ring beside its FLOPs (``visits``: launches, merging, packing);
+    and Muon's update of a square matrix, as wide as the model if that is not too wide (``newton_schulz``)."""
+    side = min(spec.hidden_size, SIDE.get(job.comm.device.type, OTHER_SIDE))
+    (update, _), *_ = repeated(partial(_newton_schulz, job, side), calls)
+    rows, spreads = {"newton_schulz": [[side, side, max(update, LEAST)]]}, dict[str, float]()
     for table, measure, shortest in (("attention", _attention, 1), ("visits", _visits, VISITS)):
         for length in (n for n in lengths if n >= shortest):
             (forward, forward_spread), (backward, backward_spread) = repeated(
@@ -68,6 +74,13 @@ def _attention(job: Job, spec: ModelSpec, length: int) -> list[float]:
     attend = attention if q.device.type == "cpu" else definition
     seconds = timed(job.comm.clock, lambda: outs.extend(attend(q, k, v)[0] for _ in range(count)), backward)
     return [s / count for s in seconds]
+
+
+def _newton_schulz(job: Job, side: int) -> list[float]:
+    """Seconds of one matrix, in the dtype of the update."""
+    dtype = torch.bfloat16 if job.dtype.itemsize == 2 else job.dtype
+    matrix = torch.randn(side, side, dtype=dtype, device=job.comm.device)
+    return timed(job.comm.clock, lambda: newton_schulz(matrix, MuonRates()))
 
 
 def _visits(job: Job, spec: ModelSpec, length: int) -> list[float]:

@@ -25,6 +25,7 @@ MODEL_TABLES = (
 )  # fmt: skip
 TABLES = {  # of a chip's rates: (columns that say what was timed, columns of seconds) of a row
     "gemm": (3, 1), "gemm_backward": (3, 2), "attention": (3, 2), "optimizer": (1, 1), "visits": (3, 2),
+    "newton_schulz": (2, 1),
     "experts": (2, 10), **dict.fromkeys(MODEL_TABLES, (4, 2)),
 }  # fmt: skip
 

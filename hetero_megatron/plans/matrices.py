@@ -6,7 +6,9 @@ the layout of the owners has it as one box, and the exchange between holders and
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
@@ -42,11 +44,29 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
     return 4 * smaller * smaller * larger + 2 * smaller**3
 
 
+def update_rate(measured: Iterable[tuple[float, ...]]) -> float:
+    """FLOP/s of updates that were measured, each (rows, columns, seconds)."""
+    rows = [(STEPS * newton_schulz_flops(int(a), int(b)), seconds) for a, b, seconds in measured]
+    return sum(flops for flops, _ in rows) / sum(seconds for _, seconds in rows)
+
+
+@lru_cache(maxsize=8)
 def mean_flops(spec: ModelSpec) -> float:
     """Of an update per trained element, over the whole model."""
     trained = [t for t in logical_tensors(spec) if t.trained]
     flops = (newton_schulz_flops(*t.shape[-2:]) * len(matrix_boxes(t)) for t in trained if is_matrix(t))
     return STEPS * sum(flops) / sum(t.size for t in trained)
+
+
+def update_flops(owners: Iterable[tuple[LogicalTensor, Layout]]) -> dict[int, float]:
+    """By rank, of one update of the matrices of these tensors that it owns."""
+    flops: dict[int, float] = defaultdict(float)
+    for tensor, layout in owners:
+        rows, columns = tensor.shape[-2:]
+        per_element = STEPS * newton_schulz_flops(rows, columns) / (rows * columns)
+        for rank, boxes in layout.boxes.items():
+            flops[rank] += per_element * sum(box.size for box in boxes)
+    return flops
 
 
 def in_order(segments: Iterable[Sequence[LogicalTensor]]) -> list[list[LogicalTensor]]:

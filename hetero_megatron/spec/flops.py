@@ -1,4 +1,4 @@
-"""What a model costs: FLOPs and parameters, as plain formulas of its configuration.
+"""What a model costs: FLOPs, parameters and exchanges of a TP group, as plain formulas of its configuration.
 
 A multiply-add counts as 2 FLOPs; only matrix products count (the convention behind MFU). Recomputed work is
 not counted: these are *model* FLOPs. Backward is twice forward, because each product has two operands.
@@ -12,12 +12,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from hetero_megatron.spec.expert_load import (
-    expert_adapter_ranks,
-)
+from hetero_megatron.spec.expert_load import ExpertLoad, expert_adapter_ranks, plain_load
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors, trained_tensors
 
+TP_COLLECTIVES = 4  # gathers and scatters per layer, in forward and in backward: two of attention, two of the MLP
 TILE = 128  # tokens: a chunk of head and loss is a multiple, because products run at full speed only on whole tiles
 CHUNK_ELEMENTS = 1 << 27  # logits that ``linear_cross_entropy`` has at once: few beside the weights, many to a product
 # What operators of a loss read and write of a token beside a cross-entropy's and a teacher's head, in words of 4 bytes:
@@ -133,6 +132,22 @@ def mixer_layers(spec: ModelSpec) -> float:
 def mlp_layers(spec: ModelSpec) -> float:
     """The share of layers with an MLP, or a mixture of experts."""
     return 1 - _share(spec, mlp="none") if spec.single_blocks else 1.0
+
+
+def tp_collectives(model: ModelSpec, load: ExpertLoad | None) -> float:
+    """Of an average layer: a mixture of experts has those of its MLP only if all tokens share one."""
+    if model.moe is None or load is None:
+        return TP_COLLECTIVES / 2 * (mixer_layers(model) + mlp_layers(model))
+    return TP_COLLECTIVES - 2 * load.layers * (not model.moe.shared_ffn)
+
+
+def exchanges_of_head(model: ModelSpec) -> float:
+    """Gathers or scatters of a micro-batch's activations in the head, in forward or in backward: of a module that
+    predicts further tokens its embedding's, its layer's and the head's."""
+    if not model.mtp_layers:
+        return 1.0
+    module_spec = module_layer(model)
+    return 1.0 + model.mtp_layers * (2.0 + tp_collectives(module_spec, plain_load(module_spec, 1, 1.0, 1)))
 
 
 def _share(spec: ModelSpec, **fields: str) -> float:

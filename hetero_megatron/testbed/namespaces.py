@@ -21,6 +21,9 @@ from hetero_megatron.testbed.process import inside, new_namespace
 FIRST_ADDRESS = ipaddress.IPv4Address("10.77.0.1")
 LAUNCHER_ADDRESS = "10.77.255.254"  # of the switch, where a launcher has its store beyond all nodes
 PREFIX_BITS = 16
+NETWORK = ipaddress.ip_network(f"{FIRST_ADDRESS}/{PREFIX_BITS}", strict=False)
+# In every kernel, and fills a link both ways at once; a host's BBR left up to a third of a slow link unused.
+CONGESTION_CONTROL = "reno"
 BRIDGE = "bridge"
 
 
@@ -104,6 +107,7 @@ class VirtualNetwork:
             f"link set {device} addrgenmode none",  # no IPv6 address that gloo might take for the node's
             f"addr add {address(node)}/{PREFIX_BITS} dev {device}",
             f"link set {device} up",
+            f"route replace {NETWORK} dev {device} src {address(node)} congctl {CONGESTION_CONTROL}",
         ]
         tool("ip", lines, self.nodes[node])
         tool("ip", [f"link set {port(node)} addrgenmode none master {BRIDGE} up"], self.switch)

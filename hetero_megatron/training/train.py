@@ -78,9 +78,10 @@ def optimizer_factory(
     def build(groups: list[dict[str, object]]) -> Optimizer:
         if config.name == "sgd":
             return SGD(groups, config.momentum)
-        if config.muon is not None:
+        if config.name == "muon":
             from hetero_megatron.parallel.muon import Muon
 
+            assert config.muon is not None
             adam = partial(AdamW, kernel=kernel, betas=(config.beta1, config.beta2), eps=config.eps)
             return Muon(groups, config.muon, adam)
         if offload:

@@ -64,7 +64,8 @@ class DivisionPrice:
         network, group = self.stages.network, [self.stage.ranks]
         travel = sum(network.groups_exchange(_flows(sent, width), group)[0] for width in widths)
         home, offload = self.costs.cluster.group_of, self.stage.optimizer.offload
-        updates = [self.costs.update_seconds(home(r), round(n), offload) for r, n in owned_elements.items()]
+        flops = {r: self.costs.muon_flops(n) for r, n in owned_elements.items()}
+        updates = [self.costs.update_seconds(home(r), round(n), flops[r], offload) for r, n in owned_elements.items()]
         return travel + max(updates)
 
 

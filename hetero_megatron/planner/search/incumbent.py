@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol
@@ -21,12 +21,14 @@ from hetero_megatron.planner.search.materialize import TemplateBuilder
 from hetero_megatron.planner.template.plan_template import PlacedTemplate, PlanTemplate, place, to_plan
 from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.islands import with_islands_where_quick
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes
 from hetero_megatron.predictor.simulate.step import Prediction, predict
 from hetero_megatron.utils.text import plural
 
 WINDOW = 1.01  # templates are simulated if they are within this of the best: both mostly agree to 0.5 %
 SMALL = 256  # chips, up to which simulation takes next to no time
+FINEST = 4  # shares of the slowest chip, where owners of matrices are chosen by speed
 SIMULATED, SIMULATED_RANK = 7_500, 1_650  # work of a simulation, and of each rank in it
 Progress = Callable[[str], None]
 Row = tuple[float, int, PlanTemplate]  # (estimated seconds, number of the offer, template)
@@ -245,7 +247,24 @@ def simulate_template(template: PlanTemplate, problem: PlanningProblem, scorer: 
     model, cluster = problem.model, problem.cluster
     plan = placed_plan(placed, problem, scorer)
     plan = with_islands_where_quick(plan, model, cluster)
-    validate(plan, model, cluster, dtype=problem.dtype)
-    scorer.work.add(simulation_work(plan))
-    prediction = predict(plan, model, cluster, problem.dtype, scorer.costs)
-    return SimulatedPlan(plan, cluster, template, prediction, placed.idle)
+    best: SimulatedPlan | None = None
+    for candidate in (plan, *owners_by_speed(plan, scorer.costs)):
+        validate(candidate, model, cluster, dtype=problem.dtype)
+        scorer.work.add(simulation_work(candidate))
+        prediction = predict(candidate, model, cluster, problem.dtype, scorer.costs)
+        found = SimulatedPlan(candidate, cluster, template, prediction, placed.idle)
+        if best is None or best.prediction.over or (not prediction.over and found.step_seconds < best.step_seconds):
+            best = found
+    return best
+
+
+def owners_by_speed(plan: Plan, costs: CostModel) -> Iterator[Plan]:
+    """The plan with matrices for Muon's owners by how fast their chips multiply them, where that changes something."""
+    if not costs.options.muon:
+        return
+    speed = {rank: costs.products_per_second(costs.cluster.ranks[rank].chip) for rank in plan.ranks}
+    least = min(speed.values())
+    shares = [max(1, round(FINEST * min(speed[r] for r in stage.ranks) / least)) for stage in plan.stages]
+    if len(set(shares)) > 1 and all(stage.optimizer.share == 1 for stage in plan.stages):
+        common, each = math.gcd(*shares), iter(shares)
+        yield plan.with_stages(lambda s: replace(s, optimizer=replace(s.optimizer, share=next(each) // common)))

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from hetero_megatron.cluster.card_entries import Measurement
 from hetero_megatron.cluster.catalogue import CHIPS
+from hetero_megatron.plans.matrices import STEPS, newton_schulz_flops
 from hetero_megatron.predictor.cost.modelled_operators import UPDATE_BYTES
 from hetero_megatron.predictor.cost.rates import checked_rates, model_fingerprint
 from hetero_megatron.spec import ModelSpec
@@ -70,6 +71,11 @@ def _optimizer(cells: Cells, row: Entry) -> Bounds:
     return [(seconds, elements * UPDATE_BYTES, True)]
 
 
+def _newton_schulz(cells: Cells, row: Entry) -> Bounds:
+    rows, columns, seconds = cells
+    return [(seconds, STEPS * newton_schulz_flops(int(rows), int(columns)), False)]
+
+
 def _layers(flops: Callable[[ModelSpec, int], float], of: str = "passes") -> Callable[[Cells, Entry], Bounds]:
     """Of a rank that has 1/tp of it; ``of``: rows are of forward and backward (passes), of B_INPUT and W, which are a
     backward together (split), or of a forward alone (token)."""
@@ -100,8 +106,8 @@ def _unbounded(cells: Cells, row: Entry) -> Bounds:
 
 
 ROWS: Mapping[str, Callable[[Cells, Entry], Bounds]] = {
-    "gemm": _gemm, "gemm_backward": _gemm, "attention": _attention, "optimizer": _optimizer, "embed": _unbounded,
-    "elementwise": _unbounded, "selective": _unbounded,
+    "gemm": _gemm, "gemm_backward": _gemm, "attention": _attention, "optimizer": _optimizer,
+    "newton_schulz": _newton_schulz, "embed": _unbounded, "elementwise": _unbounded, "selective": _unbounded,
     "layers": _layers(_least), "split_layers": _layers(_least, "split"), "decode_layers": _layers(_least, "token"),
     "head": _layers(head_flops), "split_head": _layers(head_flops, "split"),
     "decode_head": _layers(head_flops, "token"),

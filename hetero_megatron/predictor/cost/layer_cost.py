@@ -24,28 +24,11 @@ from hetero_megatron.predictor.cost.operator_cost import Operators
 from hetero_megatron.predictor.cost.product_cost import Fp8Products
 from hetero_megatron.predictor.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.expert_load import ExpertLoad, plain_load
-from hetero_megatron.spec.flops import mixer_layers, mlp_layers, module_layer
+from hetero_megatron.spec.expert_load import ExpertLoad
+from hetero_megatron.spec.flops import exchanges_of_head, tp_collectives
 from hetero_megatron.utils.cached_method import cached_method
 
 HOST_SHARE = 0.8  # of the bandwidth of a chip's link to its host, that large copies reach
-TP_COLLECTIVES = 4  # gathers and scatters per layer, in forward and in backward: two of attention, two of the MLP
-
-
-def tp_collectives(model: ModelSpec, load: ExpertLoad | None) -> float:
-    """Of an average layer: a mixture of experts has those of its MLP only if all tokens share one."""
-    if model.moe is None or load is None:
-        return TP_COLLECTIVES / 2 * (mixer_layers(model) + mlp_layers(model))
-    return TP_COLLECTIVES - 2 * load.layers * (not model.moe.shared_ffn)
-
-
-def exchanges_of_head(model: ModelSpec) -> float:
-    """Gathers or scatters of a micro-batch's activations in the head, in forward or in backward: of a module that
-    predicts further tokens its embedding's, its layer's and the head's."""
-    if not model.mtp_layers:
-        return 1.0
-    module_spec = module_layer(model)
-    return 1.0 + model.mtp_layers * (2.0 + tp_collectives(module_spec, plain_load(module_spec, 1, 1.0, 1)))
 
 
 @dataclass(frozen=True)
@@ -310,29 +293,44 @@ class CostModel:
         return self.memory.trained(*stage.cut) / (stage.dp * replicas)
 
     def optimizer_seconds(self, stage: StageChoice, replicas: float) -> float:
-        return self.update_seconds(self.home(stage), self.owned_elements(stage, replicas), stage.offload)
+        """Of a stage whose layers ``replicas`` pipelines hold; owners of matrices are chosen by speed."""
+        owned = self.owned_elements(stage, replicas)
+        flops = self.muon_flops(owned)
+        if flops and replicas > 1:  # all owners take as long as one of the mean speed does
+            flops *= self.products_per_second(stage.chip) / self._mean_products_per_second()
+        return self.update_seconds(self.home(stage), owned, flops, stage.offload)
 
-    def update_seconds(self, home: NodeGroup, owned: float, offload: bool, resident: bool = False) -> float:
-        """Seconds of the optimizer of one rank that owns ``owned`` elements; ``offload``: in host memory, taken to be
-        no faster than on the chip; ``resident``: gradients and weights are there, too."""
+    def update_seconds(
+        self, home: NodeGroup, owned: float, flops: float, offload: bool, resident: bool = False
+    ) -> float:
+        """Seconds of the optimizer of one rank that owns ``owned`` elements, of which Muon's products take ``flops``;
+        ``offload``: in host memory, taken to be no faster than on the chip; ``resident``: all else is there, too."""
         seconds = self.operators(home.chip).optimizer(owned)
         if offload:  # gradients out, new weights in
             host = owned * UPDATE_BYTES * home.chips_per_node / self.options.host_memory_bandwidth
             seconds = max(seconds, host) + (not resident) * owned * (4 + self.item) / self.options.host_bandwidth
-        if self.options.muon:
-            seconds += owned * self._muon_products() / self._products_per_second(home.chip)
-        return seconds + self.chip_rates(home.chip).step_seconds
+        return seconds + flops / self.products_per_second(home.chip) + self.chip_rates(home.chip).step_seconds
 
-    @cached_method
-    def _muon_products(self) -> float:
-        """FLOPs of Muon's updates per element that is trained, on average."""
+    def muon_flops(self, owned: float) -> float:
+        """Of updating so many elements of all kinds; 0 with other optimizers."""
+        if not self.options.muon:
+            return 0.0
         from hetero_megatron.plans.matrices import mean_flops
 
-        return mean_flops(self.model)
+        return owned * mean_flops(self.model)
 
     @cached_method
-    def _products_per_second(self, chip: str) -> float:
-        """FLOP/s of products of square matrices as wide as the model."""
+    def _mean_products_per_second(self) -> float:
+        ranks = self.cluster.ranks
+        return sum(self.products_per_second(rank.chip) for rank in ranks) / len(ranks)
+
+    @cached_method
+    def products_per_second(self, chip: str) -> float:
+        """FLOP/s of Muon's update: as measured, else of products of square matrices as wide as the model."""
+        if measured := self.chip_rates(chip).newton_schulz:
+            from hetero_megatron.plans.matrices import update_rate
+
+            return update_rate(measured)
         h = self.model.hidden_size
         return 2 * h**3 / self.operators(chip).gemm(h, h, h)
 

@@ -77,6 +77,7 @@ class ChipRates:
     embed: tuple[LayerRow, ...] = ()
     head: tuple[LayerRow, ...] = ()
     optimizer: tuple[Row, ...] = ()
+    newton_schulz: tuple[Row, ...] = ()  # of a matrix, in Muon's update
     visits: tuple[Row, ...] = ()
     waiting: tuple[LayerRow, ...] = ()
     split_layers: tuple[LayerRow, ...] = ()

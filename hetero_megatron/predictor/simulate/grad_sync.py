@@ -14,6 +14,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,6 +163,17 @@ class GradSync:
         self.held = dict(zip(ranks, self.structure.held.tolist(), strict=True))
         rates = [model.chip_rates(model.cluster.ranks[r].chip) for r in ranks]
         self._host = HostRates(*(np.array(row) for row in zip(*(r.host for r in rates))))
+
+    @cached_property
+    def matrix_flops(self) -> dict[int, float]:
+        """By rank that owns matrices, of Muon's update."""
+        if not self.model.options.muon:
+            return {}
+        from hetero_megatron.plans.matrices import update_flops
+
+        tensors = {t.name: t for t in logical_tensors(self.model.model)}
+        owners = (b.owners.items() for b in self.all_buckets if b.matrices)
+        return update_flops((tensors[name], layout) for rows in owners for name, layout in rows)
 
     @cached_method
     def price(self, content: BucketFlows, item: float, gather: bool) -> PortPrice:

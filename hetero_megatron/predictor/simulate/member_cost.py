@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from hetero_megatron.plans import Stage, Unit
 from hetero_megatron.plans.context_plan import StageContext
 from hetero_megatron.plans.linear_attention import passed_bytes
-from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES, CostModel
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.modelled_operators import LINEAR_BACKWARD
 from hetero_megatron.predictor.cost.operator_cost import Operators, heads_and_columns
 from hetero_megatron.spec import ModelSpec, shares
-from hetero_megatron.spec.flops import linear_layers
+from hetero_megatron.spec.flops import TP_COLLECTIVES, linear_layers
 
 Pair = tuple[float, float]  # forward, backward
 

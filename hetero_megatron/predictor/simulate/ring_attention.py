@@ -14,14 +14,14 @@ from functools import cached_property, partial
 
 from hetero_megatron.plans import Stage, Unit
 from hetero_megatron.plans.context_plan import StageContext, stage_contexts
-from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds, exchanges_of_head
+from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Port
 from hetero_megatron.predictor.cost.operator_cost import heads_and_columns
 from hetero_megatron.predictor.simulate.member_cost import MemberCost
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic, Passage, Volumes
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.spec.flops import layers_alone, mean_attention_pairs
+from hetero_megatron.spec.flops import exchanges_of_head, layers_alone, mean_attention_pairs
 from hetero_megatron.utils.cached_method import cached_method
 
 Pair = tuple[float, float]  # forward, backward

@@ -361,7 +361,8 @@ class StepSimulator:
     def _update_seconds(self, rank: int) -> float:
         updated = self.sync.owned if self.costs.options.sharded else self.sync.held
         home, offload = self.costs.cluster.group_of(rank), rank in self.plan.offloading
-        return self.costs.update_seconds(home, updated.get(rank, 0), offload, rank in self.plan.sharding_stages)
+        flops, resident = self.sync.matrix_flops.get(rank, 0.0), rank in self.plan.sharding_stages
+        return self.costs.update_seconds(home, updated.get(rank, 0), flops, offload, resident)
 
     @cached_property
     def limits(self) -> dict[int, int]:

@@ -364,7 +364,7 @@ def test_a_calibration_gives_what_the_clock_says() -> None:
     assert big["split_seconds"] == pytest.approx(NominalChip().segment_seconds / 4, rel=1e-3)
     for name in ("pack_beta", "add_beta", "unpack_beta"):
         assert small[name] == pytest.approx(2 * big[name], rel=0.1)
-    for table in ("optimizer", "attention", "decode_layers", "decode_head"):
+    for table in ("optimizer", "newton_schulz", "attention", "decode_layers", "decode_head"):
         assert small[table][-1][-1] == pytest.approx(2 * big[table][-1][-1], rel=0.1)
     for rows in (big, small):  # nominal seconds do not vary, and stages are sums of their parts
         assert rows["spread"]["layers"] < 0.01 and rows["spread"]["attention"] == 0.0 and rows["jitter"] < 1e-3

@@ -82,7 +82,8 @@ def test_a_chip_that_takes_twice_as_long_does_so_in_every_rate() -> None:
     of_layers = "waiting", "split_layers", "split_head", "elementwise", "selective", "decode_layers", "decode_head"
     tables |= dict.fromkeys(of_layers, (row,))
     tables |= {"experts": (("x", 4, *[2.0] * 10),)}
-    rates = ChipRates("a", "fp32", **{**numbers, **tables, "optimizer": ((8, 2.0),)}, layers=(row,))  # type: ignore[arg-type]
+    tables |= {"optimizer": ((8, 2.0),), "newton_schulz": ((8, 8, 2.0),)}
+    rates = ChipRates("a", "fp32", **numbers, **tables, layers=(row,))  # type: ignore[arg-type]
     twice = slower(rates, 2.0)
     same = {f.name for f in fields(ChipRates) if getattr(twice, f.name) == getattr(rates, f.name)}
     assert same == {"chip", "dtype", "gemm_half", "overhead_bytes", "embed", "head", "calibrated", "jitter", "spread"}
