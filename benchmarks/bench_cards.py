@@ -8,11 +8,11 @@ under autocast, operator by operator, on one card, after pauses of 50 ms. Produc
 the layer moves through memory beside them (:func:`moved`; ``tests/unit/planner/test_bench_cards.py`` counts it) is
 priced at the rate of memory in place of what our fused operators move.
 
-The first table has the shares of peak with which the larger of the medians, forward and backward, is least; the
-product's are these but for A100's, which is another's. Then one kind is left out: its share is what the product takes
-of a kind that nobody measured (:func:`unmeasured`); what the median of the others would give; and what a board's power
-allows, of boards of at most 75 W (:func:`powered`). ``--chip`` says what a further kind of the data is in the
-catalogue: it is in no fit. ``--without`` fits without a part of what is known of the timing.
+The first table has the shares of peak with which the larger of the medians, forward and backward, is least, and in fp32
+how fast gradients are beside forward where that is not 1; the product's are these but for A100's, which is another's.
+Then one kind is left out: its share is what the product takes of a kind that nobody measured (:func:`unmeasured`), and
+what the median of the others would give. ``--chip`` says what a further kind of the data is in the catalogue: it is in
+no fit. ``--without`` fits without a part of what is known of the timing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ from benchmarks.bench_public import SCORE_BYTES
 from benchmarks.common import machine
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.cluster.catalogue import CHIPS as CATALOGUE
-from hetero_megatron.predictor.cost.cost_options import DOUBLED_FROM, HALF, OTHER, OTHER_FULL, share_of_peak
+from hetero_megatron.predictor.cost.cost_options import (
+    BOARDS,
+    DOUBLED_FROM,
+    HALF,
+    OTHER,
+    OTHER_FULL,
+    ShareOfPeak,
+    allowance,
+    share_of_peak,
+)
 from hetero_megatron.predictor.cost.layer_cost import CostModel, Operators
 from hetero_megatron.predictor.cost.rates import ATTENTION, half_saturation
 from hetero_megatron.spec.hf_config import from_hf_config
@@ -49,7 +58,8 @@ GENERATIONS = {
     "P100-16-PCIe": "Pascal", "T4": "Turing", "A100-80-SXM": "Ampere", "A10G": "Ampere", "A6000": "Ampere",
     "L4": "Ada", "W6800": "RDNA 2",
 }  # fmt: skip
-BOARD = {"L4": (72, 5), "T4": (70, 12)}  # (watts, process in nm) of the data sheets, recalled, of boards of a slot
+DOUBLED = (*DOUBLED_FROM, "L4")  # in fp32
+SLOT = 75  # watts: such boards are ahead after a pause
 SAILOR_LAYERS = {"OPT-350": (1024, 16), "GPT-Neo-2.7": (2560, 32)}  # hidden size, heads
 SAILOR_CHIPS = {
     "V100-16": {"memory": "16 GiB", "tflops": {"fp32": 15.7}, "memory_bandwidth": "900 GB/s", "vendor": "NVIDIA"},
@@ -79,7 +89,7 @@ class Entry:
     backward: float
 
 
-Groups = Mapping[tuple[str, str], tuple[Sequence[Entry], float]]  # (entries, share of peak) by chip and dtype
+Groups = Mapping[tuple[str, str], tuple[Sequence[Entry], ShareOfPeak]]  # (entries, share) by chip and dtype
 
 
 def entries(path: Path, chips: Mapping[str, str]) -> Iterator[Entry]:
@@ -116,12 +126,14 @@ def moved(model: str, dtype: str, tokens: int) -> tuple[float, float]:
     return tokens * (of_hidden * hidden + of_columns * columns), backward
 
 
-def seconds(entry: Entry, share: float, without: Without = frozenset()) -> tuple[float, float]:
+def seconds(entry: Entry, share: ShareOfPeak, without: Without = frozenset()) -> tuple[float, float]:
     """Predicted seconds of forward and backward, with this share of peak."""
     ours = operators(entry.model, entry.chip, entry.length, entry.dtype)
-    rate, memory = share * CATALOGUE[entry.chip].flops[entry.dtype], ours.rates.bytes_per_second
-    half = half_saturation(rate)
-    rates = replace(ours.rates, gemm_flops=rate, attention_flops=ATTENTION * rate, gemm_half=half)
+    peak, memory = CATALOGUE[entry.chip].flops[entry.dtype], ours.rates.bytes_per_second
+    rates = replace(
+        ours.rates, gemm_flops=share.forward * peak, attention_flops=ATTENTION * share.value * peak,
+        gemm_half=half_saturation(share.value * peak), gradient_speed=share.gradients,
+    )  # fmt: skip
     tokens = entry.rows * entry.length
     forward, backward = replace(ours, rates=rates).layer(1.0, entry.rows, entry.length)
     if "operators" in without:
@@ -130,53 +142,70 @@ def seconds(entry: Entry, share: float, without: Without = frozenset()) -> tuple
     return forward + others[0] / memory - small, backward + others[1] / memory - 2 * small
 
 
-def errors(entry: Entry, share: float, without: Without = frozenset()) -> Errors:
+def errors(entry: Entry, share: ShareOfPeak, without: Without = frozenset()) -> Errors:
     """A board of a slot's power runs as others do after a pause, until it has drawn what it saved."""
     predicted = seconds(entry, share, without)
-    if entry.chip in BOARD and "pauses" not in without:
-        unlimited = seconds(entry, max(share, unmeasured(entry.chip, entry.dtype)), without)
+    if in_slot(entry.chip) and "pauses" not in without:
+        unlimited = seconds(entry, max(share, full_power(entry.chip, entry.dtype), key=lambda s: s.value), without)
         saved = RECOVERED * PAUSE
         predicted = max(predicted[0] - saved, unlimited[0]), max(predicted[1] - saved, unlimited[1])
     return predicted[0] / entry.forward - 1, predicted[1] / entry.backward - 1
 
 
-def fitted(rows: Sequence[Entry], without: Without = frozenset()) -> float:
+def in_slot(chip: str) -> bool:
+    return chip in BOARDS and BOARDS[chip][0] <= SLOT
+
+
+@lru_cache(maxsize=64)
+def fitted(rows: tuple[Entry, ...], without: Without = frozenset()) -> ShareOfPeak:
     """The share with which the larger of the medians of errors, forward and backward, is least; at most 1."""
 
-    def larger(share: float) -> float:
+    def larger(share: ShareOfPeak) -> float:
         found = [errors(entry, share, without) for entry in rows]
         return max(statistics.median(abs(e[part]) for e in found) for part in (0, 1))
 
-    coarse = min((i / 20 for i in range(4, 21)), key=larger)
-    return min((coarse + i / 100 for i in range(-4, 5) if coarse + i / 100 <= 1), key=larger)
+    doubled = rows[0].chip in DOUBLED and rows[0].dtype == "fp32"
+    coarse = min((ShareOfPeak(i / 20) for i in range(4, 21)), key=larger)
+    near = [coarse.value + i / 100 for i in range(-4, 5) if coarse.value + i / 100 <= 1]
+    speeds = [1 + i / 20 for i in range(11)] if doubled else [1.0]
+    return min((ShareOfPeak(value, gradients=speed) for value in near for speed in speeds), key=larger)
 
 
-def unmeasured(chip: str, dtype: str) -> float:
-    """What the product takes of a kind that nobody measured, without ``chip``: in fp32 the mean of cards whose peak
-    counts units twice, or P100's; P100 has nothing in fp32 to go by, so 16 bit's."""
+def full_power(chip: str, dtype: str) -> ShareOfPeak:
+    """What the product takes of a kind that nobody measured and that power does not limit, without ``chip``: in fp32
+    the mean of cards whose peak counts units twice, or P100's; P100 has nothing in fp32 to go by, so 16 bit's."""
     if dtype == "fp16":
-        return OTHER.value
-    if chip in (*DOUBLED_FROM, "L4"):
-        return statistics.mean(share_of_peak(other, dtype).value for other in DOUBLED_FROM if other != chip)
-    return OTHER.value if chip.startswith("P100") else OTHER_FULL.value
+        return OTHER
+    if chip in DOUBLED:
+        others = [share_of_peak(other, dtype) for other in DOUBLED_FROM if other != chip]
+        return replace(others[0], value=statistics.mean(share.value for share in others))
+    return OTHER if chip.startswith("P100") else OTHER_FULL
 
 
-def median_of_others(chip: str) -> float:
+def unmeasured(chip: str, dtype: str, groups: Mapping[tuple[str, str], Sequence[Entry]]) -> ShareOfPeak:
+    """What the product takes of a kind that nobody measured, without ``chip``: no more than its power allows by the
+    median of others (:func:`share_of_peak`), and gradients beside forward as fast as others have them."""
+    share = full_power(chip, dtype)
+    if dtype == "fp32" and chip in DOUBLED:
+        others = [fitted(tuple(rows)).gradients for (other, d), rows in groups.items()
+                  if d == dtype and other in DOUBLED and other != chip]  # fmt: skip
+        share = replace(share, gradients=statistics.median(others) if others else 1.0)
+    if chip in BOARDS:
+        others = [share_of_peak(one, dtype).value / allowance(one, dtype) for one in BOARDS
+                  if one != chip and _measured(one, dtype)]  # fmt: skip
+        share = replace(share, value=min(share.value, statistics.median(others) * allowance(chip, dtype)))
+    return share
+
+
+def _measured(chip: str, dtype: str) -> bool:
+    return bool(share_of_peak(chip, dtype).source)
+
+
+def median_of_others(chip: str) -> ShareOfPeak:
     """In place of ``OTHER`` the median of what was measured of other kinds in 16 bit."""
     family = chip.split("-")[0]
     others = {share.value for name, share in HALF.items() if share.source and not name.startswith(family)}
-    return statistics.median(others - {share_of_peak(chip, "fp16").value})
-
-
-def powered(chip: str, dtype: str) -> float:
-    """The share that a board's power allows: k x W / (peak x nm), k of the other boards of a slot's power (median)."""
-
-    def allowance(one: str) -> float:
-        watts, process = BOARD[one]
-        return watts / (CATALOGUE[one].flops[dtype] / 1e12 * process)
-
-    others = [share_of_peak(one, dtype).value / allowance(one) for one in BOARD if one != chip]
-    return statistics.median(others) * allowance(chip)
+    return ShareOfPeak(statistics.median(others - {share_of_peak(chip, "fp16").value}))
 
 
 def row(found: Sequence[tuple[Entry, Errors]]) -> str:
@@ -204,7 +233,7 @@ def main() -> None:
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries(options.data, CHIPS | further):
         groups.setdefault((entry.chip, entry.dtype), []).append(entry)
-    ours = {key: (rows, share_of_peak(*key).value) for key, rows in groups.items()}
+    ours = {key: (rows, share_of_peak(*key)) for key, rows in groups.items()}
     print(machine())
     if options.by:
         by_part(ours, options.by)
@@ -213,19 +242,17 @@ def main() -> None:
     print(f"{'card':13} {'':7} dtype entries share  fwd    bwd    fwd    bwd    fwd    bwd     worst")
     own = {key: rows for key, rows in groups.items() if key[0] not in further.values()}
     without = frozenset(options.without)
-    best = {key: (rows, fitted(rows, without)) for key, rows in own.items()}
+    best = {key: (rows, fitted(tuple(rows), without)) for key, rows in own.items()}
     table("shares fitted to these", best, without)
     if without:
         return
     table("shares of the product where they are others", {
-        key: pair for key, pair in ours.items() if key not in best or abs(best[key][1] - pair[1]) > 0.005
+        key: pair for key, pair in ours.items() if key not in best or abs(best[key][1].value - pair[1].value) > 0.005
     })  # fmt: skip
-    table("one kind left out", {key: (rows, unmeasured(*key)) for key, rows in own.items()})
+    table("one kind left out", {key: (rows, unmeasured(*key, own)) for key, rows in own.items()})
     table("one kind left out, at the median of the others in 16 bit", {
         key: (rows, median_of_others(key[0])) for key, rows in own.items() if key[1] == "fp16"
     })  # fmt: skip
-    slot = {key: (rows, powered(*key)) for key, rows in own.items() if key[0] in BOARD}
-    table("one kind left out, boards of a slot's power by it", slot)
     profiles = options.data.parent.parent / "sailor" / "profiles.json"
     if profiles.exists():
         sailor(profiles)
@@ -283,7 +310,8 @@ def table(title: str, groups: Groups, without: Without = frozenset()) -> None:
         found = [(entry, errors(entry, share, without)) for entry in rows]
         held += all(statistics.median(abs(e[part]) for _, e in found) <= GOAL for part in (0, 1))
         name = f"{chip:13} {GENERATIONS.get(chip, ''):7} {dtype:5}"
-        print(f"{name} {len(rows):7} {share:5.2f} {row(found)}", flush=True)
+        beside = f"  gradients x {share.gradients:.2f}" if share.gradients != 1 else ""
+        print(f"{name} {len(rows):7} {share.value:5.2f} {row(found)}{beside}", flush=True)
     print(f"within {GOAL:.0%} forward and backward: {held} of {len(groups)}")
 
 

@@ -71,29 +71,31 @@ def plan_of(size: str, outer: dict[str, Any] | None, rows: int) -> dict[str, Any
 
 
 def run(name: str, variant: dict[str, Any], work: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Lines of ``metrics.jsonl`` of a variant's run."""
-    load: tuple[str, ...] = ()
+    """Lines of ``metrics.jsonl`` of a variant's run, after the beginning that it shares with others."""
     plan, folder = plan_of(args.size, variant.get("outer"), args.rows), work / name.replace(", ", "-").replace(" ", "_")
+    load, lines = list[str](), list[dict[str, Any]]()
     if args.begin and "seed" not in variant:
-        load = _until(args.begin, plan_of(args.size, None, args.rows), work / "begin", variant, work, args)
+        train_until(args.begin, plan_of(args.size, None, args.rows), work / "begin", variant, work, args)
+        load = ["--load", str(work / "begin")]
     if "lost" in variant:
-        third = (args.steps - args.begin) // 3 // args.evaluate * args.evaluate
+        third = (args.steps - args.begin) // 3 // OUTER["every"] * OUTER["every"]
         alone = pipelines_of(args.size, (sum(SHARES),), args.rows)
-        load = _until(args.begin + third, plan, folder / "before", variant, work, args, *load)
-        load = _until(args.begin + 2 * third, alone, folder / "alone", variant, work, args, *load)
-    return _train(folder, plan, variant, work, args, *load)
+        for part, step, its_plan in (("before", third, plan), ("alone", 2 * third, alone)):
+            lines += train_until(args.begin + step, its_plan, folder / part, variant, work, args, *load)
+            load = ["--load", str(folder / part)]
+    return lines + train_variant(folder, plan, variant, work, args, *load)
 
 
-def _until(
+def train_until(
     step: int, plan: dict[str, Any], folder: Path, variant: dict[str, Any], work: Path, args: argparse.Namespace,
     *more: str,
-) -> tuple[str, str]:  # fmt: skip
-    """Flags with which a run goes on from where this one ended."""
-    _train(folder, plan, variant, work, args, "--exit-interval", str(step), "--save-interval", str(step), *more)
-    return "--load", str(folder)
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The same as :func:`train_variant`, of a run that ends with a checkpoint after ``step``."""
+    end = ("--exit-interval", str(step), "--save-interval", str(step))
+    return train_variant(folder, plan, variant, work, args, *end, *more)
 
 
-def _train(
+def train_variant(
     folder: Path, plan: dict[str, Any], variant: dict[str, Any], work: Path, args: argparse.Namespace, *more: str
 ) -> list[dict[str, Any]]:
     seed = ("--seed", str(variant.get("seed", args.seed)))

@@ -97,11 +97,11 @@ def facts(chip: Chip) -> dict[str, Any]:
 def _products(chip: Chip, dtype: str, peak: float) -> dict[str, Any]:
     share, measured = share_of_peak(chip.name, dtype), measurements(chip, dtype)
     rates = {key: rate for key, rate in measured_rates(chip, dtype).items() if key in PRODUCTS}
-    reached = rates.get("gemm_flops", peak * share.value)
+    reached = rates.get("gemm_flops", peak * share.forward)
     source = measured["gemm_flops"].told if "gemm_flops" in rates else share.source
     return {
         "peak": peak, "share": reached / peak, "reached": reached, "measured_by": source or None,
-        "half_at": round(rates.get("gemm_half", half_saturation(reached))),
+        "half_at": round(rates.get("gemm_half", half_saturation(peak * share.value))),
     }  # fmt: skip
 
 

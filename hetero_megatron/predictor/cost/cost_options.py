@@ -4,10 +4,10 @@ kind of chip and dtype; else by class), and where its values are from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_megatron.cluster import Chip
-from hetero_megatron.cluster.catalogue import card_file
+from hetero_megatron.cluster.catalogue import CHIPS, card_file
 from hetero_megatron.plans.canonical import Recompute
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.routing import EVEN, Routing
@@ -114,10 +114,17 @@ _ZORSE = "Zorse (MLSys'26), decoder layers of hidden size 2,048 to 8,192, PyTorc
 
 @dataclass(frozen=True)
 class ShareOfPeak:
-    """``value`` of the dense peak; ``source``: who measured it; empty: assumed."""
+    """``value`` of the dense peak, of products and their gradients together; ``source``: who measured it; empty:
+    assumed; ``gradients``: how fast these are beside forward."""
 
     value: float
     source: str = ""
+    gradients: float = 1.0
+
+    @property
+    def forward(self) -> float:
+        """The share of products in forward, as many FLOPs as each of their two gradients."""
+        return self.value * (1 + 2 / self.gradients) / 3
 
 
 # By the beginning of the chip's name (the longest counts), in 16 bit.
@@ -135,28 +142,49 @@ HALF: dict[str, ShareOfPeak] = {
     }.items()},
     "L40": ShareOfPeak(0.75),  # not an L4
 }  # fmt: skip
-# In fp32 the peak of Ampere and Ada without HBM counts units that also do integers: the mean of the first two.
+# In fp32 the peak of Ampere and Ada without HBM counts units that also do integers: the mean of the first two. There,
+# gradients of products are faster than forward: the median of three.
 DOUBLED_FROM = ("A10G", "A6000")
 DOUBLED = ("A10", "A40", "RTX30", "RTX40", "L40", "RTX-A", "RTX6000")
+GRADIENTS = 1.25
 FULL: dict[str, ShareOfPeak] = {  # in fp32
-    **{name: ShareOfPeak(value, _ZORSE) for name, value in {
-        "A10G": 0.58, "A6000": 0.53, "L4": 0.31, "T4": 0.51, "P100": 0.84,
+    **{name: ShareOfPeak(value, _ZORSE) for name, value in {"T4": 0.51, "P100": 0.84}.items()},
+    **{name: ShareOfPeak(value, _ZORSE, GRADIENTS) for name, value in {
+        "A10G": 0.60, "A6000": 0.56, "L4": 0.33,
     }.items()},
     **{name: ShareOfPeak(value) for name, value in {"A100": 0.869, "A100-40": 0.831, "A100-80-PCIe": 0.811}.items()},
-    **{name: ShareOfPeak(0.555) for name in DOUBLED},
+    **{name: ShareOfPeak(0.58, gradients=GRADIENTS) for name in DOUBLED},
 }  # fmt: skip
+# (watts, process in nm) of boards whose power is too little for their clock, from data sheets, recalled. They reach
+# PER_WATT x watts / (peak in TFLOP/s x nm) of their peak: the medians of the measured ones of them.
+BOARDS = {"T4": (70, 12), "L4": (72, 5), "MI300X": (750, 5), "MI325X": (1000, 5), "A10": (150, 8)}
+PER_WATT = {"fp16": 4.1, "fp32": 0.70}
 OTHER = ShareOfPeak(0.75)  # below most of what was measured on boards that keep their clock, whose median is 0.8
 OTHER_FULL = ShareOfPeak(0.84)  # in fp32, where each unit counts once: P100's; Sailor's V100 and Titan RTX reach it
 
 
 def share_of_peak(chip: str, dtype: str) -> ShareOfPeak:
-    """Of a chip, by its name; fp32 as 16 bit where only that was measured, fp64 and fp8 as that: assumed."""
+    """Of a chip, by its name; fp32 as 16 bit where only that was measured, fp64 and fp8 as that: assumed. Of a kind
+    that nobody measured, no more than its power allows where that is known."""
+    share, half = _by_name(chip, dtype), dtype in ("bf16", "fp16")
+    if share.source or chip not in BOARDS or not (half or dtype == "fp32"):
+        return share
+    return replace(share, value=min(share.value, PER_WATT["fp16" if half else "fp32"] * allowance(chip, dtype)))
+
+
+def _by_name(chip: str, dtype: str) -> ShareOfPeak:
     tables = (FULL, HALF) if dtype == "fp32" else (HALF,)
     for table in tables:
         if names := [name for name in table if chip.startswith(name)]:
             share = table[max(names, key=len)]
             return share if table is FULL or dtype in ("bf16", "fp16") else ShareOfPeak(share.value)
     return OTHER_FULL if dtype == "fp32" else OTHER
+
+
+def allowance(chip: str, dtype: str) -> float:
+    """Watts per TFLOP/s of a board's peak and nanometre of its process, of which it needs less."""
+    watts, process = BOARDS[chip]
+    return watts / (CHIPS[chip].flops[dtype] / 1e12 * process)
 
 
 def source_of(chip: Chip, dtype: str) -> str:

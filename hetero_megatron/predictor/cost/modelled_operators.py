@@ -133,22 +133,27 @@ class ModelledOperators:
             moved += routed * load.rows * ROUTED_WIDTHS * load.columns
         return moved * self.item / self.rates.bytes_per_second
 
-    def gemm(self, m: float, n: float, k: float) -> float:
-        """[m, k] x [k, n]: FLOPs at the rate for products of this size, or the memory traffic if that takes longer."""
+    def gemm(self, m: float, n: float, k: float, speed: float = 1.0) -> float:
+        """[m, k] x [k, n]: FLOPs at ``speed`` x the rate for products of this size, or the memory traffic if that takes
+        longer."""
         if min(m, n, k) <= 0:
             return 0.0
         rates = self.rates
         if rates.gemm:
             nearest_rate = nearest([(r[:3], 2 * r[0] * r[1] * r[2] / r[3]) for r in rates.gemm], (m, n, k))
-            return 2 * m * n * k / nearest_rate
-        return product_seconds(rates, m, n, k, self.item * (m * n + n * k + m * k))
+            return 2 * m * n * k / (nearest_rate * speed)
+        return product_seconds(rates, m, n, k, self.item * (m * n + n * k + m * k), speed)
+
+    def gradient(self, m: float, n: float, k: float) -> float:
+        """Of such a product, with respect to one operand."""
+        return self.gemm(m, n, k, self.rates.gradient_speed)
 
     def linear(self, m: float, widths: Sequence[float], k: float) -> Products:
         """Linear modules of these output widths that get the same x [m, k]: one product, except in fp8, where each has
         scales of its own."""
         if self.fp8 is not None:
             return in_all(self.fp8.seconds(m, n, k) for n in widths)
-        return Products(*3 * (self.gemm(m, sum(widths), k),))
+        return Products(self.gemm(m, sum(widths), k), *2 * (self.gradient(m, sum(widths), k),))
 
     def optimizer(self, elements: float) -> float:
         """One Adam update of the owned elements."""
@@ -291,7 +296,7 @@ class ModelledOperators:
         wide = max(self.item, 4)
         forward = tokens * vocab * (self.item + 3 * wide) / self.rates.bytes_per_second
         backward = tokens * vocab * (2 * wide + self.item) / self.rates.bytes_per_second
-        backward += (2 if self.model.lora is None else 1) * product
+        backward += (2 if self.model.lora is None else 1) * self.gradient(tokens, vocab, self.model.hidden_size)
         if not self.in_chunks(share, rows, length, chunked):
             return product + forward, backward
         handed_on = 4 * tokens * self.model.hidden_size * self.item / self.rates.bytes_per_second  # and the norm's

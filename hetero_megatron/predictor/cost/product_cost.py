@@ -35,11 +35,11 @@ def in_all(each: Iterable[Products]) -> Products:
     return Products(*map(sum, zip(Products(), *each)))
 
 
-def product_seconds(rates: ChipRates, m: float, n: float, k: float, moved: float) -> float:
-    """[m, k] x [k, n]: FLOPs at the chip's rate for products of this size, or ``moved`` bytes of memory traffic if
-    that takes longer."""
+def product_seconds(rates: ChipRates, m: float, n: float, k: float, moved: float, speed: float = 1.0) -> float:
+    """[m, k] x [k, n]: FLOPs at ``speed`` x the chip's rate for products of this size, or ``moved`` bytes of memory
+    traffic if that takes longer."""
     size = min(n, k)
-    rate = rates.gemm_flops * size / (size + rates.gemm_half) * m / (m + rates.gemm_half)
+    rate = speed * rates.gemm_flops * size / (size + rates.gemm_half) * m / (m + rates.gemm_half)
     return max(2 * m * n * k / rate, moved / rates.bytes_per_second)
 
 

@@ -2,8 +2,7 @@
 and their units), else from data sheets.
 
 Cold start: what others measured on such a card (``cluster/cards``), else data sheet x default efficiency: products as
-measured, half-saturation as vTrain's A100 runs have it (h/tp of 290-455), memory 0.85 (A100 0.854), links 0.8 (A100
-NVLink 0.86, 200 Gb NIC 0.77).
+measured, half-saturation as vTrain's A100 runs have it, memory 0.85 (A100 0.854), links 0.8 (NVLink 0.86, NIC 0.77).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ CORE_OVERHEAD_BYTES = 64 << 20  # the same on a CPU, on top of the process befor
 LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none (Calculon's values)
 COLLECTIVES = ("all_to_all", "exchange")
 FAMILIES = ("layers", "split", "waiting", "attention", "visits", "optimizer", "exchange")  # with a spread of their own
-POSITIVE = ("gemm_flops", "bytes_per_second", "attention_flops")
+POSITIVE = ("gemm_flops", "bytes_per_second", "attention_flops", "gradient_speed")
 LINK_KEYS = ("within", "between", "from", "to", "alpha", "beta", "message_seconds", "collectives", "spread", "source")
 Row = tuple[float, ...]
 
@@ -90,6 +89,7 @@ class ChipRates:
     calibrated: bool = False
     score_seconds: float = 0.0
     layer_backward_seconds: float = 0.0
+    gradient_speed: float = 1.0  # of products' gradients, of ``gemm_flops``
     pack_beta: float = 0.0
     add_beta: float = 0.0
     unpack_beta: float = 0.0
@@ -324,8 +324,8 @@ def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Clust
             chip.name, dtype, core, 0.5 * core, CORE_BYTES * speed, overhead_bytes=CORE_OVERHEAD_BYTES,
             action_seconds=ACTION_SECONDS, message_seconds=MESSAGE_SECONDS, step_seconds=STEP_SECONDS,
         )  # fmt: skip
-    peak = chip.flops.get(dtype)
-    rate = given.get("gemm_flops") or (peak * share_of_peak(chip.name, dtype).value if peak else None)
+    peak, share = chip.flops.get(dtype), share_of_peak(chip.name, dtype)
+    rate = given.get("gemm_flops") or (peak * share.value if peak else None)
     if rate is None and given["gemm"]:
         rate = max(2 * m * n * k / seconds for m, n, k, seconds in given["gemm"])
     if rate is None:
@@ -340,9 +340,9 @@ def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Clust
             accepted="memory_bandwidth: 2 TB/s, or rates that `hetero-megatron calibrate` wrote",
         )  # fmt: skip
     return ChipRates(
-        chip.name, dtype, rate, rate * ATTENTION, memory, 0.0 if "gemm_flops" in given else half_saturation(rate),
-        LAYER_SECONDS, ACTION_SECONDS, MESSAGE_SECONDS, STEP_SECONDS, OVERHEAD_BYTES,
-        layer_backward_seconds=2 * LAYER_SECONDS,
+        chip.name, dtype, rate * share.forward / share.value, rate * ATTENTION, memory,
+        0.0 if "gemm_flops" in given else half_saturation(rate), LAYER_SECONDS, ACTION_SECONDS, MESSAGE_SECONDS,
+        STEP_SECONDS, OVERHEAD_BYTES, layer_backward_seconds=2 * LAYER_SECONDS, gradient_speed=share.gradients,
     )  # fmt: skip
 
 

@@ -94,15 +94,16 @@ def test_every_chip_of_the_catalogue_has_a_cold_start_below_its_peak() -> None:
                     load_rates(dgx(chip.name), dtype)
                 continue
             rates = load_rates(dgx(chip.name), dtype).chips[chip.name]
-            assert 0.3 * chip.flops[dtype] < rates.gemm_flops <= chip.flops[dtype] and not rates.calibrated
+            assert 0.28 * chip.flops[dtype] < rates.gemm_flops <= chip.flops[dtype] and not rates.calibrated
             assert 0 < rates.attention_flops < rates.gemm_flops
     shares = {(chip, dtype): share_of_peak(chip, dtype).value for chip in ("A100-80-PCIe", "A100-80-SXM", "A10G", "A10",
               "L40S", "L4", "H20") for dtype in ("bf16", "fp32")}  # fmt: skip
     assert shares == {
         ("A100-80-PCIe", "bf16"): 0.811, ("A100-80-PCIe", "fp32"): 0.811, ("A100-80-SXM", "bf16"): 0.869,
-        ("A100-80-SXM", "fp32"): 0.869, ("A10G", "bf16"): 0.99, ("A10G", "fp32"): 0.58, ("A10", "bf16"): 0.75,
-        ("A10", "fp32"): 0.555, ("L40S", "bf16"): 0.75, ("L40S", "fp32"): 0.555, ("L4", "bf16"): 0.46,
-        ("L4", "fp32"): 0.31, ("H20", "bf16"): 0.75, ("H20", "fp32"): 0.84,
+        ("A100-80-SXM", "fp32"): 0.869, ("A10G", "bf16"): 0.99, ("A10G", "fp32"): 0.6,
+        ("A10", "bf16"): pytest.approx(4.1 * 150 / 125 / 8),
+        ("A10", "fp32"): pytest.approx(0.7 * 150 / 31.2 / 8), ("L40S", "bf16"): 0.75, ("L40S", "fp32"): 0.58,
+        ("L4", "bf16"): 0.46, ("L4", "fp32"): 0.33, ("H20", "bf16"): 0.75, ("H20", "fp32"): 0.84,
     }  # fmt: skip
 
 

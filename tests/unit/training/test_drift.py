@@ -74,7 +74,7 @@ def test_a_node_that_takes_longer_is_predicted_to(factor: float, index: int) -> 
 
 
 def test_a_chip_that_takes_twice_as_long_does_so_in_every_rate() -> None:
-    """Rates of a new kind must not be forgotten: none but names and bytes stay as they are."""
+    """Rates of a new kind must not be forgotten: none but names, bytes and ratios stay as they are."""
     row = LayerRow("x", 1, 1, 128, 0.5, 1.0)
     numbers = {f.name: 2.0 for f in fields(ChipRates) if f.type == "float"}
     tables = {"gemm": ((8, 8, 8, 2.0),), "gemm_backward": ((8, 8, 8, 2.0, 2.0),)}
@@ -86,7 +86,10 @@ def test_a_chip_that_takes_twice_as_long_does_so_in_every_rate() -> None:
     rates = ChipRates("a", "fp32", **numbers, **tables, layers=(row,))  # type: ignore[arg-type]
     twice = slower(rates, 2.0)
     same = {f.name for f in fields(ChipRates) if getattr(twice, f.name) == getattr(rates, f.name)}
-    assert same == {"chip", "dtype", "gemm_half", "overhead_bytes", "embed", "head", "calibrated", "jitter", "spread"}
+    assert same == {
+        "chip", "dtype", "gemm_half", "gradient_speed", "overhead_bytes", "embed", "head", "calibrated", "jitter",
+        "spread",
+    }  # fmt: skip
     assert (twice.gemm_flops, twice.pack_beta, twice.layers[0].backward) == (1.0, 4.0, 2.0)
     assert twice.visits[0][3:] == (4.0, 4.0) and twice.waiting == twice.layers
     assert twice.experts == (("x", 4, *[4.0] * 10),)
