@@ -31,6 +31,8 @@ def check_card(one: Measurement) -> None:
     for key, entry in one.entry.value.items():
         if key in ("gemm_flops", "attention_flops"):
             _at_most(entry, entry.value, peak, f"FLOP/s in {dtype}")
+        elif key == "gradient_speed":
+            _at_most(entry, entry.value * one.rates.get("gemm_flops", 0.0), peak, f"FLOP/s in {dtype}")
         elif key == "bytes_per_second":
             _at_most(entry, entry.value, memory, "bytes per second")
         elif key in MOVED and entry.value:
