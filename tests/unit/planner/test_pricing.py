@@ -210,7 +210,7 @@ CHIP = {
     "gemm_flops": 1e8, "attention_flops": 3e7, "bytes_per_second": 2e8, "gemm_half": 30.0, "layer_seconds": 0.02,
     "layer_backward_seconds": 0.05, "action_seconds": 0.02, "message_seconds": 0.01, "step_seconds": 0.1,
     "pack_beta": 1.5 / BYTES, "add_beta": 2.0 / BYTES, "unpack_beta": 1.0 / BYTES, "exchange_seconds": 0.02,
-    "accumulate_beta": 0.5 / BYTES, "score_seconds": 1e-7,
+    "accumulate_beta": 0.5 / BYTES, "score_seconds": 1e-7, "gradient_speed": 0.9,
 }  # fmt: skip
 LINK = {"alpha": 0.03, "beta": 8 / BYTES, "message_seconds": 0.02}
 COLLECTIVES = {"all_to_all": (0.05, 12 / BYTES), "exchange": (0.04, 9 / BYTES)}
