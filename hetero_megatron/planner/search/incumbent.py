@@ -248,7 +248,8 @@ def simulate_template(template: PlanTemplate, problem: PlanningProblem, scorer: 
     plan = placed_plan(placed, problem, scorer)
     plan = with_islands_where_quick(plan, model, cluster)
     best: SimulatedPlan | None = None
-    for candidate in (plan, *owners_by_speed(plan, scorer.costs)):
+    shares_may_differ = problem.space.shares and problem.space.equal_pipelines == "no"
+    for candidate in (plan, *(owners_by_speed(plan, scorer.costs) if shares_may_differ else ())):
         validate(candidate, model, cluster, dtype=problem.dtype)
         scorer.work.add(simulation_work(candidate))
         prediction = predict(candidate, model, cluster, problem.dtype, scorer.costs)

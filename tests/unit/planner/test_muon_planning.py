@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.buckets import make_buckets
@@ -64,9 +64,12 @@ def test_pipelines_that_hold_the_same_layers_share_by_speed() -> None:
     assert best.step_seconds < 0.98 * predict(equal, WIDE, cluster, "fp32", options=MUON).step_seconds
 
 
-def test_alike_chips_have_equal_shares() -> None:
-    cluster = cluster_of(0.3, 0.3)
-    best = search(PlanningProblem(WIDE, cluster, 128, 16, SearchOptions(dtype="fp32", costs=MUON))).best
+@pytest.mark.parametrize(("slow", "space"), [
+    (0.4, SearchSpace()), (0.3, SearchSpace(shares=False)), (0.3, SearchSpace(equal_pipelines="layers")),
+])  # fmt: skip
+def test_alike_chips_have_equal_shares_and_others_where_that_is_asked_for(slow: float, space: SearchSpace) -> None:
+    options = SearchOptions(dtype="fp32", costs=MUON, space=space)
+    best = search(PlanningProblem(WIDE, cluster_of(0.4, slow), 128, 16, options)).best
     assert set(shares_of(best.plan).values()) == {1}
 
 
