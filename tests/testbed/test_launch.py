@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hetero_megatron.testbed import cgroups, machine, process, state
+from hetero_megatron.testbed import cgroups, machine, namespaces, process, state
 from tests.support.paths import ROOT
 from tests.support.selection import quick
 
@@ -220,6 +220,19 @@ def test_two_at_once_and_clean_after_the_worst(start: Callable[..., Running], tm
     assert second.testbed.id not in [entry["testbed"] for entry in done["removed"]]
     first.assert_clean()
     assert len(second.left()["processes"]) == 8 and second.launcher.poll() is None
+
+
+@needs_namespaces
+def test_congestion_control_of_links_is_not_the_machines() -> None:
+    """A link that is busy both ways has its rate whatever the host's default is (BBR takes less)."""
+    network = namespaces.VirtualNetwork(2, {(0, 1): 1e6, (1, 0): 1e6})
+    network.open()
+    try:
+        with process.inside(network.nodes[0]):
+            route = subprocess.run(["ip", "route", "get", namespaces.address(1)], capture_output=True, text=True).stdout
+    finally:
+        network.close()
+    assert f"congctl {namespaces.CONGESTION_CONTROL}" in route and namespaces.address(0) in route
 
 
 @needs_namespaces
