@@ -12,7 +12,7 @@ import yaml
 from hetero_megatron import cluster as clusters
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.subset import with_more, without
-from hetero_megatron.predictor.cost.rates import capped_bridges
+from hetero_megatron.predictor.cost.link_model import capped_bridges
 from hetero_megatron.spec import Lora, ModelSpec, adapted, load_model
 from hetero_megatron.spec.adapter_modules import default_targets
 from hetero_megatron.spec.flops import parameter_count

@@ -4,6 +4,7 @@ nodes, and over a chip's link to its host."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_megatron.cluster import BRIDGE_RATE, BRIDGE_STRIPES, Cluster
+from hetero_megatron.cluster.cluster import BRIDGE
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.buckets import IN_FLIGHT
-from hetero_megatron.predictor.cost.rates import LinkRates, Rates
+from hetero_megatron.predictor.cost.rates import LinkRates, Rates, measured_links
 from hetero_megatron.utils.cached_method import cached_method
+from hetero_megatron.utils.text import format_rate
 
 Flow = tuple[int, int, float]  # source rank, destination rank, bytes
 Port = tuple[str, int | str]  # ("out" | "in", rank or node)
@@ -355,3 +359,19 @@ def waits_coming(copies: Sequence[float], backward: Sequence[float], ahead: int,
         begin(range(i - 1, max(i - 1 - ahead, -1), -1))
         now += backward[i]
     return waited
+
+
+def capped_bridges(cluster: Cluster) -> list[str]:
+    """Links that are faster than what the bridge is taken to reach over them, as nobody has measured it."""
+    measured, lines = measured_links(cluster), list[str]()
+    for a, b in itertools.combinations_with_replacement(cluster.groups.values(), 2):
+        link = cluster.link_between(a.name, b.name)
+        if link is None or link.emulated is not None or (a.name, b.name, False) in measured:
+            continue
+        if cluster.transport(link, a, b) == BRIDGE and link.bandwidth > BRIDGE_RATE:
+            lines.append(
+                f"the bridge between {a.name} and {b.name} is taken to reach {format_rate(BRIDGE_RATE)} per pair "
+                f"of ranks ({BRIDGE_STRIPES} connections), not the link's {format_rate(link.bandwidth)}: calibrate "
+                "measures it"
+            )
+    return lines

@@ -8,21 +8,18 @@ measured, half-saturation as vTrain's A100 runs have it, memory 0.85 (A100 0.854
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hetero_megatron.cluster import BRIDGE_RATE, BRIDGE_STRIPES, Chip, Cluster, Link
+from hetero_megatron.cluster import Chip, Cluster, Link
 from hetero_megatron.cluster.catalogue import card_file
-from hetero_megatron.cluster.cluster import BRIDGE
 from hetero_megatron.cluster.rates_section import LEAST, MODEL_TABLES, MOST, TABLES
 from hetero_megatron.errors import UserError
-from hetero_megatron.predictor.cost.cost_options import share_of_peak
+from hetero_megatron.predictor.cost.cost_options import ShareOfPeak, share_of_peak
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.cached_method import cached_method
-from hetero_megatron.utils.text import format_rate
 from hetero_megatron.utils.yaml_document import Entry, from_data
 
 ATTENTION = 0.6  # of the products' rate: flash kernels, forward and backward together
@@ -31,8 +28,8 @@ HALF = 300  # half-saturation of m and of min(n, k) on A100; the same fit gave 3
 HALF_FLOPS = 2.7e14  # what A100 reaches; in proportion below, as Zorse's cards have it, and no more above
 LAYER_SECONDS, ACTION_SECONDS, MESSAGE_SECONDS, STEP_SECONDS = 100e-6, 50e-6, 10e-6, 5e-3
 CORE_FLOPS, CORE_BYTES = 5e10, 6e9  # one CPU core (emulated chips, speed 1.0): assumed; calibrate measures it
-OVERHEAD_BYTES = 1 << 29  # context and libraries of an accelerator: assumed
-CORE_OVERHEAD_BYTES = 64 << 20  # the same on a CPU, on top of the process before the model is built
+# Context and libraries of an accelerator: assumed; of a CPU, on top of the process before the model is built.
+OVERHEAD_BYTES, CORE_OVERHEAD_BYTES = 1 << 29, 64 << 20
 LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none (Calculon's values)
 COLLECTIVES = ("all_to_all", "exchange")
 FAMILIES = ("layers", "split", "waiting", "attention", "visits", "optimizer", "exchange")  # with a spread of their own
@@ -237,7 +234,7 @@ def load_rates(cluster: Cluster, dtype: str, recipe: str | None = None) -> Rates
             chips[name] = chip_rates(chip, dtype, stated.get(dtype, {}), cluster)
         if name in chips and recipe is not None and "fp8" in chip.dtypes:
             fp8[name] = _fp8_rates(chips[name], chip, recipe, stated.get(f"fp8_{recipe}", {}), cluster)
-    return Rates(cluster, dtype, chips, _measured_links(cluster), fp8)
+    return Rates(cluster, dtype, chips, measured_links(cluster), fp8)
 
 
 def _fp8_rates(plain: ChipRates, chip: Chip, recipe: str, given: Any, cluster: Cluster) -> ChipRates:
@@ -325,6 +322,8 @@ def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Clust
             action_seconds=ACTION_SECONDS, message_seconds=MESSAGE_SECONDS, step_seconds=STEP_SECONDS,
         )  # fmt: skip
     peak, share = chip.flops.get(dtype), share_of_peak(chip.name, dtype)
+    if "gemm_flops" in given or given["gemm"]:
+        share = ShareOfPeak(share.value)  # gradients are as fast as what is stated
     rate = given.get("gemm_flops") or (peak * share.value if peak else None)
     if rate is None and given["gemm"]:
         rate = max(2 * m * n * k / seconds for m, n, k, seconds in given["gemm"])
@@ -339,10 +338,11 @@ def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Clust
             "nothing says how fast its memory is", field=f"chips.{chip.name}.memory_bandwidth", where=cluster.file,
             accepted="memory_bandwidth: 2 TB/s, or rates that `hetero-megatron calibrate` wrote",
         )  # fmt: skip
+    half = 0.0 if "gemm_flops" in given else half_saturation(rate)
     return ChipRates(
-        chip.name, dtype, rate * share.forward / share.value, rate * ATTENTION, memory,
-        0.0 if "gemm_flops" in given else half_saturation(rate), LAYER_SECONDS, ACTION_SECONDS, MESSAGE_SECONDS,
-        STEP_SECONDS, OVERHEAD_BYTES, layer_backward_seconds=2 * LAYER_SECONDS, gradient_speed=share.gradients,
+        chip.name, dtype, rate * share.forward / share.value, rate * ATTENTION, memory, half, LAYER_SECONDS,
+        ACTION_SECONDS, MESSAGE_SECONDS, STEP_SECONDS, OVERHEAD_BYTES,
+        layer_backward_seconds=2 * LAYER_SECONDS, gradient_speed=share.gradients,
     )  # fmt: skip
 
 
@@ -351,23 +351,8 @@ def half_saturation(flops: float) -> float:
     return HALF * min(1.0, flops / HALF_FLOPS)
 
 
-def capped_bridges(cluster: Cluster) -> list[str]:
-    """Links that are faster than what the bridge is taken to reach over them, as nobody has measured it."""
-    measured, lines = _measured_links(cluster), list[str]()
-    for a, b in itertools.combinations_with_replacement(cluster.groups.values(), 2):
-        link = cluster.link_between(a.name, b.name)
-        if link is None or link.emulated is not None or (a.name, b.name, False) in measured:
-            continue
-        if cluster.transport(link, a, b) == BRIDGE and link.bandwidth > BRIDGE_RATE:
-            lines.append(
-                f"the bridge between {a.name} and {b.name} is taken to reach {format_rate(BRIDGE_RATE)} per pair "
-                f"of ranks ({BRIDGE_STRIPES} connections), not the link's {format_rate(link.bandwidth)}: calibrate "
-                "measures it"
-            )
-    return lines
-
-
-def _measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:
+def measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:
+    """By (group, group, inside a node): those that the cluster file has rates of."""
     groups = cluster.groups
     both_ways: dict[tuple[str, str, bool], LinkRates] = {}
     one_way: dict[tuple[str, str, bool], LinkRates] = {}

@@ -13,7 +13,8 @@ from hetero_megatron.cluster.dump import document
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.islands import add_islands, replicas
 from hetero_megatron.platform.plugins import load_plugins
-from hetero_megatron.predictor.cost.rates import LINK_BANDWIDTH, capped_bridges
+from hetero_megatron.predictor.cost.link_model import capped_bridges
+from hetero_megatron.predictor.cost.rates import LINK_BANDWIDTH
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.rank_platform import transport_of
 from tests.support.planner_reference import Case, random_case
