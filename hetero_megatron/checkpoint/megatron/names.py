@@ -97,7 +97,7 @@ def source(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> MegatronSource
     if projection in ("q_proj", "k_proj", "v_proj") and spec.mla is None:
         rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         return MegatronSource(names, (rows, *shape[1:]), _of_groups(spec, projection))
-    if projection in ("gate_proj", "up_proj") and (spec.gated or module.startswith("mlp.experts")):
+    if projection in ("gate_proj", "up_proj") and spec.gated:
         axis = int(STACKED in names[0])
         both_shape = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
         return MegatronSource(names, both_shape, _half(shape[axis], projection == "up_proj", axis))

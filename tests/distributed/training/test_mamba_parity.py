@@ -20,7 +20,8 @@ CASES = [
     ("granite_hybrid", "pipeline"), ("granite_hybrid_odd", "pipeline"), ("bamba", "pipeline"),
     ("granite_hybrid_experts", "deferred_weights_and_divided_experts"),
     ("nemotron_h", "uneven_tp"), ("nemotron_h", "pipeline"), ("nemotron_h_odd", "uneven_tp"),
-    ("nemotron_h_odd", "pipeline"),
+    ("nemotron_h_odd", "pipeline"), ("nemotron_h_experts", "uneven_tp"), ("nemotron_h_experts", "pipeline"),
+    ("nemotron_h_experts", "deferred_weights_and_divided_experts"), ("nemotron_h_experts_groups", "uneven_tp"),
 ]  # fmt: skip
 
 
