@@ -172,17 +172,16 @@ MAMBAS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 2, "hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1,
         "mamba_d_head": 12, "attention_bias": True,
     },
-    # Every layer is a mixer or an MLP alone.
+    # Every layer is a mixer, an MLP or a mixture of experts, without gates, alone.
+    "nemotron_h_experts": NEMOTRON_H | _NEMOTRON_EXPERTS,
+    "nemotron_h_experts_groups": NEMOTRON_H | _NEMOTRON_EXPERTS | {
+        "layers_block_type": ["moe", "full_attention", "mlp"], "n_routed_experts": 6, "n_group": 3, "topk_group": 2,
+        "norm_topk_prob": False, "mlp_bias": True, "num_experts_per_tok": 3,
+    },
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_odd": {key: value for key, value in NEMOTRON_H.items() if key != "layers_block_type"} | {
         "hybrid_override_pattern": "*-M", "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3,
         "head_dim": 12, "vocab_size": 97, "mamba_num_heads": 3, "n_groups": 1, "conv_kernel": 3, "use_bias": True,
         "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.8,
-    },
-    # Experts without gates.
-    "nemotron_h_experts": NEMOTRON_H | _NEMOTRON_EXPERTS,
-    "nemotron_h_experts_groups": NEMOTRON_H | _NEMOTRON_EXPERTS | {
-        "layers_block_type": ["moe", "mlp", "moe"], "n_routed_experts": 6, "n_group": 3, "topk_group": 2,
-        "norm_topk_prob": False, "mlp_bias": True, "num_experts_per_tok": 3,
     },
 }

@@ -136,8 +136,8 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 _COLUMNS = ("up", "down")
 FAMILY = Family(
     "nemotron_h", "NemotronHForCausalLM", read=_read, write=_write,
-    examples="Nemotron-H 8B, 47B, 56B, Nemotron Nano 9B and 12B v2, Nemotron 3 Nano",
-    # What is of positions, experts, first values, kernels or a most step size, transformers does not use here.
+    examples="Nemotron-H 8B, 47B, 56B, Nemotron Nano 9B and 12B v2, Nemotron 3 Nano", dense_form=True,
+    # What is of positions, first values, kernels or a most step size, transformers does not use here.
     keys=frozenset(_SIZES) | frozenset(ROPE_KEYS) | words(
         "architectures auto_map hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
         " intermediate_size vocab_size max_position_embeddings initializer_range tie_word_embeddings attention_dropout"
