@@ -109,16 +109,16 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int, elemen
 
 def expert_backward_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> tuple[float, float]:
     """Bytes that backward through the experts needs beside what they keep: (while the gradients of the rows are made,
-    with their products with the rows, of 16-bit ones all in fp32; in the experts, at the worst moment: gate's and up's
-    gradients and those of their inputs, when output and product are gone; without a gate, up's). Beside the latter is
-    what is made of frozen weights in 8 bits."""
-    h, wide = spec.hidden_size, max(item, 4)
+    with their products with the rows, of 16-bit ones all in fp32; in the experts, whose output is gone, at the worst
+    moment). That is in ``down_proj``; in the activation, where what it put out is gone, with that one's gradient, those
+    of its inputs and a helper; or in what is before it. Beside products is what is made of frozen weights in 8 bits."""
+    h, wide, columns = spec.hidden_size, max(item, 4), load.columns
     returned = load.arriving * item * h if load.members > 1 else 0.0  # gradients of what was sent back
     outputs = load.rows * h * (3 * wide if item < wide else 2 * item)
-    reading = len(spec.mlp_projections) - 1
-    inputs = load.rows * item * (reading - 1) * (h + load.columns)
-    decoded = load.experts * load.columns * h * item * spec.in_few_bits
-    in_experts = max(load.rows * item * (h + reading * load.columns), inputs + decoded, load.rows * item * h + decoded)
+    reading = len(spec.mlp_projections) - 1  # matrices that read the experts' input
+    in_activation, in_products = (2 * reading - 1) * columns - h, max(columns, (reading - 1) * (h + columns))
+    decoded = load.experts * columns * h * item * spec.in_few_bits
+    in_experts = max(load.rows * item * in_activation, load.rows * item * in_products + decoded)
     return returned + outputs, returned + in_experts
 
 

@@ -122,8 +122,12 @@ def layer_bytes(spec: ModelSpec, held: ChunkWork) -> tuple[LayerBytes, ...]:
 
 def product_bytes(spec: ModelSpec, held: ChunkWork, tokens: int) -> float | None:
     """Of what elementwise recompute makes again, what is there at the worst moment of a layer's backward: what the
-    activation puts out, whose memory is free again when what a norm puts out is made; None: all of it."""
-    return None if spec.moe is not None else tokens * held.item * common_columns(spec, 0.0) / held.tp
+    activation puts out, whose memory is free again when what a norm puts out is made; in a layer of experts alone,
+    theirs, which go before what all tokens share; None: all of it."""
+    load = load_of(spec, held) if spec.moe is not None else None
+    if load is None or (spec.single_blocks and not load.layers):
+        return tokens * held.item * common_columns(spec, 0.0) / held.tp
+    return load.rows * load.columns * held.item if spec.single_blocks else None
 
 
 def input_goes(spec: ModelSpec, held: ChunkWork) -> bool:
