@@ -164,7 +164,7 @@ FAMILY = Family(
         },
         fused=fused_in("mixer"),
         filters=frozenset({"mixer.conv1d"}), otherwise={"backbone.": "model."},
-        loaded={"backbone.": "model."}, unadapted=frozenset({"mixer.out_proj"}),
+        loaded={"backbone.": "model."}, experts_in="mixer", unadapted=frozenset({"mixer.out_proj"}),
         outside={
             "model.embed_tokens.weight": "backbone.embeddings.weight", "model.norm.weight": "backbone.norm_f.weight",
         },
