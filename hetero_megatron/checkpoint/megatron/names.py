@@ -85,7 +85,8 @@ def source(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> MegatronSource
     if match is None and name in _OUTSIDE:
         return MegatronSource((_OUTSIDE[name],), shape, lambda tensor: tensor[: shape[0]])
     modules = _MODULES if spec.mla is None else _LATENT
-    if match is None or match[2] not in modules or spec.parallel_block is not None or spec.attn_gate:
+    other_layers = spec.parallel_block is not None or spec.attn_gate or spec.single_blocks
+    if match is None or match[2] not in modules or other_layers:
         raise UserError(
             "is not read from Megatron's checkpoints", field="SOURCE", value=name,
             accepted="models with norms before attention and MLP, one after the other, and without sinks",

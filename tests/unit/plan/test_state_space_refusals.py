@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from transformers import NemotronHConfig
 
+from hetero_megatron.checkpoint.megatron.names import source
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import LayerKind, shares
+from hetero_megatron.spec import LayerKind, logical_tensors, shares
 from hetero_megatron.spec.flops import delta_flops
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config
@@ -63,6 +64,13 @@ def test_bad_experts_of_nemotron_h_are_refused_by_key(change: dict[str, Any], ke
     with pytest.raises(UserError) as caught:
         from_hf_config(MAMBAS["nemotron_h_experts"] | change)
     assert caught.value.field == key
+
+
+def test_layers_of_one_block_are_not_read_from_megatron() -> None:
+    spec = from_hf_config(MAMBAS["nemotron_h_experts_groups"])
+    for tensor in (tensor for tensor in logical_tensors(spec) if isinstance(tensor.layer, int)):
+        with pytest.raises(UserError, match="is not read from Megatron"):
+            source(spec, tensor.name, tensor.shape)
 
 
 def test_absent_keys_of_experts_mean_what_they_mean_in_transformers() -> None:
