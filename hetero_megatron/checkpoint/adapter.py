@@ -44,7 +44,7 @@ def adapter_table(spec: ModelSpec) -> dict[str, HFSource]:
         UserError: a family whose Hugging Face form has another matrix there (fused or transposed).
     """
     assert spec.lora is not None
-    one_of_two = ("gate_proj" in spec.lora.targets) != ("up_proj" in spec.lora.targets)
+    one_of_two = spec.gated and ("gate_proj" in spec.lora.targets) != ("up_proj" in spec.lora.targets)
     if spec.moe is not None and one_of_two and not spec.lora.dora:
         raise UserError(
             "experts have gate_proj and up_proj in one parameter of Hugging Face's form, so that peft knows no adapter "
@@ -128,7 +128,7 @@ class AdapterWeights:
 
     def _find(self, spec: ModelSpec, single: bool) -> dict[str, tuple[HFSource, tuple[int, ...]]]:
         """By name from ``_stored``: where it is, and the stored tensor's shape."""
-        joined = gate_and_up_joined(self._directory)
+        joined = gate_and_up_joined(self._directory, spec)
         parts = [(part, _source(spec, part, self._field, joined)) for part in _stored(spec, single)]
         return {part.name: (source, source.shape(part.shape)) for part, source in parts}
 

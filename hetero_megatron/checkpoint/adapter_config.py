@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.checkpoint.adapter_experts import PARAMETERS, PARENT, doubled, parameters_of, single_keys
+from hetero_megatron.checkpoint.adapter_experts import doubled, parameters, parameters_of, parent, single_keys
 from hetero_megatron.checkpoint.adapter_keys import INIT, check_keys, residual
 from hetero_megatron.checkpoint.adapter_sites import MIXTRAL, PATTERNS, experts_patterns, is_even, site_keys, with_sites
 from hetero_megatron.checkpoint.names import module_names
@@ -38,7 +38,7 @@ def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
     if spec.moe is not None and lora.dora:
         content |= single_keys(spec, content["target_modules"])
     elif spec.moe is not None:
-        content["target_parameters"] = parameters_of(lora)
+        content["target_parameters"] = parameters_of(spec)
         if "gate_proj" in lora.targets:
             for key, pattern in zip(PATTERNS, doubled(lora), strict=True):
                 content[key] = content.get(key, {}) | pattern
@@ -56,7 +56,7 @@ def read_config(directory: str, field: str, spec: ModelSpec) -> Lora:
     scaled, dora = (_switch(content, key, path_name) for key in ("use_rslora", "use_dora"))
     if type(rank) is not int or not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise UserError("has no r or lora_alpha", field=field, value=path_name, accepted=ACCEPTED)
-    projections, experts = _target_modules(content, path_name, spec), _target_parameters(content, path_name)
+    projections, experts = _target_modules(content, path_name, spec), _target_parameters(content, path_name, spec)
     if dora and experts:
         raise UserError(
             "peft knows no DoRA of parameters", field="target_parameters", value=content["target_parameters"],
@@ -74,10 +74,10 @@ def read_config(directory: str, field: str, spec: ModelSpec) -> Lora:
     return with_sites(content, lora, path_name, spec)
 
 
-def gate_and_up_joined(directory: str) -> bool:
+def gate_and_up_joined(directory: str, spec: ModelSpec) -> bool:
     """Whether the adapter of ``gate_up_proj`` of experts has the ranks of gate's and those of up's."""
     content = read_json_object(Path(directory) / CONFIG, CONFIG)
-    return not is_even(experts_patterns(content, "rank_pattern"), content.get("r"))
+    return not is_even(experts_patterns(content, "rank_pattern", spec), content.get("r"))
 
 
 def _switch(config: Mapping[str, Any], key: str, where: str) -> bool:
@@ -106,18 +106,19 @@ def _target_modules(config: Mapping[str, Any], where: str, spec: ModelSpec) -> l
     return [ours.get(last, last) for last in (name.rpartition(".")[2] for name in names)]
 
 
-def _target_parameters(config: Mapping[str, Any], where: str) -> list[str]:
+def _target_parameters(config: Mapping[str, Any], where: str, spec: ModelSpec) -> list[str]:
     """Projections of the experts whose parameters are named."""
     if not config.get("target_parameters"):
         return []
-    accepted = f"a list of {', '.join(f'mlp.experts.{name}' for name in PARAMETERS)}"
+    known = parameters(spec)
+    accepted = f"a list of {', '.join(f'{parent(spec)}.{name}' for name in known)}" if known else "null"
     out: list[str] = []
     for name in _names(config, "target_parameters", accepted, where):
-        parent, _, last = name.rpartition(".")
-        if last not in PARAMETERS or not f".{PARENT}".endswith(f".{parent}" if parent else ""):
+        module, _, last = name.rpartition(".")
+        if last not in known or not f".{parent(spec)}".endswith(f".{module}" if module else ""):
             raise UserError(
                 "only experts' parameters may have adapters", field="target_parameters", value=name, accepted=accepted,
                 where=where,
             )  # fmt: skip
-        out += PARAMETERS[last]
+        out += known[last]
     return out

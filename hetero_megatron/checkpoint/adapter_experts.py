@@ -1,9 +1,9 @@
 """Adapters of experts in PEFT's form: one pair of matrices for the parameter that holds all experts of a layer.
 
-transformers keeps gate and up of all experts in one parameter, ``gate_up_proj``, and ``down_proj`` in another;
-``target_parameters`` names them. Of a parameter with E experts PEFT stores A [E x rank, inputs] and B
-[outputs, rank x E]. An adapter of gate and one of up are one of twice the rank there: A has the ranks of both, and B
-is 0 where the ranks of one meet the outputs of the other, as PEFT itself joins them.
+transformers keeps gate and up of all experts in one parameter, ``gate_up_proj`` (without gates, ``up_proj``), and
+``down_proj`` in another; ``target_parameters`` names them. Of a parameter with E experts PEFT stores
+A [E x rank, inputs] and B [outputs, rank x E]. An adapter of gate and one of up are one of twice the rank there: A has
+the ranks of both, and B is 0 where the ranks of one meet the outputs of the other, as PEFT itself joins them.
 
 Models of before transformers 5 had modules of their own for every expert (``experts.3.gate_proj``), and there are
 adapters with their names; these are read, too.
@@ -27,9 +27,18 @@ from hetero_megatron.spec.lora import MLP_TARGETS
 from hetero_megatron.spec.tensors import expert_tensor
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-# A parameter of transformers -> the projections that it holds.
-PARAMETERS = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}
-PARENT = "mlp.experts"  # in transformers, of every family with adapters of experts
+
+
+def parameters(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """A parameter of transformers' experts -> the projections that it holds; none of a dense model."""
+    if spec.moe is None:
+        return {}
+    return {GATE_UP if spec.gated else "up_proj": spec.mlp_projections[:-1], DOWN: (DOWN,)}
+
+
+def parent(spec: ModelSpec) -> str:
+    """Where they are in a layer of transformers."""
+    return f"{FAMILIES[spec.hf_model_type].names.experts_in}.experts"
 
 
 @dataclass(frozen=True)
@@ -92,18 +101,18 @@ def expert_source(spec: ModelSpec, tensor: LogicalTensor, prefix: str, joined: b
         joined: gate's ranks stand before up's; else both have the same A.
     """
     assert spec.lora is not None and spec.moe is not None
-    layer, _, projection, kind, _ = tensor.name.rsplit(".", 4)
-    fused = projection != DOWN
+    layer, _, _, projection, kind, _ = tensor.name.rsplit(".", 5)
+    fused = projection != DOWN and spec.gated
     # Each parameter has a wrapper of its own around the experts; the first one's, by name, is the outer one.
-    nested = fused and DOWN in spec.lora.targets
-    name = f"{prefix}{layer}.experts.{'base_layer.' if nested else ''}{kind}.weight"
+    nested = projection != DOWN and DOWN in spec.lora.targets
+    name = f"{prefix}{layer}.{parent(spec)}.{'base_layer.' if nested else ''}{kind}.weight"
     inter = FAMILIES[spec.hf_model_type].names.experts
     if inter is not None and not inter.interleaved:  # [experts, inputs, outputs], and does not tell peft that it is
         raise UserError(
             f"peft takes inputs and outputs of {spec.hf_model_type}'s experts for each other", field=field,
             value=projection, accepted="adapters of attention, or --merge-lora and --save-hf",
         )  # fmt: skip
-    second, of_b, rank, start, step = projection == "up_proj", kind == "lora_B", spec.lora.rank, 0, 1
+    second, of_b, rank, start, step = fused and projection == "up_proj", kind == "lora_B", spec.lora.rank, 0, 1
     if of_b and fused:
         interleaved = inter is not None and inter.interleaved
         step = 2 if interleaved else 1
@@ -123,17 +132,20 @@ def single_source(spec: ModelSpec, module: str, adapter: str, prefix: str, field
     source = hf_source(spec, f"{module}.weight")
     if source.expert is not None:
         problem = f"Hugging Face's {spec.hf_model_type} has no modules of single experts"
-        accepted = f"adapters of {' and '.join(parameters_of(spec.lora))}"
+        accepted = f"adapters of {' and '.join(parameters_of(spec))}"
         if spec.lora.dora:
             problem += ", of which alone peft knows DoRA"
             accepted = f"targets other than {', '.join(MLP_TARGETS)}, or --merge-lora and --save-hf"
         raise UserError(problem, field=field, value=module, accepted=accepted)
-    return HFSource(f"{prefix}{source.name.removesuffix('weight')}{adapter}")
+    stored = FAMILIES[spec.hf_model_type].names.in_transformers(source.name)
+    return HFSource(f"{prefix}{stored.removesuffix('weight')}{adapter}")
 
 
-def parameters_of(lora: Lora) -> list[str]:
+def parameters_of(spec: ModelSpec) -> list[str]:
     """target_parameters of adapter_config.json."""
-    return [f"{PARENT}.{name}" for name, targets in PARAMETERS.items() if targets[0] in lora.targets]
+    assert spec.lora is not None
+    held = parameters(spec).items()
+    return [f"{parent(spec)}.{name}" for name, targets in held if targets[0] in spec.lora.targets]
 
 
 def single_keys(spec: ModelSpec, others: list[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hetero_megatron.checkpoint.adapter_experts import GATE_UP, PARAMETERS, doubled
+from hetero_megatron.checkpoint.adapter_experts import GATE_UP, doubled, parameters, parent
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Lora, ModelSpec
 from hetero_megatron.spec.adapter_places import ModuleChoice, modules, other_modules, pattern_value, with_places
@@ -45,7 +45,7 @@ def with_sites(entries: Mapping[str, Any], lora: Lora, where: str, spec: ModelSp
     Raises:
         UserError: a key of another type, layers that the model does not have, modules that may have no adapter.
     """
-    names, patterns = modules(spec), _patterns(entries, where)
+    names, patterns = modules(spec), _patterns(entries, where, spec)
     _check_experts(entries, lora, where, spec)
     target_modules, listed = entries.get("target_modules"), _listed(entries, spec)
     by_layer = [name for name in listed if "." in name and any(part.isdigit() for part in name.split("."))]
@@ -76,22 +76,22 @@ def _sizes(patterns: Mapping[str, Mapping[str, Any]], name: str, lora: Lora, whe
     return rank, float(alpha)
 
 
-def _patterns(entries: Mapping[str, Any], where: str) -> dict[str, Mapping[str, Any]]:
+def _patterns(entries: Mapping[str, Any], where: str, spec: ModelSpec) -> dict[str, Mapping[str, Any]]:
     """Of modules, those of experts' parameters left out."""
-    out: dict[str, Mapping[str, Any]] = {}
+    out, of_experts = dict[str, Mapping[str, Any]](), parameters(spec)
     for key in PATTERNS:
         pattern = entries.get(key) or {}
         if not isinstance(pattern, dict):
             raise UserError("is no object", field=key, value=pattern, accepted='such as {"q_proj": 4}', where=where)
-        out[key] = {name: value for name, value in pattern.items() if name.rpartition(".")[2] not in PARAMETERS}
+        out[key] = {name: value for name, value in pattern.items() if name.rpartition(".")[2] not in of_experts}
     return out
 
 
-def experts_patterns(entries: Mapping[str, Any], key: str) -> dict[str, Any]:
+def experts_patterns(entries: Mapping[str, Any], key: str, spec: ModelSpec) -> dict[str, Any]:
     """Of ``rank_pattern`` or ``alpha_pattern``, by parameter of experts."""
     pattern = entries.get(key)
     ends = {name.rpartition(".")[2]: value for name, value in pattern.items()} if isinstance(pattern, dict) else {}
-    return {name: value for name, value in ends.items() if name in PARAMETERS}
+    return {name: value for name, value in ends.items() if name in parameters(spec)}
 
 
 def is_even(pattern: Mapping[str, Any], value: Any) -> bool:
@@ -105,21 +105,21 @@ def _check_experts(entries: Mapping[str, Any], lora: Lora, where: str, spec: Mod
     if spec.moe is None or not any(t in MLP_TARGETS for t in lora.targets):
         return
     twice: tuple[Mapping[str, Any], Mapping[str, Any]] = doubled(lora)
-    by_key = {key: experts_patterns(entries, key) for key in PATTERNS}
+    by_key = {key: experts_patterns(entries, key, spec) for key in PATTERNS}
     if not (is_even(by_key["rank_pattern"], lora.rank) and is_even(by_key["alpha_pattern"], lora.alpha)):
         for key, values_of_targets in zip(PATTERNS, twice, strict=True):
             value = by_key[key].get(GATE_UP) if len(by_key[key]) == 1 else None
             if not isinstance(value, int | float) or not math.isclose(value, *values_of_targets.values()):
+                joined = f", or rank_pattern {json.dumps(twice[0])}, alpha_pattern {json.dumps(twice[1])}"
                 raise UserError(
                     "all adapters of experts have one rank and alpha here", field=key, value=entries.get(key),
-                    accepted=f"none, or rank_pattern {json.dumps(twice[0])}, alpha_pattern {json.dumps(twice[1])}",
-                    where=where,
+                    accepted=f"none{joined if spec.gated else ''}", where=where,
                 )  # fmt: skip
-    module_names = [f"model.layers.{i}.mlp.experts" for i in range(spec.num_layers)]
+    module_names = [f"model.layers.{i}.{parent(spec)}" for i in range(spec.num_layers)]
     all_names = [f"{name}.{end}" for name in module_names for end in (
-        "", *PARAMETERS, *(f"0.{t}" for t in MLP_TARGETS), *(f"0.{t}" for t in MIXTRAL))]  # fmt: skip
+        "", *parameters(spec), *(f"0.{t}" for t in MLP_TARGETS), *(f"0.{t}" for t in MIXTRAL))]  # fmt: skip
     all_names = [name.removesuffix(".") for name in all_names]
-    for key, patterns in _patterns(entries, where).items():
+    for key, patterns in _patterns(entries, where, spec).items():
         usual_value = lora.rank if key == "rank_pattern" else lora.alpha
         for name in all_names:
             if (value := pattern_value(patterns, name, key, where)) not in (None, usual_value):

@@ -25,8 +25,9 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
   *Fused*: the family's files keep several projections in one matrix, such as `qkv_proj`, `gate_up_proj` or
   `query_key_value`. By that name they have one adapter, with one A, as in `peft`; by the names of Llama's one each,
   which is exported with its base (`--merge-lora`), not by itself. *Merged*: only so, as `peft` has others there. Of a
-  mixture of experts, `gate_proj`, `up_proj` and `down_proj` are the routed experts'. Of linear attention and Mamba-2
-  they are as `peft` names them ([Linear attention](linear_attention.md)).
+  mixture of experts, `gate_proj`, `up_proj` and `down_proj` are the routed experts' (of `nemotron_h` the last two:
+  they have no gates). Of linear attention and Mamba-2 they are as `peft` names them
+  ([Linear attention](linear_attention.md)).
 - Of a `llama4`, `qwen3_5` or `qwen3_5_moe` directory (text and images) the language model is read; an export is of that
   alone, `llama4_text`, `qwen3_5_text` or `qwen3_5_moe_text`. Llama 4's chunks of attention, and the positions with
   which its queries grow, are counted from the start of each document, so that documents packed into one row are what
@@ -36,8 +37,8 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
   transformers leaves them out.
 - `qwen3_next`, `qwen3_5_text` and `qwen3_5_moe_text` mix layers of linear attention (Gated DeltaNet) with layers of
   attention, `kimi_linear` (Kimi Delta Attention) with layers of latent attention, `granitemoehybrid` and `bamba`
-  layers of Mamba-2 with layers of attention; layers of `nemotron_h` are Mamba-2, attention or an MLP, one of them
-  each, and its mixtures of experts (Nemotron 3) are refused; see [Linear attention](linear_attention.md).
+  layers of Mamba-2 with layers of attention; layers of `nemotron_h` are Mamba-2, attention, an MLP or a mixture
+  of experts, one of them each; see [Linear attention](linear_attention.md).
 - *Export*: `--save-hf`, as transformers writes it. *Generation*: `hetero-megatron generate`.
 
 ## Supported

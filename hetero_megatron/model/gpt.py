@@ -16,7 +16,15 @@ import torch
 from torch import nn
 
 from hetero_megatron.model.latent_attention import LatentAttention
-from hetero_megatron.model.layers import Attention, Context, Linear, Norm, joint_products, lay_together
+from hetero_megatron.model.layers import (
+    Attention,
+    Context,
+    Linear,
+    Norm,
+    activation_of,
+    joint_products,
+    lay_together,
+)
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops import Angles, KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
 from hetero_megatron.ops.dropout import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, Draws
@@ -44,9 +52,8 @@ class StageBatch(Protocol):
 class MLP(nn.Module):
     def __init__(self, spec: ModelSpec, columns: int, kernels: KernelPlan) -> None:
         super().__init__()
-        self.kernels = kernels
         h, f = spec.hidden_size, columns
-        self.activation, self.clamp = spec.activation, (spec.swiglu_alpha, spec.swiglu_limit)
+        self.activate = activation_of(spec, kernels)
         self.gate_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels) if spec.gated else None
         self.up_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels)
         columns_of_x = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
@@ -56,20 +63,6 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [b, s, h] -> [b, s, h]; of a TP rank, a partial sum over its columns until ``down_proj`` adds them up."""
         return cast(torch.Tensor, self.down_proj(self.activate(*joint_products(self.together, x))))
-
-    def activate(self, *parts: torch.Tensor) -> torch.Tensor:
-        """(gate and) up -> what ``down_proj`` reads, all [b, s, columns]."""
-        *gate, y = parts
-        if not gate:
-            squared = self.activation == "squared_relu"
-            y = self.kernels.squared_relu(y) if squared else self.kernels.gelu(y, self.activation == "gelu_tanh")
-        elif self.activation == "swiglu":
-            y = self.kernels.swiglu(gate[0], y)
-        elif self.activation == "clamped_swiglu":
-            y = self.kernels.clamped_swiglu(gate[0], y, *self.clamp)
-        else:
-            y = self.kernels.gelu(gate[0], self.activation == "geglu_tanh") * y
-        return y
 
 
 def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> nn.Module | None:

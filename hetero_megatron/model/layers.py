@@ -6,7 +6,7 @@ sums over the TP group, which ``parallel/tensor.py`` adds from outside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -107,6 +107,21 @@ def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Te
     weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
     products = linears[0].kernels.joint_gemm(x, weights, biases)
     return tuple(linear.adapted(y, x) for linear, y in zip(linears, products, strict=True))
+
+
+def activation_of(spec: ModelSpec, kernels: KernelPlan) -> Callable[..., torch.Tensor]:
+    """What makes of (gate and) up, [..., columns] each, what ``down_proj`` of an MLP or of experts reads."""
+    alpha, limit = spec.swiglu_alpha, spec.swiglu_limit
+    activations: dict[str, Callable[..., torch.Tensor]] = {
+        "swiglu": lambda gate, up: kernels.swiglu(gate, up),
+        "clamped_swiglu": lambda gate, up: kernels.clamped_swiglu(gate, up, alpha, limit),
+        "geglu": lambda gate, up: kernels.gelu(gate, False) * up,
+        "geglu_tanh": lambda gate, up: kernels.gelu(gate, True) * up,
+        "gelu": lambda up: kernels.gelu(up, False),
+        "gelu_tanh": lambda up: kernels.gelu(up, True),
+        "squared_relu": lambda up: kernels.squared_relu(up),
+    }
+    return activations[spec.activation]
 
 
 class Norm(nn.Module):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from hetero_megatron.model.layers import activation_of
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.int8_weight import narrow_product
 from hetero_megatron.ops.moe_permute import routed_rows
@@ -78,11 +79,11 @@ class Experts(nn.Module):
         assert spec.moe is not None
         self.first, self.count, bias = a, b - a, spec.moe.bias
         self.weigh_inputs = spec.moe.weigh_inputs
-        self.gate_proj = GroupedLinear(b - a, h, d - c, kernels, bias)
+        self.gate_proj = GroupedLinear(b - a, h, d - c, kernels, bias) if spec.gated else None
         self.up_proj = GroupedLinear(b - a, h, d - c, kernels, bias)
         # Outputs of ranks that share an expert's columns are added up, its bias once.
         self.down_proj = GroupedLinear(b - a, d - c, h, kernels, bias, adds_bias=c == 0 and d > 0)
-        self.clamped = (spec.swiglu_alpha, spec.swiglu_limit) if spec.activation == "clamped_swiglu" else None
+        self.activate = activation_of(spec, kernels)
 
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor | None = None
@@ -92,14 +93,9 @@ class Experts(nn.Module):
         if self.weigh_inputs:
             routed = routed * _by_row(weights, slots, len(rows)).to(routed.dtype)[:, None]
             weights = torch.ones_like(weights)
-        gate, up = self.gate_proj(routed, ends), self.up_proj(routed, ends)
-        y = self.down_proj(self.activate(gate, up), ends)
+        columns = (projection(routed, ends) for projection in (self.gate_proj, self.up_proj) if projection is not None)
+        y = self.down_proj(self.activate(*columns), ends)
         return self.kernels.moe_unpermute(y, weights, rows, slots)  # type: ignore[no-any-return]
-
-    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        if self.clamped is None:
-            return self.kernels.swiglu(gate, up)  # type: ignore[no-any-return]
-        return self.kernels.clamped_swiglu(gate, up, *self.clamped)  # type: ignore[no-any-return]
 
 
 def _by_row(weights: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:

@@ -36,7 +36,7 @@ def apply_elementwise(layer: Layer, keep: Keep) -> None:
         norm.forward = partial(results.norm, norm.forward)  # type: ignore[method-assign]
     mlp, blocks = layer.mlp, [layer.mixer, layer.mlp]
     if isinstance(mlp, MoEMLP):
-        mlp.experts.activate = partial(results.of, mlp.experts.activate)  # type: ignore[method-assign]
+        mlp.experts.activate = partial(results.of, mlp.experts.activate)
         blocks.append(mlp.shared_expert)
     for block in blocks:
         if isinstance(block, MLP) or (block is layer.mixer and layer.kind.linear):

@@ -224,7 +224,7 @@ def layer_operand_bytes(
 
         assert spec.delta is not None
         cut, low_rank = cut + linear * delta_operands(spec, tp), 2 * linear * spec.delta.low_rank
-    cut += (3 if spec.gated else 2) * common_columns(spec, routed) + dropped[1]
+    cut += len(spec.mlp_projections) * common_columns(spec, routed) + dropped[1]
     of_mlp, of_mixer = shared_inputs(spec, routed, tp), mixer_layers(spec)
     outputs = 1 if spec.parallel_block is not None and tp <= 1 else of_mixer + of_mlp
     inputs = (of_mixer + of_mlp + outputs) * h + 2 * adapter_widths(spec) + dropped[0] + low_rank

@@ -40,10 +40,10 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     if lora.dora and lora.dropout:
         raise UserError("adapters with DoRA know no dropout", field="dropout", value=lora.dropout, accepted="0")
     with_adapters = replace(spec, lora=lora)
-    if lora.base_dtype == "nf4":
-        _fits_nf4(with_adapters)
     adapter_of = adapters(with_adapters)
     _fits_fused(with_adapters, adapter_of)
+    if lora.base_dtype == "nf4":
+        _fits_nf4(with_adapters)
     model_places = {adapter.place for adapter in adapter_of.values()}
     if missing_targets := [name for name in lora.targets if name not in {target for _, target in model_places}]:
         adaptable = {name for t in logical_tensors(spec.base) for name, _ in choices(spec.base, t)}
@@ -83,8 +83,8 @@ def _fits_fused(spec: ModelSpec, adapter_of: Mapping[str, Adapter]) -> None:
                 )  # fmt: skip
     if lora.base_dtype is not None and spec.hybrid:
         raise UserError(
-            "projections of linear attention are not stored in few bits", field="base_dtype", value=lora.base_dtype,
-            accepted="the dtype of the run",
+            "models with linear attention, or with layers of one block, are not stored in few bits", field="base_dtype",
+            value=lora.base_dtype, accepted="the dtype of the run",
         )  # fmt: skip
 
 

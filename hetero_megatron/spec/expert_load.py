@@ -11,7 +11,6 @@ from hetero_megatron.spec.lora import MLP_TARGETS
 from hetero_megatron.spec.model_spec import ModelSpec
 
 INDEX = 8  # bytes of an expert's or a row's number
-ROUTED_WIDTHS = 3  # gate, up and their product: experts are gated
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,12 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int, elemen
 
     - of each own token the router's input, its logits, and the numbers of its experts; of a token sent, where it went;
     - of each arriving token where its rows are, and its weights;
-    - of each row its token's number, input and output of the expert, gate, up and their product, and what is between
-      A and B of its adapters; where weights multiply inputs, these before it, too; with DoRA
-      :func:`scaled_expert_bytes`.
+    - of each row its token's number, input and output of the expert, gate, up and their product (without a gate, up
+      and its activation), and what is between A and B of its adapters; where weights multiply inputs, these before it,
+      too; with DoRA :func:`scaled_expert_bytes`.
 
-    ``elementwise``: neither the product of gate and up nor the router's input where a norm puts it out, which are made
-    again.
+    ``elementwise``: neither the product of gate and up (or activation) nor the router's input where a norm puts it out,
+    which are made again.
     """
     moe, h, wide = spec.moe, spec.hidden_size, max(item, 4)
     assert moe is not None
@@ -102,7 +101,7 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int, elemen
     own_tokens = load.tokens * (item * (router_input + moe.num_experts + gated) + INDEX * moe.top_k)
     sent = (load.sent + load.passed_on) * (INDEX + moe.top_k) if load.members > 1 else 0.0
     arriving = load.arriving * moe.top_k * (INDEX + wide)
-    widths = ROUTED_WIDTHS - elementwise
+    widths = len(spec.mlp_projections) - elementwise
     row = (2 + moe.weigh_inputs) * h + widths * load.columns + expert_adapter_ranks(spec)
     scaled = scaled_expert_bytes(spec, load.columns, item)
     return own_tokens + sent + arriving + load.rows * (item * row + scaled + INDEX)
@@ -110,30 +109,31 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int, elemen
 
 def expert_backward_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> tuple[float, float]:
     """Bytes that backward through the experts needs beside what they keep: (while the gradients of the rows are made,
-    with their products with the rows, of 16-bit ones all in fp32; in the experts, at the worst moment: gate's and up's
-    gradients and those of their inputs, when output and product are gone). Beside the latter is what is made of frozen
-    weights in 8 bits."""
-    h, wide = spec.hidden_size, max(item, 4)
+    with their products with the rows, of 16-bit ones all in fp32; in the experts, whose output is gone, at the worst
+    moment). That is in ``down_proj``; in the activation, where what it put out is gone, with that one's gradient, those
+    of its inputs and a helper; or in what is before it. Beside products is what is made of frozen weights in 8 bits."""
+    h, wide, columns = spec.hidden_size, max(item, 4), load.columns
     returned = load.arriving * item * h if load.members > 1 else 0.0  # gradients of what was sent back
     outputs = load.rows * h * (3 * wide if item < wide else 2 * item)
-    inputs = load.rows * item * (2 * load.columns + 2 * h) - load.rows * item * (h + load.columns)
-    decoded = load.experts * load.columns * h * item * spec.in_few_bits
-    in_experts = max(load.rows * item * (h + 2 * load.columns), inputs + decoded, load.rows * item * h + decoded)
+    reading = len(spec.mlp_projections) - 1  # matrices that read the experts' input
+    in_activation, in_products = (2 * reading - 1) * columns - h, max(columns, (reading - 1) * (h + columns))
+    decoded = load.experts * columns * h * item * spec.in_few_bits
+    in_experts = max(load.rows * item * in_activation, load.rows * item * in_products + decoded)
     return returned + outputs, returned + in_experts
 
 
 def expert_operand_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:
     """Bytes of the operands of the experts' weight gradients, which wait from B_INPUT to W: inputs, and gradients of
-    outputs, of all three matrices, and those of the router."""
+    outputs, of all matrices, and those of the router."""
     moe, h = spec.moe, spec.hidden_size
     assert moe is not None
-    rows = load.rows * (2 * h + ROUTED_WIDTHS * load.columns + 2 * expert_adapter_ranks(spec))
+    rows = load.rows * (2 * h + len(spec.mlp_projections) * load.columns + 2 * expert_adapter_ranks(spec))
     return item * (rows + load.tokens * (h + moe.num_experts))
 
 
 def expert_flops(spec: ModelSpec, load: ExpertLoad) -> float:
     """Forward FLOPs of the experts and the router."""
     assert spec.moe is not None
-    h = spec.hidden_size
+    h, columns = spec.hidden_size, len(spec.mlp_projections) * load.columns
     adapters = 2.0 * load.rows * expert_adapter_ranks(spec) * (h + load.columns)
-    return adapters + 2.0 * h * (load.rows * ROUTED_WIDTHS * load.columns + load.tokens * spec.moe.num_experts)
+    return adapters + 2.0 * h * (load.rows * columns + load.tokens * spec.moe.num_experts)

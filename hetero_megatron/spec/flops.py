@@ -179,7 +179,7 @@ def layer_matmul_flops(spec: ModelSpec) -> float:
     """Forward FLOPs per token of one (average) layer's projections and MLP: 2 x the matrix elements that it passes; and
     of linear attention, which are as many for every token."""
     h = spec.hidden_size
-    matrices = 3 if spec.gated else 2
+    matrices = len(spec.mlp_projections)
     router = 0.0 if spec.moe is None else spec.moe_share * h * spec.moe.num_experts
     return 2 * (projection_elements(spec) + matrices * h * mlp_columns(spec) + router) + delta_flops(spec)
 

@@ -131,6 +131,7 @@ class NameTable:
         outside: logical tensor outside of the layers -> theirs; others have the same name.
         unadapted: their modules that have no adapters, as peft refuses them.
         loaded: parts of names in files -> what transformers calls modules there, and peft adapters of them.
+        experts_in: what transformers calls the block with the experts.
     """
 
     layer: str = "model.layers.{}"
@@ -150,6 +151,7 @@ class NameTable:
     outside: Mapping[str, str] = field(default_factory=dict)
     unadapted: frozenset[str] = frozenset()
     loaded: Mapping[str, str] = field(default_factory=dict)
+    experts_in: str = "mlp"
 
     def in_transformers(self, name: str) -> str:
         """A name in files, as transformers' modules have it."""

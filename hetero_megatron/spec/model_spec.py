@@ -25,7 +25,7 @@ MAX_LAYERS = 100_000
 MAX_ELEMENTS = 2**48  # of one matrix
 
 GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh")  # activations that multiply two projections
-EXPERT_ACTIVATIONS = ("swiglu", "clamped_swiglu")
+EXPERT_ACTIVATIONS = ("swiglu", "clamped_swiglu", "squared_relu")
 CHOICES = {
     "norm": ("rms", "layer"), "norm_placement": ("pre", "pre_post", "post"), "position": ("rope", "learned"),
     "activation": (*GATED, "gelu", "gelu_tanh", "squared_relu"), "parallel_block": (None, "one_norm", "two_norms"),
@@ -315,8 +315,13 @@ class ModelSpec:
 
     @property
     def gated(self) -> bool:
-        """The MLP multiplies two projections."""
+        """MLPs and experts multiply two projections."""
         return self.activation in GATED
+
+    @property
+    def mlp_projections(self) -> tuple[str, ...]:
+        """Matrices of an MLP, or of each expert, in forward order; those before the last read what goes in."""
+        return ("gate_proj", "up_proj", "down_proj") if self.gated else ("up_proj", "down_proj")
 
     def layer(self, i: int) -> LayerKind:
         """The kind of decoder layer ``i``; of a module that predicts further tokens, that of the last layer."""

@@ -15,7 +15,8 @@ class MoE:
     """The MLP of layers whose kind is ``moe``. Tokens are never dropped.
 
     Args:
-        num_experts: gated MLPs of ``ffn_hidden_size`` columns, of which each token uses ``top_k``.
+        num_experts: MLPs of ``ffn_hidden_size`` columns, gated or not as the model's, of which each token uses
+            ``top_k``.
         score: ``softmax`` over all experts, then the best; ``topk_softmax``: the best, then softmax over them;
             ``sigmoid`` of each.
         normalize: the weights of a token are divided by their sum; ``scale``: then multiplied by it.

@@ -267,8 +267,8 @@ def _rows_of_one(
 
 def _mlp(spec: ModelSpec, name: str, columns: int, axis: Axis, i: int) -> Iterator[LogicalTensor]:
     h = spec.hidden_size
-    names = ("gate_proj", "up_proj") if spec.gated else ("up_proj",)
-    yield from _rows_of_one(name, [(column, columns, axis) for column in names], h, spec.mlp_bias, i)
+    rows = [(column, columns, axis) for column in spec.mlp_projections[:-1]]
+    yield from _rows_of_one(name, rows, h, spec.mlp_bias, i)
     yield LogicalTensor(f"{name}.down_proj.weight", (h, columns), (_HIDDEN, axis), i)
     if spec.mlp_bias:
         yield LogicalTensor(f"{name}.down_proj.bias", (h,), (_HIDDEN,), i)
@@ -283,7 +283,7 @@ def _moe(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
         yield LogicalTensor(f"{name}.gate.bias", (moe.num_experts,), (router,), i)
     if moe.score_bias:
         yield LogicalTensor(f"{name}.gate.e_score_correction_bias", (moe.num_experts,), (router,), i, by_load=True)
-    for column in ("gate_proj", "up_proj"):
+    for column in spec.mlp_projections[:-1]:
         shape = (moe.num_experts, moe.ffn_hidden_size, h)
         yield LogicalTensor(f"{name}.experts.{column}.weight", shape, (experts, columns, _HIDDEN), i)
         if moe.bias:

@@ -31,7 +31,9 @@ from tests.support.qwen_next_reference import by_document, has_delta, kimi_value
 
 OFFSET_FAMILIES = ("gemma", "qwen3_next", "qwen3_5")  # norms multiply with 1 + w
 _OFFSET_CLASSES = ("Gemma", "Qwen3Next", "Qwen3_5")
-_V3_ROUTERS = ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Dots1TopkRouter", "KimiLinearTopkRouter")
+_V3_ROUTERS = (
+    "DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Dots1TopkRouter", "KimiLinearTopkRouter", "NemotronHTopkRouter",
+)  # fmt: skip
 
 
 def make_hf(
@@ -372,6 +374,8 @@ def _of_experts(values: dict[str, torch.Tensor], name: str, family: str) -> torc
     """transformers keeps all experts, gate and up, in one tensor; gpt-oss' are transposed and interleaved, Llama 4's
     transposed."""
     prefix, column, kind = name.rsplit(".", 2)
+    if family == "nemotron_h":  # without gates
+        return values[f"{prefix.replace('model.', 'backbone.').replace('.mlp.', '.mixer.')}.{column}"]
     places = {"llama4_text": ".feed_forward.", "granitemoehybrid": ".block_sparse_moe."}
     prefix = prefix.replace(".mlp.", places.get(family, ".mlp."))
     fused = values[f"{prefix}.{'down_proj' if column == 'down_proj' else 'gate_up_proj'}{'_bias' * (kind == 'bias')}"]

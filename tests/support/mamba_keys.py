@@ -48,5 +48,13 @@ NEMOTRON: list[dict[str, Any]] = [
     {"time_step_limit": [0.5, 0.9]}, {"time_step_max": 0.01}, {"layer_norm_epsilon": 0.1}, {"rms_norm_eps": 0.1},
     {"mlp_hidden_act": "gelu"}, {"mlp_hidden_act": "silu"}, {"mamba_hidden_act": "gelu"}, {"expand": 7},
     {"chunk_size": 4}, {"residual_in_fp32": True}, {"n_routed_experts": 3}, {"moe_latent_size": 7},
+    {"n_routed_experts": 1}, {"n_routed_experts": None}, {"num_local_experts": 5}, {"num_local_experts": 4},
+    {"n_routed_experts": 6, "n_group": 3, "topk_group": 2}, {"n_group": 2}, {"n_group": 5}, {"topk_group": 2},
+    {"num_experts_per_tok": 5}, {"num_experts_per_tok": 6}, {"num_experts_per_tok": 0}, {"norm_topk_prob": False},
+    {"norm_topk_prob": None}, {"routed_scaling_factor": 2}, {"routed_scaling_factor": 0}, {"n_shared_experts": 2},
+    {"moe_intermediate_size": 9}, {"moe_intermediate_size": 0}, {"moe_shared_expert_intermediate_size": 9},
+    {"moe_shared_expert_intermediate_size": 0}, {"moe_shared_expert_overlap": False}, {"moe_latent_size": None},
+    {"layers_block_type": ["moe"] * 3}, {"layers_block_type": [MLP, "moe", FULL]},
+    {"layers_block_type": None, "hybrid_override_pattern": "EM*"},
     {"num_nextn_predict_layers": 1}, {"attention_head_dim": 9}, {"sliding_window": 3}, {"rope_theta": 5.0},
 ]  # fmt: skip

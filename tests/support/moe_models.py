@@ -143,6 +143,10 @@ NEMOTRON_H: dict[str, Any] = {
     "max_position_embeddings": 64, "mamba_num_heads": 6, "n_groups": 3, "mamba_head_dim": 8, "ssm_state_size": 5,
     "pad_token_id": None,
 }
+_NEMOTRON_EXPERTS: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention"], "n_routed_experts": 5, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 14, "routed_scaling_factor": 1.5,
+}
 # Mamba-2 in some layers.
 MAMBAS: dict[str, dict[str, Any]] = {
     "granite_hybrid_experts": _MAMBA | {
@@ -168,7 +172,12 @@ MAMBAS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 2, "hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1,
         "mamba_d_head": 12, "attention_bias": True,
     },
-    # Every layer is a mixer or an MLP alone.
+    # Every layer is a mixer, an MLP or a mixture of experts, without gates, alone.
+    "nemotron_h_experts": NEMOTRON_H | _NEMOTRON_EXPERTS,
+    "nemotron_h_experts_groups": NEMOTRON_H | _NEMOTRON_EXPERTS | {
+        "layers_block_type": ["moe", "full_attention", "mlp"], "n_routed_experts": 6, "n_group": 3, "topk_group": 2,
+        "norm_topk_prob": False, "mlp_bias": True, "num_experts_per_tok": 3,
+    },
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_odd": {key: value for key, value in NEMOTRON_H.items() if key != "layers_block_type"} | {
         "hybrid_override_pattern": "*-M", "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3,

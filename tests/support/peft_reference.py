@@ -95,7 +95,8 @@ class SingleExperts(torch.nn.Module):
 
     Args:
         fused: the experts of a layer, as transformers has them now.
-        projections: gate, up and down, each a weight [experts, outputs, inputs] and a bias [experts, outputs] or None.
+        projections: (gate,) up and down, each a weight [experts, outputs, inputs] and a bias [experts, outputs] or
+            None.
     """
 
     def __init__(
@@ -121,8 +122,12 @@ class SingleExperts(torch.nn.Module):
         for e in range(self.count):
             token, k = torch.where(chosen == e)
             expert: Any = self.get_submodule(str(e))
-            gate, up = expert.gate_proj(x[token]), expert.up_proj(x[token])
-            inner = self.act_fn(gate) * up if self.act_fn is not None else self._clamped(gate, up)
+            up = expert.up_proj(x[token])
+            if not hasattr(expert, "gate_proj"):
+                inner = self.act_fn(up)
+            else:
+                gate = expert.gate_proj(x[token])
+                inner = self.act_fn(gate) * up if self.act_fn is not None else self._clamped(gate, up)
             y = y.index_add(0, token, expert.down_proj(inner) * weights[token, k, None])
         return y
 
@@ -146,7 +151,9 @@ def keep_single_experts(model: torch.nn.Module, spec: ModelSpec) -> None:
     for name, module in list(model.named_modules()):
         if name.endswith(".experts"):
             ours = f"model.layers.{name.split('.layers.')[1].split('.')[0]}.mlp.experts"
-            projections = {t: (tensors[f"{ours}.{t}.weight"], tensors.get(f"{ours}.{t}.bias")) for t in MLP_TARGETS}
+            projections = {
+                t: (tensors[f"{ours}.{t}.weight"], tensors.get(f"{ours}.{t}.bias")) for t in spec.mlp_projections
+            }
             model.set_submodule(name, SingleExperts(module, projections))
     config: Any = model.config
     config.model_type = "experts as modules"  # of known types peft takes experts' modules for parameters
@@ -157,8 +164,11 @@ def keep_fused_experts(model: torch.nn.Module, like: torch.nn.Module) -> None:
     for name, fused in list(like.named_modules()):
         if name.endswith(".experts"):
             experts: Any = [one for key, one in model.get_submodule(name).named_children() if key.isdigit()]
-            gate_up = [torch.cat([one.gate_proj.weight, one.up_proj.weight]) for one in experts]
-            fused.gate_up_proj.data = torch.stack(gate_up)
+            if hasattr(fused, "gate_up_proj"):
+                gate_up = [torch.cat([one.gate_proj.weight, one.up_proj.weight]) for one in experts]
+                fused.gate_up_proj.data = torch.stack(gate_up)
+            else:
+                fused.up_proj.data = torch.stack([one.up_proj.weight for one in experts])
             fused.down_proj.data = torch.stack([one.down_proj.weight for one in experts])
             model.set_submodule(name, fused)
 
@@ -189,10 +199,13 @@ def site_config(spec: ModelSpec) -> dict[str, Any]:
 def expert_config(spec: ModelSpec) -> dict[str, Any]:
     """Of an adapter of gate and one of up peft makes one of twice the rank."""
     assert spec.lora is not None
-    wanted = {"gate_up_proj": "gate_proj", "down_proj": "down_proj"}
+    first = {"gate_up_proj": "gate_proj"} if spec.gated else {"up_proj": "up_proj"}
+    wanted = first | {"down_proj": "down_proj"}
     found = [f"experts.{theirs}" for theirs, ours in wanted.items() if ours in spec.lora.targets]
     if spec.moe is None or not found or spec.lora.dora:
         return {}
+    if not spec.gated:
+        return {"target_parameters": found}
     factor = math.sqrt(2) if spec.lora.rslora else 2
     rank, alpha = {"gate_up_proj": 2 * spec.lora.rank}, {"gate_up_proj": factor * spec.lora.alpha}
     return {"target_parameters": found, "rank_pattern": rank, "alpha_pattern": alpha}
@@ -217,16 +230,18 @@ def peft_values(wrapped: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Te
             continue
         layer, _, projection, kind, _ = tensor.name.rsplit(".", 4)
         nested = projection != "down_proj" and "down_proj" in spec.lora.targets
-        name = f"base_model.model.{layer}.experts.{'base_layer.' if nested else ''}{kind}.default.weight"
+        block = "mixer" if spec.hf_model_type == "nemotron_h" else "mlp"
+        experts_name = f"{layer.removesuffix('mlp')}{block}.experts"
+        name = f"base_model.model.{experts_name}.{'base_layer.' if nested else ''}{kind}.default.weight"
         used.add(name)
-        second, rows = projection == "up_proj", params[name].data
+        second, rows = projection == "up_proj" and spec.gated, params[name].data
         rank = slice(r, None) if second else slice(r)
         if kind == "lora_A":  # [experts x rank, inputs]
             found[tensor.name] = rows.unflatten(0, (tensor.shape[0], -1))[:, rank]
             continue
         rows = rows.unflatten(1, (-1, tensor.shape[0]))[:, rank].permute(2, 0, 1)  # from [outputs, rank x experts]
         half = slice(None)
-        if projection != "down_proj":
+        if projection != "down_proj" and spec.gated:
             f = tensor.shape[1]
             half = slice(int(second), None, 2) if spec.hf_model_type == "gpt_oss" else slice(second * f, second * f + f)
         found[tensor.name] = rows[:, half]

@@ -85,7 +85,8 @@ def source(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> MegatronSource
     if match is None and name in _OUTSIDE:
         return MegatronSource((_OUTSIDE[name],), shape, lambda tensor: tensor[: shape[0]])
     modules = _MODULES if spec.mla is None else _LATENT
-    if match is None or match[2] not in modules or spec.parallel_block is not None or spec.attn_gate:
+    other_layers = spec.parallel_block is not None or spec.attn_gate or spec.single_blocks
+    if match is None or match[2] not in modules or other_layers:
         raise UserError(
             "is not read from Megatron's checkpoints", field="SOURCE", value=name,
             accepted="models with norms before attention and MLP, one after the other, and without sinks",
@@ -97,7 +98,7 @@ def source(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> MegatronSource
     if projection in ("q_proj", "k_proj", "v_proj") and spec.mla is None:
         rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         return MegatronSource(names, (rows, *shape[1:]), _of_groups(spec, projection))
-    if projection in ("gate_proj", "up_proj") and (spec.gated or module.startswith("mlp.experts")):
+    if projection in ("gate_proj", "up_proj") and spec.gated:
         axis = int(STACKED in names[0])
         both_shape = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
         return MegatronSource(names, both_shape, _half(shape[axis], projection == "up_proj", axis))

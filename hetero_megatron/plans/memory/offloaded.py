@@ -9,7 +9,7 @@ from typing import Protocol
 
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.activation_bytes import layer_activation_bytes
-from hetero_megatron.spec.expert_load import ExpertLoad
+from hetero_megatron.spec.expert_load import ExpertLoad, plain_load
 from hetero_megatron.spec.flops import common_columns, layers_alone
 
 FEW_BYTES = 16  # per token of its layer: a saved tensor that has fewer stays on the device
@@ -122,8 +122,13 @@ def layer_bytes(spec: ModelSpec, held: ChunkWork) -> tuple[LayerBytes, ...]:
 
 def product_bytes(spec: ModelSpec, held: ChunkWork, tokens: int) -> float | None:
     """Of what elementwise recompute makes again, what is there at the worst moment of a layer's backward: what the
-    activation puts out, whose memory is free again when what a norm puts out is made; None: all of it."""
-    return None if spec.moe is not None else tokens * held.item * common_columns(spec, 0.0) / held.tp
+    activation puts out, whose memory is free again when what a norm puts out is made; in a layer of experts alone,
+    theirs, which go before what all tokens share; None: all of it."""
+    if spec.moe is not None and not spec.single_blocks:
+        return None
+    load = load_of(spec, held) or plain_load(spec, tokens, 1 / held.tp, held.shards)
+    dense = tokens * (common_columns(spec, 0.0) - spec.moe_share * spec.ffn_hidden_size) / held.tp
+    return held.item * (dense + (0.0 if load is None else spec.moe_share * load.rows * load.columns))
 
 
 def input_goes(spec: ModelSpec, held: ChunkWork) -> bool:

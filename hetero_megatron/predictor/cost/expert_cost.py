@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from hetero_megatron.predictor.cost.rates import ChipRates
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.expert_load import INDEX, ROUTED_WIDTHS, ExpertLoad
+from hetero_megatron.spec.expert_load import INDEX, ExpertLoad
 from hetero_megatron.spec.lora import MLP_TARGETS
 
 Seconds = tuple[float, float]  # forward, backward
@@ -51,13 +51,16 @@ def _row_work(model: ModelSpec, rates: ChipRates, item: int, columns: float, gem
 
 def _by_operators(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoad, gemm: Gemm) -> Seconds:
     h, expert_rows = model.hidden_size, load.rows / load.experts if load.experts else 0.0
-    products = load.experts * (2 * gemm(expert_rows, load.columns, h) + gemm(expert_rows, h, load.columns))
-    # Read and written: rows on their way in and out (2 h, 3 h), the activation (3 columns), tokens of messages.
-    moved = load.rows * (5 * h + 3 * load.columns)
+    matrices = len(model.mlp_projections)
+    to_columns, to_rows = gemm(expert_rows, load.columns, h), gemm(expert_rows, h, load.columns)
+    products = load.experts * ((matrices - 1) * to_columns + to_rows)
+    # Read and written: rows on their way in and out (2 h, 3 h), the activation (3 columns; without a gate 2), tokens of
+    # messages.
+    moved = load.rows * (5 * h + matrices * load.columns)
     if load.members > 1:
         moved += MOVED * h * load.exchanged
     small = item * moved / rates.bytes_per_second + _adapters(model, rates, item, load, gemm)
-    elements = model.in_few_bits * ROUTED_WIDTHS * load.experts * load.columns * h
+    elements = model.in_few_bits * matrices * load.experts * load.columns * h
     dequantised = elements * (1 + item) / rates.bytes_per_second  # read in 8 bits, and written as products have them
     return products + small + dequantised, (2 if model.lora is None else 1) * products + 2 * small + dequantised
 

@@ -16,7 +16,7 @@ from hetero_megatron.predictor.cost.product_cost import Fp8Products, Products, i
 from hetero_megatron.predictor.cost.rates import ChipRates, model_fingerprint
 from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.activation_bytes import norm_outputs
-from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad, plain_load
+from hetero_megatron.spec.expert_load import ExpertLoad, plain_load
 from hetero_megatron.spec.flops import (
     LOGITS_BYTES,
     PLAIN_WORDS,
@@ -128,9 +128,9 @@ class ModelledOperators:
         load = load or self.plain(share, tokens)
         routed = load.layers if load is not None else 0.0
         moved = tokens * 2 * norm_outputs(model) * model.hidden_size * (share if self.sequence_parallel else 1.0)
-        moved += tokens * share * (3 if model.gated else 2) * common_columns(model, routed)
+        moved += tokens * share * len(model.mlp_projections) * common_columns(model, routed)
         if load is not None:
-            moved += routed * load.rows * ROUTED_WIDTHS * load.columns
+            moved += routed * load.rows * len(model.mlp_projections) * load.columns
         return moved * self.item / self.rates.bytes_per_second
 
     def gemm(self, m: float, n: float, k: float, speed: float = 1.0) -> float:

@@ -362,7 +362,7 @@ def work_share(model: CostModel, tp_split: tuple[int, ...], t: int) -> float:
         return heads
     matrices = layer_matmul_flops(spec) * model.seq_length
     core = layer_attention_flops(spec, mean_attention_pairs(spec, model.seq_length))
-    ffn = (3 if spec.gated else 2) * 2 * spec.hidden_size * mlp_columns(spec) * model.seq_length
+    ffn = len(spec.mlp_projections) * 2 * spec.hidden_size * mlp_columns(spec) * model.seq_length
     return (columns * ffn + heads * (matrices - ffn + core)) / (matrices + core)
 
 

@@ -78,8 +78,8 @@ class Family:
 
     @property
     def mixture(self) -> bool:
-        """A mixture of experts; Nemotron-H's are refused."""
-        return "num_experts_per_tok" in self.keys and "hybrid_override_pattern" not in self.keys
+        """A mixture of experts."""
+        return "num_experts_per_tok" in self.keys
 
     @property
     def latent(self) -> bool:

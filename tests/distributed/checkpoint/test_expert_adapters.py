@@ -26,7 +26,7 @@ from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.tensors import expert_tensor
 from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_to_logical, make_hf
-from tests.support.moe_models import MOE_FAMILIES
+from tests.support.moe_models import MAMBAS, MOE_FAMILIES
 from tests.support.peft_reference import adapter_values, keep_fused_experts, keep_single_experts, peft_model
 from tests.support.pool import shared_pool
 from tests.support.selection import quick
@@ -34,7 +34,11 @@ from tests.support.small_plans import pipe, plan, stage
 
 TARGETS = ("o_proj", "gate_proj", "up_proj", "down_proj")
 TOKENS = torch.arange(12)[None] % 37
-FAMILIES = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "dots1")
+MODELS = MOE_FAMILIES | {"nemotron_h": MAMBAS["nemotron_h_experts"]}
+FAMILIES = (
+    "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "dots1",
+    "nemotron_h",
+)  # fmt: skip
 WITH_MODULES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe")  # which peft knows by those names, too
 
 
@@ -88,18 +92,25 @@ def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
 
 @pytest.mark.parametrize("family", quick(FAMILIES, ["deepseek_v3"], ["gpt_oss"]))
 def test_peft_loads_and_merges_what_an_uneven_plan_writes(family: str, tmp_path: Path) -> None:
-    check_files(family, Lora(2, 3.0, TARGETS, rslora=family == "mixtral"), tmp_path)
+    check_files(family, Lora(2, 3.0, of_family(family, TARGETS), rslora=family == "mixtral"), tmp_path)
 
 
-@pytest.mark.parametrize("family", quick(("qwen2_moe", "qwen3_moe", "deepseek_v3"), ["deepseek_v3"]))
+@pytest.mark.parametrize("family", quick(("qwen2_moe", "qwen3_moe", "deepseek_v3", "nemotron_h"), ["deepseek_v3"]))
 @pytest.mark.parametrize("targets", quick((TARGETS, ("gate_proj",)), [TARGETS]))
 def test_dora_of_experts_that_are_modules(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:
     """Beside dense layers and shared experts, whose projections have the same names."""
-    check_files(family, Lora(2, 3.0, targets, dora=True), tmp_path)
+    check_files(family, Lora(2, 3.0, of_family(family, targets), dora=True), tmp_path)
+
+
+def of_family(family: str, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Without gates, up instead."""
+    if family != "nemotron_h":
+        return targets
+    return tuple(dict.fromkeys("up_proj" if name == "gate_proj" else name for name in targets))
 
 
 def check_files(family: str, lora: Lora, tmp_path: Path) -> None:
-    config = MOE_FAMILIES[family]
+    config = MODELS[family]
     model, base = make_hf(config, 3)
     spec = adapted(base, lora)
     weights = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, base).items()}

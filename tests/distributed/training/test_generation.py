@@ -87,6 +87,10 @@ HYBRIDS = {
         "mamba_head_dim": 8, "ssm_state_size": 6, "time_step_min": 1e-9,
     },
 }
+HYBRIDS["nemotron_3"] = HYBRIDS["nemotron_h"] | {
+    "hybrid_override_pattern": "ME*", "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+}
 FAMILIES |= PARALLEL_BLOCKS | HYBRIDS
 UNEVEN = """
 version: 1

@@ -40,6 +40,16 @@ def test_hybrids(family: str) -> None:
     check(config, made, lora, Case(number, 4, config, made, optimizer="sgd" if number % 2 else "adamw"))
 
 
+@pytest.mark.parametrize("dora", quick([False, True], [False]))
+def test_experts_without_gates(dora: bool) -> None:
+    """Divided unequally, and one member's by columns; beside Mamba-2's where peft knows that."""
+    config = ALL["nemotron_h_experts"]
+    experts = [{"ranks": [[0, 2], 1], "experts": [[0, 2], [2, 5]], "split": [[2, 1], [1]]}]
+    made = plan([pipe(3, 2, stage([0, 1, 2], [0, 2], tp=3, tp_split=[2, 1, 1], experts=experts), stage([3], [2, 3]))])
+    lora = Lora(2, 5.0, ("up_proj", "down_proj", "o_proj", *(() if dora else ("in_proj",))), dora=dora)
+    check(config, made, lora, Case(1, 4, config, made))
+
+
 @pytest.mark.parametrize("case", quick(["context", "zero-bubble", "sites", "int8"], [], ["int8"]))
 def test_other_ways(case: str) -> None:
     """In context groups; with backward in two parts; adapters of some layers; of matrices of several projections beside

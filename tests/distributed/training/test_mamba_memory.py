@@ -39,6 +39,28 @@ def test_layers_of_one_block_each(recompute: str, tmp_path: Path) -> None:
     check_stages(tmp_path, SINGLE, recompute, 0.98)
 
 
+EXPERTS = SINGLE | {
+    "layers_block_type": [LINEAR, "moe", LINEAR, "moe", FULL, "moe"], "n_routed_experts": 5, "num_experts_per_tok": 5,
+    "moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", quick(["none", "selective", "elementwise", "full"], [], ["none", "elementwise"]))
+def test_layers_of_experts_without_gates(recompute: str, tmp_path: Path) -> None:
+    check_stages(tmp_path, EXPERTS, recompute, 0.98)
+
+
+@pytest.mark.slow
+def test_divided_experts_without_gates(tmp_path: Path) -> None:
+    """One rank has two of them, the other three."""
+    divided = [{"ranks": [0, 1], "experts": [[0, 2], [2, 5]]}]
+    run = configured(tmp_path, EXPERTS, [stage([0, 1], [0, 6], tp=2, experts=divided)])
+    for rank, estimate in estimate_memory(run.plan, run.spec, run.dtype).items():
+        dry = run_rank(run, rank)
+        assert dry.parameters == estimate.weights
+        assert 0.98 * dry.peak <= estimate.total <= 1.11 * dry.peak, estimate.total / dry.peak
+
+
 @pytest.mark.slow
 def test_members_of_context_groups_hold_what_their_own_tokens_keep(tmp_path: Path) -> None:
     """In zigzag order, where backward is of one of a member's two runs after the other."""

@@ -20,11 +20,13 @@ CASES = [
     ("granite_hybrid", "pipeline"), ("granite_hybrid_odd", "pipeline"), ("bamba", "pipeline"),
     ("granite_hybrid_experts", "deferred_weights_and_divided_experts"),
     ("nemotron_h", "uneven_tp"), ("nemotron_h", "pipeline"), ("nemotron_h_odd", "uneven_tp"),
-    ("nemotron_h_odd", "pipeline"),
+    ("nemotron_h_odd", "pipeline"), ("nemotron_h_experts", "uneven_tp"), ("nemotron_h_experts", "pipeline"),
+    ("nemotron_h_experts", "deferred_weights_and_divided_experts"), ("nemotron_h_experts_groups", "uneven_tp"),
 ]  # fmt: skip
+QUICK = [("granite_hybrid_odd", "uneven_tp"), ("nemotron_h_experts", "deferred_weights_and_divided_experts")]
 
 
-@pytest.mark.parametrize("case", quick(CASES, [("granite_hybrid_odd", "uneven_tp")], CASES[::2]), ids="-".join)
+@pytest.mark.parametrize("case", quick(CASES, QUICK, CASES[::2]), ids="-".join)
 def test_hybrids_under_plans(case: tuple[str, str]) -> None:
     """Documents are packed into rows: each state begins anew (transformers sees one document per row)."""
     model, name = case
@@ -32,7 +34,7 @@ def test_hybrids_under_plans(case: tuple[str, str]) -> None:
 
 
 CONTEXT_CASES = [("granite_hybrid", "runs_in_zigzag", True), ("bamba", "any_intervals", False)]
-CONTEXT_CASES += [("nemotron_h", "any_intervals", True)]
+CONTEXT_CASES += [("nemotron_h", "any_intervals", True), ("nemotron_h_experts", "runs_in_zigzag", True)]
 
 
 @pytest.mark.parametrize("case", quick(CONTEXT_CASES, CONTEXT_CASES[:1]), ids=lambda case: "-".join(case[:2]))
@@ -50,3 +52,14 @@ def test_members_have_copies_of_groups() -> None:
     divided = plan([pipe(2, 2, stage([0, 1, 2], [0, 3], **DIVIDED))])
     check_case(fixed_case(config, divided, packed=True), shared_pool())
     check_case(fixed_case(config, divided, optimizer="muon"), shared_pool())
+
+
+ISLANDS = plan([pipe(3, 2, stage([0, 1, 2], [0, 3], dp_split=[1] * 3, recompute="elementwise", experts=[
+    {"ranks": [2, [0, 1]], "experts": [[0, 3], [2, 5]], "split": [[1], [2, 1]]}]))]) | {"islands": [[0], [1, 2]]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_replicated_experts_without_gates(optimizer: str) -> None:
+    """Expert 2 is on two members, one of which has two ranks with some columns each; tokens go in two hops."""
+    check_case(fixed_case(MAMBAS["nemotron_h_experts"], ISLANDS, packed=True, optimizer=optimizer), shared_pool())

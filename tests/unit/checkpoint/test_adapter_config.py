@@ -173,6 +173,7 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
         {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 2, r"layers\.1\..*": 5},
          "alpha_pattern": {"layers.0.self_attn.v_proj": 3}, "use_rslora": True},
         {"target_modules": ["q_proj"], "rank_pattern": {"v_proj": 2}, "layers_pattern": None},
+        {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"down_proj": 2}},
         {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [0, 1], "init_lora_weights": "olora",
          "rank_pattern": {r"model.layers.0.self_attn.q_proj": 2}},
     ],

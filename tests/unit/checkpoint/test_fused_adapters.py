@@ -133,16 +133,19 @@ def test_targets_that_cannot_be_are_refused(family: str, targets: list[str], wor
 
 
 def test_what_such_adapters_do_not_know_is_refused_by_name() -> None:
-    phi, granite = (from_hf_config(MODELS[name]) for name in ("phi3", "granite_hybrid"))
+    phi, granite, alone = (from_hf_config(MODELS[name]) for name in ("phi3", "granite_hybrid", "nemotron_h_experts"))
     for spec, lora, field in (
         (phi, Lora(2, 2.0, ("qkv_proj",), dora=True), "dora"),
         (granite, Lora(2, 2.0, ("out_proj",), dora=True), "dora"),
         (phi, Lora(2, 2.0, ("gate_up_proj",), residual="pissa"), "residual"),
         (granite, Lora(2, 2.0, ("q_proj",), base_dtype="int8"), "base_dtype"),
+        (alone, Lora(2, 2.0, ("up_proj",), base_dtype="int8"), "base_dtype"),
     ):  # fmt: skip
         with pytest.raises(UserError) as caught:
             adapted(spec, lora)
         assert caught.value.field == field
+    with pytest.raises(UserError, match="layers of one block, are not stored in few bits"):
+        adapted(alone, Lora(2, 2.0, ("up_proj",), base_dtype="nf4"))
     assert adapted(phi, Lora(2, 2.0, ("o_proj",), dora=True)).lora is not None
     with pytest.raises(UserError, match="out of range"):
         Lora(0, 2.0, ("in_proj",))

@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import NemotronHConfig
 
+from hetero_megatron.checkpoint.megatron.names import source
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import LayerKind, shares
+from hetero_megatron.spec import LayerKind, logical_tensors, shares
 from hetero_megatron.spec.flops import delta_flops
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config
@@ -37,11 +39,10 @@ def test_bad_configurations_are_refused_by_key(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "key"),
-    [({"layers_block_type": ["linear_attention", "moe", "mlp"]}, "layers_block_type"),
-     ({"layers_block_type": ["recurrent"]}, "layers_block_type"), ({"layers_block_type": []}, "layers_block_type"),
+    [({"layers_block_type": ["recurrent"]}, "layers_block_type"), ({"layers_block_type": []}, "layers_block_type"),
      ({"layers_block_type": None}, "hybrid_override_pattern"),
      ({"layers_block_type": None, "hybrid_override_pattern": "M-X"}, "hybrid_override_pattern"),
-     ({"layers_block_type": None, "hybrid_override_pattern": "ME*"}, "hybrid_override_pattern"),
+     ({"layers_block_type": None, "hybrid_override_pattern": "Me*"}, "hybrid_override_pattern"),
      ({"num_hidden_layers": 4}, "num_hidden_layers"), ({"n_groups": 4}, "n_groups"),
      ({"mlp_hidden_act": "silu"}, "mlp_hidden_act"), ({"tie_word_embeddings": True}, "tie_word_embeddings")],
 )  # fmt: skip
@@ -49,6 +50,38 @@ def test_bad_configurations_of_nemotron_h_are_refused_by_key(change: dict[str, A
     with pytest.raises(UserError) as caught:
         from_hf_config(NEMOTRON_H | change)
     assert caught.value.field == key
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"moe_latent_size": 8}, "moe_latent_size"), ({"mlp_hidden_act": "gelu"}, "mlp_hidden_act"),
+     ({"n_routed_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok"), ({"n_routed_experts": 0},
+     "n_routed_experts"), ({"num_local_experts": 4}, "num_local_experts"), ({"n_group": 2}, "groups"),
+     ({"moe_intermediate_size": "12"}, "moe_intermediate_size"), ({"norm_topk_prob": 1}, "norm_topk_prob"),
+     ({"moe_shared_expert_intermediate_size": 0}, "moe_shared_expert_intermediate_size")],
+)  # fmt: skip
+def test_bad_experts_of_nemotron_h_are_refused_by_key(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError) as caught:
+        from_hf_config(MAMBAS["nemotron_h_experts"] | change)
+    assert caught.value.field == key
+
+
+def test_layers_of_one_block_are_not_read_from_megatron() -> None:
+    spec = from_hf_config(MAMBAS["nemotron_h_experts_groups"])
+    for tensor in (tensor for tensor in logical_tensors(spec) if isinstance(tensor.layer, int)):
+        with pytest.raises(UserError, match="is not read from Megatron"):
+            source(spec, tensor.name, tensor.shape)
+
+
+def test_absent_keys_of_experts_mean_what_they_mean_in_transformers() -> None:
+    spec, theirs = from_hf_config(NEMOTRON_H | {"layers_block_type": ["moe"]}), NemotronHConfig()
+    assert spec.moe is not None and not spec.gated
+    assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.ffn_hidden_size, spec.moe.shared_ffn) == (
+        theirs.n_routed_experts, theirs.num_experts_per_tok, theirs.moe_intermediate_size,
+        theirs.moe_shared_expert_intermediate_size,
+    )  # fmt: skip
+    assert (spec.moe.normalize, spec.moe.scale) == (theirs.norm_topk_prob, theirs.routed_scaling_factor)
+    assert (spec.moe.groups, spec.moe.top_groups) == (theirs.n_group, theirs.topk_group)
 
 
 def test_letters_and_names_say_the_same_layers() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.model import GPTStage
@@ -26,12 +27,15 @@ from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import logical_tensors, tensor_box, whole_share
 from hetero_megatron.spec.activation_bytes import layer_activation_bytes
-from hetero_megatron.spec.expert_load import plain_load
+from hetero_megatron.spec.expert_load import expert_flops, plain_load
+from hetero_megatron.spec.flops import head_flops, layer_matmul_flops
 from hetero_megatron.spec.hf_config import from_hf_config
-from tests.support.moe_models import MOE_FAMILIES
+from tests.support.hf_reference import make_hf
+from tests.support.moe_models import MAMBAS, MOE_FAMILIES
 from tests.support.small_plans import pipe, plan, stage
 
-SPECS = {name: from_hf_config(config) for name, config in MOE_FAMILIES.items()}
+ALONE = MAMBAS["nemotron_h_experts"] | {"layers_block_type": ["moe"] * 2}
+SPECS = {name: from_hf_config(config) for name, config in (MOE_FAMILIES | {"without_gates": ALONE}).items()}
 MIXTRAL = SPECS["mixtral"]  # 4 experts of 20 columns, 2 per token
 
 
@@ -97,7 +101,7 @@ def test_what_an_average_layer_holds_is_what_the_tensors_say(name: str) -> None:
     assert UniformStageMemory(spec, 2).held(1, spec.num_layers, False, False) == whole
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "without_gates"])
 def test_activation_bytes_are_those_that_autograd_keeps(name: str) -> None:
     spec = SPECS[name]
     assert spec.moe is not None
@@ -119,6 +123,19 @@ def test_activation_bytes_are_those_that_autograd_keeps(name: str) -> None:
         built(x, SimpleNamespace(positions=torch.arange(32).expand(2, 32), documents=None, loss_mask=None, draws=None))
     want = layer_activation_bytes(spec, 64, itemsize=4)
     assert sum(saved.values()) == pytest.approx(want, rel=0.01)
+
+
+def test_flops_without_gates_are_those_that_torch_counts() -> None:
+    """Of transformers' model, whose layers are experts alone."""
+    hf, spec = make_hf(ALONE, 3, torch.float32)
+    hf.config._experts_implementation = "eager"
+    with FlopCounterMode(display=False) as counted:
+        hf(input_ids=torch.arange(12)[None], use_cache=False)
+    layers, load = spec.num_layers * 12 * layer_matmul_flops(spec), plain_load(spec, 12)
+    assert counted.get_total_flops() == layers + head_flops(spec, 12)
+    assert load is not None and spec.moe is not None
+    shared = 12 * 2 * 2 * spec.hidden_size * spec.moe.shared_ffn
+    assert layers == spec.num_layers * (expert_flops(spec, load) + shared)
 
 
 @pytest.mark.parametrize("name", SPECS)
