@@ -111,7 +111,8 @@ def _target_parameters(config: Mapping[str, Any], where: str, spec: ModelSpec) -
     if not config.get("target_parameters"):
         return []
     known = parameters(spec)
-    accepted = f"a list of {', '.join(f'{parent(spec)}.{name}' for name in known)}" if known else "null: the model has no experts"
+    listed = f"a list of {', '.join(f'{parent(spec)}.{name}' for name in known)}"
+    accepted = listed if known else "null: the model has no experts"
     out: list[str] = []
     for name in _names(config, "target_parameters", accepted, where):
         module, _, last = name.rpartition(".")
