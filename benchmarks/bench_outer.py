@@ -15,8 +15,8 @@ Settings are those of the papers and were chosen before: AdamW inside; outside S
 steps, which all variants but the one with another seed share. ``outer, averages`` takes the weighted mean of the
 islands' weights instead (lr 1, no momentum), which tells what the outer momentum does; ``outer, little momentum``
 (lr 1, momentum 0.4) was chosen after both of these had been seen, and before it was run. ``…, an island lost``: in the
-middle third of what follows the beginning, the first island has gone on alone from a checkpoint, with all sequences;
-then both go on from its checkpoint.
+middle third of what follows the beginning, one process has gone on from a checkpoint, with all sequences and without
+outer steps; then both islands go on from its checkpoint, or, ``for good``, it goes on to the end.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "outer, little momentum": {"outer": {"optimizer": LITTLE}},
     "outer, little momentum, int4": {"outer": {"optimizer": LITTLE, "compress": "int4"}},
     "outer, little momentum, int8": {"outer": {"optimizer": LITTLE, "compress": "int8"}},
-    "outer, little momentum, an island lost": {"outer": {"optimizer": LITTLE}, "lost": True},
+    "outer, little momentum, an island lost": {"outer": {"optimizer": LITTLE}, "lost": "for a while"},
+    "outer, little momentum, an island lost for good": {"outer": {"optimizer": LITTLE}, "lost": "for good"},
 }
 
 
@@ -80,7 +81,10 @@ def run(name: str, variant: dict[str, Any], work: Path, args: argparse.Namespace
     if "lost" in variant:
         third = (args.steps - args.begin) // 3 // OUTER["every"] * OUTER["every"]
         alone = pipelines_of(args.size, (sum(SHARES),), args.rows)
-        for part, step, its_plan in (("before", third, plan), ("alone", 2 * third, alone)):
+        parts = [("before", third, plan), ("alone", 2 * third, alone)]
+        if variant["lost"] == "for good":
+            parts, plan = parts[:1], alone
+        for part, step, its_plan in parts:
             lines += train_until(args.begin + step, its_plan, folder / part, variant, work, args, *load)
             load = ["--load", str(folder / part)]
     return lines + train_variant(folder, plan, variant, work, args, *load)
