@@ -124,11 +124,14 @@ def product_bytes(spec: ModelSpec, held: ChunkWork, tokens: int) -> float | None
     """Of what elementwise recompute makes again, what is there at the worst moment of a layer's backward: what the
     activation puts out, whose memory is free again when what a norm puts out is made; in a layer of experts alone,
     theirs, which go before what all tokens share; None: all of it."""
-    if spec.moe is not None and not spec.single_blocks:
+    if spec.moe is None:
+        return held.item * tokens * common_columns(spec, 0.0) / held.tp
+    if not spec.single_blocks:
         return None
     load = load_of(spec, held) or plain_load(spec, tokens, 1 / held.tp, held.shards)
+    assert load is not None
     dense = tokens * (common_columns(spec, 0.0) - spec.moe_share * spec.ffn_hidden_size) / held.tp
-    return held.item * (dense + (0.0 if load is None else spec.moe_share * load.rows * load.columns))
+    return held.item * (dense + spec.moe_share * load.rows * load.columns)
 
 
 def input_goes(spec: ModelSpec, held: ChunkWork) -> bool:
