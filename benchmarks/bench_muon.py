@@ -19,10 +19,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
-from benchmarks.real_text import LENGTH, SIZES, evaluations, median_speed, millions, pipelines_of, prepare, train
+from benchmarks.real_text import (
+    LENGTH,
+    add_arguments,
+    evaluations,
+    median_speed,
+    millions,
+    pipelines_of,
+    prepare,
+    train,
+)
 
 SHARES = (2, 2)  # sequences of a micro-batch, by replica
-SEED = 1234
 
 
 def report(found: dict[tuple[str, float], dict[int, float]]) -> None:
@@ -42,15 +50,13 @@ def report(found: dict[tuple[str, float], dict[int, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="runs, tokenizer and tokens")
-    parser.add_argument("--size", choices=SIZES, default="10M", help="of the model; of each a DIR of its own")
+    add_arguments(parser)
     parser.add_argument("--steps", type=int, default=192, help="of 512 x rows tokens")
     parser.add_argument("--rows", type=int, default=4, help="micro-batches of a replica in a step")
     parser.add_argument("--adam-lr", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3, 4e-3], help="of AdamW alone")
     parser.add_argument("--muon-lr", type=float, nargs="+", default=[2e-3, 4e-3], help="of Muon, and AdamW beside it")
     parser.add_argument("--evaluate", type=int, default=16, help="steps between evaluations")
     parser.add_argument("--eval-iters", type=int, default=8, help="batches of an evaluation")
-    parser.add_argument("--seed", type=int, default=SEED, help="of weights and order of samples; a DIR for each")
     args = parser.parse_args()
     prepare(args.work, args.size)
     print(f"{machine()}; {millions(args.size):.1f} M parameters, {args.steps} steps of "

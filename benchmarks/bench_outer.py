@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
 from benchmarks.real_text import (
     LENGTH,
-    SIZES,
+    SEED,
+    add_arguments,
     evaluations,
     median_speed,
     millions,
@@ -47,7 +48,6 @@ from hetero_megatron.spec.hf_config import from_hf_config
 SHARES = (3, 1)
 RATES = {"1M": 2e-3, "10M": 1e-3}  # of AdamW, by size
 OUTER = {"every": 32, "fragments": 4}
-SEED = 1234
 LITTLE = {"lr": 1, "momentum": 0.4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "synchronous": {},
@@ -134,14 +134,12 @@ def report(model: str, found: dict[str, dict[int, float]], rows: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="runs, tokenizer and tokens")
-    parser.add_argument("--size", choices=SIZES, default="10M", help="of the model; of each a DIR of its own")
+    add_arguments(parser)
     parser.add_argument("--steps", type=int, default=320, help="of 512 x rows tokens; a multiple of 32")
     parser.add_argument("--rows", type=int, default=1, help="micro-batches of 3 and of 1 sequences in a step")
     parser.add_argument("--begin", type=int, default=0, help="synchronous steps first; a multiple of 32")
     parser.add_argument("--evaluate", type=int, default=160, help="steps between evaluations")
     parser.add_argument("--eval-iters", type=int, default=32, help="batches of an evaluation")
-    parser.add_argument("--seed", type=int, default=SEED, help="of weights and order of samples; a DIR for each")
     parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(VARIANTS), help="some of the variants")
     args = parser.parse_args()
     if any(steps % OUTER["every"] for steps in (args.steps, args.evaluate, args.begin)):

@@ -7,6 +7,7 @@ repeated.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -22,8 +23,16 @@ from hetero_megatron.spec.hf_config import from_hf_config
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY, LENGTH = 2048, 128
+SEED = 1234
 # Hidden size, layers, heads, MLP.
 SIZES = {"1M": (128, 4, 4, 352), "10M": (320, 8, 5, 896)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of every benchmark of losses."""
+    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="runs, tokenizer and tokens")
+    parser.add_argument("--size", choices=SIZES, default="10M", help="of the model; of each a DIR of its own")
+    parser.add_argument("--seed", type=int, default=SEED, help="of weights and order of samples; a DIR for each")
 
 
 def model_of(size: str) -> dict[str, Any]:

@@ -44,9 +44,14 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
     return 4 * smaller * smaller * larger + 2 * smaller**3
 
 
+def matrix_flops(rows: int, columns: int) -> int:
+    """Of one update of a matrix."""
+    return STEPS * newton_schulz_flops(rows, columns)
+
+
 def update_rate(measured: Iterable[tuple[float, ...]]) -> float:
     """FLOP/s of updates that were measured, each (rows, columns, seconds)."""
-    rows = [(STEPS * newton_schulz_flops(int(a), int(b)), seconds) for a, b, seconds in measured]
+    rows = [(matrix_flops(int(a), int(b)), seconds) for a, b, seconds in measured]
     return sum(flops for flops, _ in rows) / sum(seconds for _, seconds in rows)
 
 
@@ -54,8 +59,8 @@ def update_rate(measured: Iterable[tuple[float, ...]]) -> float:
 def mean_flops(spec: ModelSpec) -> float:
     """Of an update per trained element, over the whole model."""
     trained = [t for t in logical_tensors(spec) if t.trained]
-    flops = (newton_schulz_flops(*t.shape[-2:]) * len(matrix_boxes(t)) for t in trained if is_matrix(t))
-    return STEPS * sum(flops) / sum(t.size for t in trained)
+    flops = (matrix_flops(*t.shape[-2:]) * len(matrix_boxes(t)) for t in trained if is_matrix(t))
+    return sum(flops) / sum(t.size for t in trained)
 
 
 def update_flops(owners: Iterable[tuple[LogicalTensor, Layout]]) -> dict[int, float]:
@@ -63,7 +68,7 @@ def update_flops(owners: Iterable[tuple[LogicalTensor, Layout]]) -> dict[int, fl
     flops: dict[int, float] = defaultdict(float)
     for tensor, layout in owners:
         rows, columns = tensor.shape[-2:]
-        per_element = STEPS * newton_schulz_flops(rows, columns) / (rows * columns)
+        per_element = matrix_flops(rows, columns) / (rows * columns)
         for rank, boxes in layout.boxes.items():
             flops[rank] += per_element * sum(box.size for box in boxes)
     return flops

@@ -50,6 +50,12 @@ class ExpertLoad:
         return self.sent + self.arriving + self.passed_on + self.taken_on
 
 
+def expert_elements(spec: ModelSpec) -> int:
+    """Of the matrices of one expert of one layer."""
+    assert spec.moe is not None
+    return len(spec.mlp_projections) * spec.hidden_size * spec.moe.ffn_hidden_size
+
+
 def expert_adapter_ranks(spec: ModelSpec) -> int:
     """What the adapters of a layer's experts keep between A and B, per row: their ranks."""
     if spec.moe is None or spec.lora is None:

@@ -13,6 +13,7 @@ from hetero_megatron.plans.routing import layer_kinds, layer_loads
 from hetero_megatron.predictor.cost.link_model import Flow
 from hetero_megatron.predictor.cost.operator_cost import Operators
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
+from hetero_megatron.spec.expert_load import expert_elements
 
 
 class DivisionPrice:
@@ -33,8 +34,7 @@ class DivisionPrice:
             if routed
         ]
         self.layers = sum(count for _, count in self.kinds)
-        expert_elements = len(self.model.mlp_projections) * self.model.hidden_size * self.moe.ffn_hidden_size
-        self.elements = expert_elements * self.layers
+        self.elements = expert_elements(self.model) * self.layers
 
     def __call__(self, intervals: Intervals) -> Price:
         stage = divided(self.stage, intervals)

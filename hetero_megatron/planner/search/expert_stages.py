@@ -30,7 +30,7 @@ from hetero_megatron.plans.experts import replicated_experts
 from hetero_megatron.plans.routing import Popularity
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import Prediction
-from hetero_megatron.spec.expert_load import ExpertLoad
+from hetero_megatron.spec.expert_load import ExpertLoad, expert_elements
 
 MOST_CHIPS = 64
 ROUNDS = 4  # of moving experts away from ranks that lack memory
@@ -204,8 +204,7 @@ class _ExpertSearch(StagedSearch):
     def _lower(self, plan: Plan, prediction: Prediction, caps: list[dict[int, int]]) -> bool:
         """Lower the caps of ranks that lack memory; whether that may help."""
         over = {x.rank: x.over for x in prediction.over}
-        expert_elements = len(self.model.mlp_projections) * self.model.hidden_size * self.moe.ffn_hidden_size
-        elements = expert_elements * self.model.moe_share
+        elements = expert_elements(self.model) * self.model.moe_share
         element_bytes = self.costs.item + self.costs.wide  # optimizer states may move elsewhere
         for pipeline in plan.pipelines:
             for s, stage in enumerate(pipeline.stages):

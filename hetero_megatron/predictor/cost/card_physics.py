@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from hetero_megatron.cluster.card_entries import Measurement
 from hetero_megatron.cluster.catalogue import CHIPS
-from hetero_megatron.plans.matrices import STEPS, newton_schulz_flops
+from hetero_megatron.plans.matrices import matrix_flops
 from hetero_megatron.predictor.cost.modelled_operators import UPDATE_BYTES
 from hetero_megatron.predictor.cost.rates import checked_rates, model_fingerprint
 from hetero_megatron.spec import ModelSpec
@@ -75,7 +75,7 @@ def _optimizer(cells: Cells, row: Entry) -> Bounds:
 
 def _newton_schulz(cells: Cells, row: Entry) -> Bounds:
     rows, columns, seconds = cells
-    return [(seconds, STEPS * newton_schulz_flops(int(rows), int(columns)), False)]
+    return [(seconds, matrix_flops(int(rows), int(columns)), False)]
 
 
 def _layers(flops: Callable[[ModelSpec, int], float], of: str = "passes") -> Callable[[Cells, Entry], Bounds]:

@@ -309,7 +309,9 @@ class CostModel:
         if offload:  # gradients out, new weights in
             host = owned * UPDATE_BYTES * home.chips_per_node / self.options.host_memory_bandwidth
             seconds = max(seconds, host) + (not resident) * owned * (4 + self.item) / self.options.host_bandwidth
-        return seconds + flops / self.products_per_second(home.chip) + self.chip_rates(home.chip).step_seconds
+        if flops:
+            seconds += flops / self.products_per_second(home.chip)
+        return seconds + self.chip_rates(home.chip).step_seconds
 
     def muon_flops(self, owned: float) -> float:
         """Of updating so many elements of all kinds; 0 with other optimizers."""
