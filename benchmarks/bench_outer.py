@@ -16,7 +16,8 @@ steps, which all variants but the one with another seed share. ``outer, averages
 islands' weights instead (lr 1, no momentum), which tells what the outer momentum does; ``outer, little momentum``
 (lr 1, momentum 0.4) was chosen after both of these had been seen, and before it was run. ``…, an island lost``: in the
 middle third of what follows the beginning, one process has gone on from a checkpoint, with all sequences and without
-outer steps; then both islands go on from its checkpoint, or, ``for good``, it goes on to the end.
+outer steps; then both islands go on from its checkpoint, or, ``for good``, it goes on to the end. ``…, an island away``:
+the same with outer steps of the only island meanwhile, which is what an elastic run does.
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "outer, little momentum, int8": {"outer": {"optimizer": LITTLE, "compress": "int8"}},
     "outer, little momentum, an island lost": {"outer": {"optimizer": LITTLE}, "lost": "for a while"},
     "outer, little momentum, an island lost for good": {"outer": {"optimizer": LITTLE}, "lost": "for good"},
+    "outer, little momentum, an island away": {"outer": {"optimizer": LITTLE}, "lost": "for a while", "alone": True},
+    "outer, little momentum, an island away for good": {
+        "outer": {"optimizer": LITTLE}, "lost": "for good", "alone": True
+    },
 }
 
 
@@ -81,6 +86,8 @@ def run(name: str, variant: dict[str, Any], work: Path, args: argparse.Namespace
     if "lost" in variant:
         third = (args.steps - args.begin) // 3 // OUTER["every"] * OUTER["every"]
         alone = pipelines_of(args.size, (sum(SHARES),), args.rows)
+        if "alone" in variant:
+            alone["outer"] = {**plan["outer"], "islands": [0]}
         parts = [("before", third, plan), ("alone", 2 * third, alone)]
         if variant["lost"] == "for good":
             parts, plan = parts[:1], alone

@@ -9,7 +9,7 @@ compressed, ``island.<number>.lost.<name>``; of the outer optimizer there are ``
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.optimizer import ShardedOptimizer
-from hetero_megatron.parallel.outer_steps import Exchange, OuterSteps
+from hetero_megatron.parallel.outer_steps import OuterMoment, OuterSteps
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.canonical import Outer
 from hetero_megatron.spec import ModelSpec, trained_tensors
@@ -36,11 +36,10 @@ _RATES = ("mixing", "lr", "momentum", "nesterov")
 def outer_tensors(
     outer: OuterSteps, spec: ModelSpec, with_optimizer: bool, reading: bool = False
 ) -> tuple[dict[str, BoxedTensor], dict[str, float]]:
-    """(boxes by name of everything this rank writes, or reads; the inner optimizer's numbers). What is the same on all
-    islands is written by the first one. Called on all ranks: an exchange that is under way is waited for."""
+    """(boxes by name of everything this rank writes, or holds and reads; the inner optimizer's numbers). What is the
+    same on all islands is written by the first one."""
     owned, numbers = owned_tensors(outer.optimizer, spec, with_optimizer)
-    current_fragment = outer.under_way()
-    sums = outer.settled(current_fragment) if current_fragment is not None else []
+    sums = outer.exchange.sums if outer.exchange is not None else None
     shapes = {t.name: t.shape for t in trained_tensors(spec)}
     parts: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
     lost_boxes: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
@@ -49,7 +48,7 @@ def outer_tensors(
             values = {MODEL: piece.weights}
             if with_optimizer and piece.momentum is not None:
                 values[f"{OUTER}.momentum"] = piece.momentum
-            if with_optimizer and fragment is current_fragment:
+            if with_optimizer and sums is not None and fragment is outer.current:
                 values[f"{OUTER}.sum"] = sums[i]
             if piece.lost is not None:
                 lost_boxes[piece.name].append((piece.box, piece.lost))
@@ -68,10 +67,10 @@ def _name(key: str) -> str:
 
 def outer_state(outer: OuterSteps) -> dict[str, Any]:
     """For the state."""
-    options = outer.outer
+    options, moment = outer.outer, outer.moment()
     return {
-        "islands": len(options.islands), "updates": outer.updates, "tokens": [f.tokens for f in outer.fragments],
-        "under_way": outer.exchange is not None, "rates": {key: float(getattr(options, key)) for key in _RATES},
+        "islands": len(options.islands), "updates": moment.updates, "tokens": moment.tokens,
+        "under_way": moment.under_way, "rates": {key: float(getattr(options, key)) for key in _RATES},
         "compress": options.compress, **{key: getattr(options, key) for key in _PHASE},
     }  # fmt: skip
 
@@ -136,27 +135,35 @@ def load_outer(checkpoint: Checkpoint, outer: OuterSteps, spec: ModelSpec, group
     """
     check_model(checkpoint, spec)
     saved = checkpoint.state[OUTER]
-    outer.updates, islands = saved["updates"], len(outer.places)
-    for fragment, tokens in zip(outer.fragments, saved["tokens"], strict=True):
-        fragment.tokens = [float(count) for count in [*tokens, *[0] * islands][:islands]]
-    if saved["under_way"]:
-        outer.exchange = Exchange(None, [], [])
-        current_fragment = outer.under_way()
-        assert current_fragment is not None
-        outer.exchange.sums = [torch.zeros_like(piece.weights) for piece in current_fragment.pieces]
+    islands = [i if i < saved["islands"] else None for i in range(len(outer.places))]
+    tokens = [[float(count) for count in row] for row in saved["tokens"]]
+    outer.begin_at(OuterMoment(saved["updates"], tokens, False, saved["under_way"]), islands)
     _make_states(checkpoint, outer.optimizer)
     tensors, _ = outer_tensors(outer, spec, True, reading=True)
-    is_new = outer.index >= saved["islands"]
-    prefix, saved_prefix = f"island.{outer.index}.", f"island.{0 if is_new else outer.index}."
-    left_out = [f"{prefix}{LOST}."] if is_new or _compress(saved) == Outer.compress else []  # nothing was lost
-    left_out += [f"{prefix}{MODEL}."] if is_new else []
-    _read(checkpoint, {
-        key.replace(prefix, saved_prefix, 1) if key.startswith(prefix) else key: tensor
-        for key, tensor in tensors.items() if not key.startswith(tuple(left_out))
-    }, group)  # fmt: skip
-    if is_new:
+    has_lost = _compress(saved) != Outer.compress
+    sources = {key: source_of(key, islands, "island.0.", has_lost) for key in tensors}
+    _read(checkpoint, {source: tensors[key] for key, source in sources.items() if source is not None}, group)
+    if islands[outer.index] is None:
         outer.begin_from_global()
     outer.optimizer.all_gather()
+
+
+def source_of(key: str, islands: Sequence[int | None], first: str, has_lost: bool) -> str | None:
+    """Which tensor of a saved state one of the new state comes from; None: from none, as it begins with zeros or, own
+    weights of an island, with the global ones.
+
+    Args:
+        islands: by island, which of the saved ones it goes on with; None: it begins from the global weights.
+        first: prefix of the moments that such a one begins with.
+        has_lost: whether there is what compression lost.
+    """
+    if not key.startswith("island."):
+        return key
+    _, number, name = key.split(".", 2)
+    kind, origin = name.split(".", 1)[0], islands[int(number)]
+    if kind == LOST and not has_lost or kind != OPTIMIZER and origin is None:
+        return None
+    return f"{first}{name}" if origin is None else f"island.{origin}.{name}"
 
 
 def load_one_island(checkpoint: Checkpoint, optimizer: ShardedOptimizer, spec: ModelSpec, group: Group) -> None:

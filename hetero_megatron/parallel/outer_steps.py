@@ -5,6 +5,9 @@ are. What passes between two ranks of unlike islands is where the boxes that the
 islands of unlike plans need no common layout. Every island adds up the differences in the order of islands and rounds
 alike, so global weights are the same everywhere, bit for bit. Where differences are compressed, all islands add what
 they decode to, the own one too; what an island's lost by that goes into its next one (error feedback).
+
+An exchange leaves no trace in the state until all of it has come: what is torn by a peer's loss has not begun, and is
+begun again by the islands that are left.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +26,9 @@ from hetero_megatron.layout import Box, Layout, reduction
 from hetero_megatron.parallel.optimizer import ShardedOptimizer
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.outer import fragment_tensors, owners_by_island
+
+if TYPE_CHECKING:
+    from hetero_megatron.parallel.compress import Codes
 
 
 @dataclass
@@ -55,12 +62,41 @@ class Fragment:
 
 @dataclass
 class Exchange:
-    """One that has begun. ``deltas``: of this rank's pieces, until ``sums``, weighted over all islands, are there."""
+    """One that has begun.
+
+    Attributes:
+        tokens: of the fragment when it began.
+        deltas: of this rank's pieces, with what earlier ones lost, until ``sums``, weighted over all islands, are there.
+        codes: what compression makes of them.
+    """
 
     work: Work | None
-    shares: list[float]
+    tokens: list[float]
     deltas: list[torch.Tensor]
+    codes: list[Codes]
     sums: list[torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class OuterMoment:
+    """Where outer steps are.
+
+    Attributes:
+        updates: optimizer steps that were taken.
+        tokens: by fragment and island, those that count in the loss since the last exchange began.
+        due: an exchange is to end before the next step.
+        under_way: the sums of one that began are there, and are not taken yet.
+    """
+
+    updates: int
+    tokens: list[list[float]]
+    due: bool
+    under_way: bool
+
+    @property
+    def order(self) -> tuple[int, bool, bool]:
+        """Later moments have larger ones."""
+        return self.updates, not self.due, self.under_way
 
 
 class OuterSteps:
@@ -71,6 +107,7 @@ class OuterSteps:
         updates: optimizer steps that were taken.
         fragments: in the order of their exchanges.
         exchange: the one that is under way.
+        due: an exchange is to end before the next step.
     """
 
     def __init__(self, compiled: CompiledPlan, comm: Comm, optimizer: ShardedOptimizer) -> None:
@@ -89,6 +126,7 @@ class OuterSteps:
             for names in fragment_tensors(compiled.spec, outer)
         ]
         self.exchange: Exchange | None = None
+        self.due, self._tokens = False, [0.0] * len(self.places)
         optimizer.after_update = self.after_update
 
     def _fragment(
@@ -133,9 +171,30 @@ class OuterSteps:
         return (piece for fragment in self.fragments for piece in fragment.pieces)
 
     def count(self, tokens: Sequence[float]) -> None:
-        """A step is taken, in which so many tokens of each island counted in the loss."""
-        for fragment in self.fragments:
-            fragment.tokens = [a + b for a, b in zip(fragment.tokens, tokens, strict=True)]
+        """Of each island so many tokens count in the loss of the step that is about to be taken."""
+        self._tokens = list(tokens)
+
+    def moment(self) -> OuterMoment:
+        has_sums = self.exchange is not None and self.exchange.sums is not None
+        return OuterMoment(self.updates, [fragment.tokens for fragment in self.fragments], self.due, has_sums)
+
+    def begin_at(self, moment: OuterMoment, islands: Sequence[int | None]) -> None:
+        """Be at that moment, with zeros in place of the sums of an exchange that was under way.
+
+        Args:
+            islands: by island, which of the moment's it goes on with; None: it begins now.
+        """
+        self.updates, self.due, self.exchange = moment.updates, moment.due, None
+        for fragment, tokens in zip(self.fragments, moment.tokens, strict=True):
+            fragment.tokens = [0.0 if i is None else tokens[i] for i in islands]
+        if moment.under_way:
+            sums = [torch.zeros_like(piece.weights) for piece in self.current.pieces]
+            self.exchange = Exchange(None, [], [], [], sums)
+
+    @property
+    def current(self) -> Fragment:
+        """The one whose exchange is under way or due."""
+        return self.fragments[(self.updates - 1) // self.outer.period % len(self.fragments)]
 
     @torch.no_grad()
     def after_update(self) -> bool:
@@ -147,45 +206,77 @@ class OuterSteps:
         Raises:
             CommError: a peer is gone.
         """
-        turn, position = divmod(self.updates, self.outer.period)
-        fragment = self.fragments[turn % len(self.fragments)]
         self.updates += 1
-        if position + 1 == self.outer.period - self.outer.delay:
-            self.exchange = self._start(fragment)
-        if position + 1 < self.outer.period:
+        for fragment in self.fragments:
+            fragment.tokens = [a + b for a, b in zip(fragment.tokens, self._tokens, strict=True)]
+        position = (self.updates - 1) % self.outer.period + 1
+        self.due = position == self.outer.period
+        if position >= self.outer.period - self.outer.delay and self.exchange is None:
+            self.exchange = self._start(self.current)
+        return self.finish_due()
+
+    @torch.no_grad()
+    def finish_due(self) -> bool:
+        """End the exchange that is due, if one is, or make one that was torn; called on all ranks.
+
+        Returns:
+            whether the masters have changed.
+
+        Raises:
+            CommError: a peer is gone.
+        """
+        if not self.due:
             return False
-        self.comm.activity = "an outer step"
-        self._finish(fragment, self.settled(fragment))
-        self.exchange = None
+        self.comm.activity, fragment = "an outer step", self.current
+        if self.exchange is None:
+            self.exchange = self._start(fragment)
+        self._finish(fragment, self._settled(fragment, self.exchange))
+        self.exchange, self.due = None, False
         return True
 
+    def settle(self) -> None:
+        """Wait for the exchange that is under way; called on all ranks."""
+        if self.exchange is not None:
+            self._settled(self.current, self.exchange)
+
     def _start(self, fragment: Fragment) -> Exchange:
-        total = sum(fragment.tokens)
-        shares = [tokens / total for tokens in fragment.tokens]
-        fragment.tokens = [0.0] * len(shares)
         deltas = [piece.weights - piece.master for piece in fragment.pieces]
-        parts = self._compressed(fragment, deltas) if self.outer.compressed else [
+        codes = self._codes(fragment, deltas) if self.outer.compressed else []
+        parts = self._compressed(fragment, codes) if self.outer.compressed else [
             deltas[i][box.slices(fragment.pieces[i].box)].reshape(-1)
             for r in self.group.ranks for i, box in fragment.routes.get(r, ())
         ]  # fmt: skip
         dtype = torch.uint8 if self.outer.compressed else self._dtype
         flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
         work = self.group.all_to_all(flat.to(self.comm.device), fragment.counts, fragment.counts)
-        return Exchange(work, shares, deltas)
+        return Exchange(work, fragment.tokens, deltas, codes)
 
-    def _compressed(self, fragment: Fragment, deltas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Messages in the order of ranks, of differences and what earlier ones lost; ``deltas`` become what they
-        decode to."""
-        from hetero_megatron.parallel.compress import decode, encode, to_bytes
+    def _codes(self, fragment: Fragment, deltas: Sequence[torch.Tensor]) -> list[Codes]:
+        """Of differences, which get what earlier ones lost."""
+        from hetero_megatron.parallel.compress import encode
 
-        compress, codes = self.outer.compress, []
         for piece, delta in zip(fragment.pieces, deltas, strict=True):
             assert piece.lost is not None
-            piece.lost.add_(delta)
-            codes.append(encode(piece.lost, piece.box, compress))
-            piece.lost.sub_(delta.copy_(decode(codes[-1], delta.dtype)))
+            delta.add_(piece.lost)
+        return [encode(d, p.box, self.outer.compress) for p, d in zip(fragment.pieces, deltas, strict=True)]
+
+    def _compressed(self, fragment: Fragment, codes: Sequence[Codes]) -> list[torch.Tensor]:
+        """Messages in the order of ranks."""
+        from hetero_megatron.parallel.compress import to_bytes
+
         routes = (fragment.routes[r] for r in self.group.ranks if r in fragment.routes)
-        return [to_bytes([codes[i].part(box) for i, box in route], compress) for route in routes]
+        return [to_bytes([codes[i].part(box) for i, box in route], self.outer.compress) for route in routes]
+
+    def _take_codes(self, fragment: Fragment, exchange: Exchange) -> None:
+        """What is sent counts here, too; what it lost goes into the next one."""
+        from hetero_megatron.parallel.compress import decode
+
+        for piece, delta, codes in zip(fragment.pieces, exchange.deltas, exchange.codes, strict=True):
+            assert piece.lost is not None
+            decoded = decode(codes, delta.dtype)
+            torch.sub(delta, decoded, out=piece.lost)
+            delta.copy_(decoded)
+        exchange.codes = []
 
     def _came(self, message: torch.Tensor, boxes: Sequence[Box]) -> Iterator[torch.Tensor]:
         """Differences of these boxes that another rank sent."""
@@ -201,18 +292,19 @@ class OuterSteps:
         params = self.optimizer.sync.params.values()
         return torch.promote_types(next(iter(params)).dtype, torch.float32)
 
-    def settled(self, fragment: Fragment) -> list[torch.Tensor]:
-        """The sums of the exchange that is under way; called on all ranks."""
-        exchange = self.exchange
-        assert exchange is not None
+    def _settled(self, fragment: Fragment, exchange: Exchange) -> list[torch.Tensor]:
+        """The sums of the exchange, once they are here; from then on it is a part of the state."""
         if exchange.sums is not None:
             return exchange.sums
         assert exchange.work is not None
         received = exchange.work.wait()
         assert received is not None
         by_rank = dict(zip(self.group.ranks, received.split(fragment.counts), strict=True))
+        if self.outer.compressed:
+            self._take_codes(fragment, exchange)
         sums = [torch.zeros_like(delta) for delta in exchange.deltas]
-        for island, (ranks, share) in enumerate(zip(self.outer.islands, exchange.shares, strict=True)):
+        shares = [tokens / sum(exchange.tokens) for tokens in exchange.tokens]
+        for island, (ranks, share) in enumerate(zip(self.outer.islands, shares, strict=True)):
             if island == self.index:
                 for total, delta in zip(sums, exchange.deltas, strict=True):
                     total += delta.mul_(share)  # a product added at once would be rounded as the memory happens to lie
@@ -223,6 +315,7 @@ class OuterSteps:
                 for (i, box), delta in zip(route, self._came(message, [box for _, box in route]), strict=True):
                     target = sums[i][box.slices(fragment.pieces[i].box)]
                     target += delta.mul_(share)
+        fragment.tokens = [since - then for since, then in zip(fragment.tokens, exchange.tokens, strict=True)]
         exchange.work, exchange.deltas, exchange.sums = None, [], sums
         return sums
 
@@ -237,10 +330,6 @@ class OuterSteps:
             if outer.mixing < 1:
                 piece.master.sub_(piece.weights).mul_(outer.mixing).add_(piece.weights)
 
-    def under_way(self) -> Fragment | None:
-        """The fragment whose exchange has begun and not ended."""
-        return self.fragments[self.updates // self.outer.period % len(self.fragments)] if self.exchange else None
-
     def owned(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """(logical name, box, global weights) of what this rank owns; nothing outside the first island, which has
         all."""
@@ -250,8 +339,12 @@ class OuterSteps:
     def global_weights(self) -> Iterator[None]:
         """Context in which the model has the global weights; called on all ranks."""
         self._swap()
-        yield
-        self._swap()
+        try:
+            self.optimizer.all_gather()
+            yield
+        finally:  # also where a peer is lost meanwhile
+            self._swap()
+        self.optimizer.all_gather()
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -259,7 +352,6 @@ class OuterSteps:
             own_master = piece.master.clone()
             piece.master.copy_(piece.weights)
             piece.weights.copy_(own_master)
-        self.optimizer.all_gather()
 
 
 _by_place = itemgetter(0, 1)

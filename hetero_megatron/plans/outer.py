@@ -97,9 +97,6 @@ def outer_steps_fit(plan: Plan, spec: ModelSpec, source: Source) -> None:
 
 
 def _islands_hold_pipelines(plan: Plan, outer: Outer, source: Source) -> None:
-    if len(outer.islands) < 2:
-        accepted = "two islands or more, or a plan without outer"
-        raise source.error("there is nobody to exchange weights with", "outer.islands", len(outer.islands), accepted)
     island: dict[int, int] = {}
     for i, ranks in enumerate(outer.islands):
         for rank in ranks:
@@ -215,12 +212,15 @@ def format_outer(plan: Plan, spec: ModelSpec, dtype: str) -> list[str]:
     mixed = f"; {outer.mixing:g} of an island's own weights stays" if outer.mixing else ""
     form = f", in {outer.compress} with error feedback" if outer.compressed else ""
     kind = "Nesterov momentum" if outer.nesterov else "momentum"
+    alone = len(outer.islands) == 1
+    who = f"island {names}, the only one, moves" if alone else f"islands {names} train apart and exchange"
+    exchange = "nothing travels" if alone else f"{format_bytes(max(sizes))} at most to each other island{form}{late}"
+    global_weights = "global weights" if alone else "weights"
     return [
         notice_line(
-            f"outer steps: islands {names} train apart and exchange weights, so the loss depends on the plan and is "
-            "not that of one process"
+            f"outer steps: {who} {global_weights}, so the loss depends on the plan and is not that of one process"
         ),
-        f"outer steps: {part} every {plural(outer.period, 'step')} ({format_bytes(max(sizes))} at most to each other "
-        f"island{form}{late}); SGD lr {outer.lr:g}, {kind} {outer.momentum:g}{mixed}",
+        f"outer steps: {part} every {plural(outer.period, 'step')} ({exchange}); SGD lr {outer.lr:g}, {kind} "
+        f"{outer.momentum:g}{mixed}",
     ]
 

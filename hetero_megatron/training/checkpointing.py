@@ -121,6 +121,7 @@ class Checkpointing:
         if self.runtime.outer is not None:
             from hetero_megatron.checkpoint.outer_state import outer_tensors
 
+            self.runtime.outer.settle()
             return outer_tensors(self.runtime.outer, self.config.spec, with_optimizer)
         from hetero_megatron.checkpoint.state import owned_tensors
 

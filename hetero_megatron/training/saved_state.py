@@ -120,7 +120,7 @@ class _Outer:
         from hetero_megatron.plans.outer import COMPRESS
 
         _require("compress", self.compress, self.compress in COMPRESS)
-        lowest = min(self.islands - 2, self.every - self.fragments, self.fragments - 1, self.delay, self.updates)
+        lowest = min(self.islands - 1, self.every - self.fragments, self.fragments - 1, self.delay, self.updates)
         _require("islands, every, fragments, delay or updates", lowest, lowest >= 0 and self.updates <= MAX_UPDATES)
         counts = [count for row in self.tokens for count in row]
         has_all_counts = len(self.tokens) == self.fragments and all(len(row) == self.islands for row in self.tokens)
