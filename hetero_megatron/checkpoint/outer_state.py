@@ -17,7 +17,16 @@ import torch
 from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.manifest import METADATA, Damaged
 from hetero_megatron.checkpoint.native import Checkpoint, damaged_error
-from hetero_megatron.checkpoint.state import MODEL, OPTIMIZER, check_model, make_states, owned_tensors
+from hetero_megatron.checkpoint.state import (
+    ISLAND,
+    LOST,
+    MODEL,
+    OPTIMIZER,
+    check_model,
+    logical_name,
+    make_states,
+    owned_tensors,
+)
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
@@ -25,11 +34,11 @@ from hetero_megatron.parallel.optimizer import ShardedOptimizer
 from hetero_megatron.parallel.outer_steps import OuterMoment, OuterSteps
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.canonical import Outer
+from hetero_megatron.plans.outer import PHASE, other_phase
 from hetero_megatron.spec import ModelSpec, trained_tensors
 from hetero_megatron.utils.text import plural
 
-OUTER, LOST = "outer", "lost"  # OUTER: also key of the state
-_PHASE = ("every", "fragments", "delay")  # by which it is told what is due when
+OUTER = "outer"  # also key of the state
 _RATES = ("mixing", "lr", "momentum", "nesterov")
 
 
@@ -54,15 +63,11 @@ def outer_tensors(
                 lost_boxes[piece.name].append((piece.box, piece.lost))
             for kind, tensor in values.items() if reading or outer.index == 0 else ():
                 parts[f"{kind}.{piece.name}"].append((piece.box, tensor))
-    tensors = {key: BoxedTensor(shapes[_name(key)], boxes) for key, boxes in parts.items()}
+    tensors = {key: BoxedTensor(shapes[logical_name(key)], boxes) for key, boxes in parts.items()}
     if with_optimizer:
         owned |= {f"{LOST}.{name}": BoxedTensor(shapes[name], boxes) for name, boxes in lost_boxes.items()}
-        tensors |= {f"island.{outer.index}.{key}": tensor for key, tensor in owned.items()}
+        tensors |= {f"{ISLAND}.{outer.index}.{key}": tensor for key, tensor in owned.items()}
     return tensors, numbers
-
-
-def _name(key: str) -> str:
-    return key.split(".", 2 if key.startswith(f"{OUTER}.") else 1)[-1]
 
 
 def outer_state(outer: OuterSteps) -> dict[str, Any]:
@@ -71,7 +76,7 @@ def outer_state(outer: OuterSteps) -> dict[str, Any]:
     return {
         "islands": len(options.islands), "updates": moment.updates, "tokens": moment.tokens,
         "under_way": moment.under_way, "rates": {key: float(getattr(options, key)) for key in _RATES},
-        "compress": options.compress, **{key: getattr(options, key) for key in _PHASE},
+        "compress": options.compress, **{key: getattr(options, key) for key in PHASE},
     }  # fmt: skip
 
 
@@ -84,12 +89,7 @@ def check_outer(checkpoint: Checkpoint, plan: Plan) -> None:
     saved, outer = checkpoint.state.get(OUTER), plan.outer
     if saved is None or outer is None:  # all islands begin from what it holds; a plan of one takes the global weights
         return
-    changes = [
-        f"{key} {saved[key]} (here {getattr(outer, key)})" for key in _PHASE if saved[key] != getattr(outer, key)
-    ]
-    if (saved["rates"]["momentum"] > 0) != (outer.momentum > 0):
-        changes.append(f"momentum {saved['rates']['momentum']:g} (here {outer.momentum:g})")
-    if changes:
+    if changes := other_phase({**saved["rates"], **saved}, outer):
         accepted = "a plan with such outer steps, or --no-load-optim or --finetune, which take the global weights"
         raise UserError(
             f"the checkpoint was made with other outer steps: {', '.join(changes)}",
@@ -141,7 +141,7 @@ def load_outer(checkpoint: Checkpoint, outer: OuterSteps, spec: ModelSpec, group
     _make_states(checkpoint, outer.optimizer)
     tensors, _ = outer_tensors(outer, spec, True, reading=True)
     has_lost = _compress(saved) != Outer.compress
-    sources = {key: source_of(key, islands, "island.0.", has_lost) for key in tensors}
+    sources = {key: source_of(key, islands, f"{ISLAND}.0.", has_lost) for key in tensors}
     _read(checkpoint, {source: tensors[key] for key, source in sources.items() if source is not None}, group)
     if islands[outer.index] is None:
         outer.begin_from_global()
@@ -157,13 +157,13 @@ def source_of(key: str, islands: Sequence[int | None], first: str, has_lost: boo
         first: prefix of the moments that such a one begins with.
         has_lost: whether there is what compression lost.
     """
-    if not key.startswith("island."):
+    if not key.startswith(f"{ISLAND}."):
         return key
     _, number, name = key.split(".", 2)
     kind, origin = name.split(".", 1)[0], islands[int(number)]
     if kind == LOST and not has_lost or kind != OPTIMIZER and origin is None:
         return None
-    return f"{first}{name}" if origin is None else f"island.{origin}.{name}"
+    return f"{first}{name}" if origin is None else f"{ISLAND}.{origin}.{name}"
 
 
 def load_one_island(checkpoint: Checkpoint, optimizer: ShardedOptimizer, spec: ModelSpec, group: Group) -> None:
@@ -176,14 +176,14 @@ def load_one_island(checkpoint: Checkpoint, optimizer: ShardedOptimizer, spec: M
     _make_states(checkpoint, optimizer)
     tensors, _ = owned_tensors(optimizer, spec)
     _read(checkpoint, {
-        f"island.0.{key}" if key.startswith(f"{OPTIMIZER}.") else key: tensor for key, tensor in tensors.items()
+        f"{ISLAND}.0.{key}" if key.startswith(f"{OPTIMIZER}.") else key: tensor for key, tensor in tensors.items()
     }, group)  # fmt: skip
     optimizer.all_gather()
 
 
 def _make_states(checkpoint: Checkpoint, optimizer: ShardedOptimizer) -> None:
     """Moments as the checkpoint has them, to be overwritten."""
-    keys = (key for key in checkpoint.metadata.state_dict_metadata if key.startswith(f"island.0.{OPTIMIZER}."))
+    keys = (key for key in checkpoint.metadata.state_dict_metadata if key.startswith(f"{ISLAND}.0.{OPTIMIZER}."))
     numbers = (checkpoint.state["optimizer"] or {}).get("numbers", {})
     make_states(optimizer, sorted({key.split(".")[3] for key in keys}), numbers)
 

@@ -24,6 +24,7 @@ from hetero_megatron.parallel.optimizer import ShardedOptimizer
 from hetero_megatron.spec import LogicalTensor, ModelSpec, trained_tensors
 
 MODEL, OPTIMIZER = "model", "optimizer"
+ISLAND, LOST = "island", "lost"  # of outer steps: checkpoint/outer_state.py
 WEIGHT_DTYPES = "weight_dtypes"  # key of the state
 _DTYPES = {
     "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -49,7 +50,7 @@ def owned_tensors(
             elif value is not None:
                 shared[key].append(value)
     numbers = {key: _common(key, values) for key, values in shared.items()}
-    return {key: BoxedTensor(shapes[_logical(key)], boxes) for key, boxes in parts.items()}, numbers
+    return {key: BoxedTensor(shapes[logical_name(key)], boxes) for key, boxes in parts.items()}, numbers
 
 
 def _common(key: str, values: Sequence[Any]) -> float:
@@ -62,9 +63,13 @@ def _common(key: str, values: Sequence[Any]) -> float:
     return numbers.pop()
 
 
-def _logical(key: str) -> str:
-    kind, _, logical_name = key.partition(".")
-    return logical_name if kind == MODEL else logical_name.partition(".")[2]
+def logical_name(key: str) -> str:
+    """Of the tensor that a key of the state is about: after ``model.``, ``lost.``, ``optimizer.<moment>.`` or
+    ``outer.<kind>.``, each perhaps after ``island.<number>.``."""
+    kind, _, rest = key.partition(".")
+    if kind == ISLAND:
+        return logical_name(rest.partition(".")[2])
+    return rest if kind in (MODEL, LOST) else rest.partition(".")[2]
 
 
 def merge_numbers(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:

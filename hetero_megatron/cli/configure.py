@@ -40,7 +40,7 @@ from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.spec.moe import Balancing
 from hetero_megatron.spec.preference import Preference
-from hetero_megatron.training.config import AdapterConfig, ElasticConfig, OptimizerConfig, RunConfig
+from hetero_megatron.training.config import AdapterConfig, OptimizerConfig, RunConfig
 from hetero_megatron.utils.text import plural, rank_ranges
 
 
@@ -147,7 +147,7 @@ def configure_arguments(
     elastic = collect(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
     preference = collect(_preference, args, spec, balancing)
     teacher_fields = collect(_beside, args, spec, plan, cluster, data, preference, balancing)
-    collect(_outer_fits, plan, elastic, preference)
+    collect(_outer_fits, plan, preference)
     collect(_predictions_fit, args, spec, preference, fp8)
     alignment, compiled = collect(training.build_alignment, args), collect(_compile, args, plan)
     graphs, as_rank = collect(build_graphs, args, plan, spec, data), collect(_as_rank, args, plan)
@@ -329,10 +329,9 @@ def _predictions_fit(args: Arguments, spec: ModelSpec, preference: Preference | 
             raise flag_error("mtp_num_layers", spec.mtp_layers, f"not known beside {flag}: {reason}", accepted)
 
 
-def _outer_fits(plan: Plan, elastic: ElasticConfig | None, preference: Preference | None) -> None:
-    for setting, flag in ((elastic, "--elastic"), (preference, "--preference")):
-        if plan.outer is not None and setting is not None:
-            raise UserError("there are no outer steps beside it", field=flag, accepted="a plan without outer")
+def _outer_fits(plan: Plan, preference: Preference | None) -> None:
+    if plan.outer is not None and preference is not None:
+        raise UserError("there are no outer steps beside it", field="--preference", accepted="a plan without outer")
 
 
 def _cluster(args: Arguments) -> Cluster | None:

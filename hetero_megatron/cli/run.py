@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero_megatron.cli.arguments import beyond, read_number, refuse_empty
 from hetero_megatron.cli.run_elastic import ElasticLimits, join, run_elastic
-from hetero_megatron.cli.run_plans import (
-    configured,
-    drift_in_place,
-    first_that_fits,
-    largest_that_fits,
-    replanned,
-    searched,
-)
+from hetero_megatron.cli.run_plans import configured, drift_in_place, planner_for, replanned
 from hetero_megatron.environment.launcher import refuse_copies, started_by_torchrun
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat, Setup, SupervisedJob, TestbedJob
 from hetero_megatron.launch.supervise import DRIFT_FLAG, Supervisor, Watch
 from hetero_megatron.monitoring.stragglers import diagnoses_at
 from hetero_megatron.plans import all_ranks
+from hetero_megatron.plans.outer import other_phase
 from hetero_megatron.testbed.settings import CHIPS, LINKS
 from hetero_megatron.training.config import RunConfig
 
@@ -114,14 +109,14 @@ def launch(argv: Sequence[str], attach: Callable[[RunConfig], Attached] | None =
     policy = options.get("--on-failure", "replan" if elastic else "restart")
     if policy not in _POLICIES:
         raise UserError("unknown value", field="--on-failure", value=policy, accepted=", ".join(_POLICIES))
-    if policy == "replan" and not fallbacks and "--cluster" not in options:
-        raise UserError("missing", field="--fallback-plan", accepted="plan files, or --cluster to search one")
     if "--plan" not in options:
         raise UserError("missing", field="--plan", accepted="a plan file")
     cluster = Path(options["--cluster"]) if "--cluster" in options else None
     testbed = _testbed(options, cluster)
     access = _access(options, cluster)
     config = configured(words, Path(options["--plan"]), cluster, None)
+    if policy == "replan" and not fallbacks and cluster is None and config.plan.outer is None:
+        raise UserError("missing", field="--fallback-plan", accepted="plan files, or --cluster to search one")
     attached = attach(config) if attach is not None else None
     if elastic and access is not None:
         from hetero_megatron.launch.ssh_agents import attach as attach_by_ssh
@@ -143,15 +138,14 @@ def launch(argv: Sequence[str], attach: Callable[[RunConfig], Attached] | None =
         )  # fmt: skip
     scratch = Path(config.checkpoint.save or ".")
     scratch.mkdir(parents=True, exist_ok=True)
-    setup = Setup(Path(options["--plan"]), seats, cluster, PRETRAIN)
+    setup = Setup(Path(options["--plan"]), seats, cluster, PRETRAIN, _together(config, seats, fallbacks))
     log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     restarts, grace = _number(options, "--max-restarts", 3), _number(options, "--grace", 30)
-    planner = first_that_fits(words, fallbacks) if fallbacks else searched(words, config, scratch)
+    planner = planner_for(words, config, setup, fallbacks, scratch, elastic)
     replans = int(_number(options, "--max-replans", 2))
     if config.failure.replan_on_drift and not replans:
         raise UserError("contradicts --replan-on-drift", field="--max-replans", value=0, accepted="1 or more")
     if elastic:
-        planner = largest_that_fits(words, [setup.plan, *fallbacks]) if fallbacks else planner
         least_speed, wait = _number(options, "--least-speed", 0.5), _number(options, "--wait-for-hosts", 0)
         limits = ElasticLimits(int(restarts), grace, least_speed, wait)
         kinds = testbed[len(TESTBED_RUN) :] if testbed is not None else None
@@ -252,6 +246,15 @@ def _seats(config: RunConfig) -> tuple[Seat, ...]:
     return tuple(Seat(f"rank{r}", 0, device=r) for r in range(all_ranks(config.plan)[-1] + 1))
 
 
+def _together(config: RunConfig, seats: Sequence[Seat], fallbacks: Sequence[Path]) -> tuple[frozenset[str], ...]:
+    """Nodes of an island: without a cluster file, whose chips may be idle, or another plan, the rest of one that lost a
+    node has nothing to do."""
+    outer = config.plan.outer
+    if outer is None or config.cluster is not None or fallbacks:
+        return ()
+    return tuple(frozenset(seats[rank].node for rank in ranks) for ranks in outer.islands)
+
+
 def _same_work(other: RunConfig, config: RunConfig, path: Path) -> None:
     """Check that a fallback plan computes the same."""
     for key in ("global_batch_size", "seq_length"):
@@ -264,6 +267,10 @@ def _same_work(other: RunConfig, config: RunConfig, path: Path) -> None:
     if bool(other.plan.roles) != bool(config.plan.roles):  # of the teacher's distribution, its likeliest tokens or all
         raise UserError("one of the two plans has roles, so the loss curve would change", field="--fallback-plan",
                         value=str(path), accepted="roles in both, or in neither")  # fmt: skip
+    own_outer, outer = config.plan.outer, other.plan.outer
+    if own_outer is not None and outer is not None and (changes := other_phase(asdict(own_outer), outer)):
+        raise UserError(f"its exchanges would be others than the plan's: {', '.join(changes)}", field="--fallback-plan",
+                        value=str(path), accepted="outer steps of the same phase, or a plan without")  # fmt: skip
 
 
 def _number(options: Mapping[str, str], name: str, default: float) -> float:

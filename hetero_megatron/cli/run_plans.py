@@ -22,6 +22,7 @@ from hetero_megatron.planner.whatif.drift import slow_nodes_text, with_slow_node
 from hetero_megatron.plans import Plan, all_ranks
 from hetero_megatron.plans.dump import dump_yaml
 from hetero_megatron.plans.made_for import lora_words
+from hetero_megatron.plans.outer import plan_of_islands
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.yaml_document import QuotingDumper
 
@@ -32,20 +33,48 @@ WORTH = 0.03  # a new plan must save this share of the step, else the old one st
 _ENOUGH = 1 << 16  # ranks: how many there are is not asked yet
 
 
-def first_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
-    """The first plan whose ranks and chips are available."""
-
-    return lambda seats, cluster: next((plan for plan, _ in _fitting(words, plans, seats, cluster)), None)
-
-
-def largest_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
-    """The plan for the most ranks of those whose ranks and chips are available, the first of several."""
+def planner_for(
+    words: Sequence[str], config: RunConfig, setup: Setup, fallbacks: Sequence[Path], scratch: Path, elastic: bool
+) -> Planner:
+    """Of the fallback plans the first one that fits, or of an elastic job, where ranks also come, the one for the most
+    ranks, which may be the first plan again. With outer steps also the same plan for the islands that are there. Where
+    there are no fallback plans, the planner's for the chips that are there, if a cluster file says what they are."""
+    fitting = _largest if elastic else _first
+    again = [setup.plan] if elastic and (fallbacks or config.plan.outer is not None) else []
 
     def choose(seats: Sequence[Seat], cluster: Path | None) -> Path | None:
-        fitting = list(_fitting(words, plans, seats, cluster))
-        return max(fitting, key=lambda plan_and_seconds: plan_and_seconds[1])[0] if fitting else None
+        islands = _islands_left(config.plan, setup, seats, scratch) if config.plan.outer is not None else []
+        found = fitting(_fitting(words, [*fallbacks, *islands, *again], seats, cluster))
+        if found is not None or fallbacks or cluster is None:
+            return found
+        return searched(words, config, scratch)(seats, cluster)
 
     return choose
+
+
+def _first(fitting: Iterator[tuple[Path, int]]) -> Path | None:
+    return next((plan for plan, _ in fitting), None)
+
+
+def _largest(fitting: Iterator[tuple[Path, int]]) -> Path | None:
+    """For the most ranks, the first of several."""
+    return max(fitting, key=lambda plan_and_ranks: plan_and_ranks[1], default=(None, 0))[0]
+
+
+def _islands_left(plan: Plan, setup: Setup, seats: Sequence[Seat], scratch: Path) -> list[Path]:
+    """A file of the plan for those of its islands of which all seats are there, each with its own chips; none, where no
+    island is whole, or they cannot share the batch."""
+    place = {(seat.node, seat.local): rank for rank, seat in enumerate(setup.seats)}
+    ranks = ((place.get((seat.node, seat.local)), i) for i, seat in enumerate(seats))
+    number = {rank: i for rank, i in ranks if rank is not None}
+    assert plan.outer is not None
+    kept = [i for i, island in enumerate(plan.outer.islands) if number.keys() >= set(island)]
+    left = plan_of_islands(plan, kept, number) if kept else None
+    if left is None:
+        return []
+    path = scratch / f"plan-of-islands-{left.fingerprint()}.yaml"
+    path.write_text(dump_yaml(left))
+    return [path]
 
 
 def _fitting(

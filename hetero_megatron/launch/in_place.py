@@ -346,7 +346,7 @@ class InPlaceSupervisor:
             return self._end() or PEER_ERROR
         if change.failed:
             self._around = None
-        lost_nodes = {self._seats[m].node for m in self._gone}
+        lost_nodes = self.setup.lost_with({self._seats[m].node for m in self._gone})
         ready = [m for m in self._admission.ready() if m not in change.spare and self._around is None]
         members = [*(m for m in self._alive if self._seats[m].node not in lost_nodes), *ready]
         next_epoch = self._prepared

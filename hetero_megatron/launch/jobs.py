@@ -34,12 +34,18 @@ class Seat:
 
 @dataclass(frozen=True)
 class Setup:
-    """A plan on seats; ``cluster``: the file that names them, if there is one; ``program``: what starts a rank."""
+    """A plan on seats; ``cluster``: the file that names them, if there is one; ``program``: what starts a rank;
+    ``together``: nodes of which none is of use without the others."""
 
     plan: Path
     seats: tuple[Seat, ...]
     cluster: Path | None = None
     program: tuple[str, ...] = ()
+    together: tuple[frozenset[str], ...] = ()
+
+    def lost_with(self, nodes: set[str]) -> set[str]:
+        """These nodes, and those that are of no use without them."""
+        return nodes.union(*(others for others in self.together if others & nodes))
 
 
 class SupervisedJob(Protocol):

@@ -291,10 +291,11 @@ class Supervisor:
 
 def left_without(setup: Setup, lost: set[str], scratch: Path, name: str) -> tuple[list[Seat], Path | None]:
     """(seats, cluster file) of a setup without some nodes; the file is ``cluster-NAME.yaml`` in ``scratch``."""
-    seats = [s for s in setup.seats if s.node not in lost]
+    gone = setup.lost_with(lost)
+    seats = [s for s in setup.seats if s.node not in gone]
     if setup.cluster is None or not seats:
         return seats, None
-    document = without_nodes(read_cluster_document(setup.cluster).plain(), lost)
+    document = without_nodes(read_cluster_document(setup.cluster).plain(), gone)
     path = scratch / f"cluster-{name}.yaml"
     path.write_text(yaml.dump(document, sort_keys=False, Dumper=QuotingDumper))
     return seats, path

@@ -66,8 +66,8 @@ class Exchange:
 
     Attributes:
         tokens: of the fragment when it began.
-        deltas: of this rank's pieces, with what earlier ones lost, until ``sums``, weighted over all islands, are there.
-        codes: what compression makes of them.
+        deltas: of this rank's pieces, with what earlier ones lost; codes: what compression makes of them.
+        sums: weighted over all islands, in place of these; None: they are not there yet.
     """
 
     work: Work | None
@@ -209,15 +209,13 @@ class OuterSteps:
         self.updates += 1
         for fragment in self.fragments:
             fragment.tokens = [a + b for a, b in zip(fragment.tokens, self._tokens, strict=True)]
-        position = (self.updates - 1) % self.outer.period + 1
-        self.due = position == self.outer.period
-        if position >= self.outer.period - self.outer.delay and self.exchange is None:
-            self.exchange = self._start(self.current)
-        return self.finish_due()
+        self.due = self.updates % self.outer.period == 0
+        return self.catch_up()
 
     @torch.no_grad()
-    def finish_due(self) -> bool:
-        """End the exchange that is due, if one is, or make one that was torn; called on all ranks.
+    def catch_up(self) -> bool:
+        """Begin or end the exchange that is to have begun, or ended, by now, also one that was torn; called on all
+        ranks.
 
         Returns:
             whether the masters have changed.
@@ -225,11 +223,13 @@ class OuterSteps:
         Raises:
             CommError: a peer is gone.
         """
+        position = self.updates % self.outer.period
+        if self.exchange is None and (self.due or position and position >= self.outer.period - self.outer.delay):
+            self.exchange = self._start(self.current)
         if not self.due:
             return False
         self.comm.activity, fragment = "an outer step", self.current
-        if self.exchange is None:
-            self.exchange = self._start(fragment)
+        assert self.exchange is not None
         self._finish(fragment, self._settled(fragment, self.exchange))
         self.exchange, self.due = None, False
         return True

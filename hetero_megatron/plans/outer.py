@@ -12,8 +12,8 @@ With ``compress`` differences travel in few bits. ``int8`` and ``int4`` have an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import permutations
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_megatron.layout import Layout, cut
 from hetero_megatron.layout.layout import reduction_blocks
 from hetero_megatron.plans.buckets import Bucket
-from hetero_megatron.plans.canonical import Outer, Plan
+from hetero_megatron.plans.canonical import Outer, Pipeline, Plan
 from hetero_megatron.plans.fields import Source, parse_ranks
 from hetero_megatron.spec import trained_tensors
 from hetero_megatron.utils.text import format_bytes, notice_line, plural, rank_ranges
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
 
 KEYS = ("islands", "every", "fragments", "delay", "mixing", "optimizer", "compress")
+PHASE = ("every", "fragments", "delay")
 OPTIMIZER_KEYS = ("name", "lr", "momentum", "nesterov")
 MOST_STEPS, MOST_RATE = 1 << 20, 1e3
 COMPRESS = {"none": 0, "bf16": 16, "int8": 8, "int4": 4}  # bits of an element; 0: as it is
@@ -62,6 +63,14 @@ def read_outer(entry: Entry) -> Outer:
         lr, momentum, nesterov,
         keys["compress"].choice(COMPRESS) if "compress" in keys else Outer.compress,
     )  # fmt: skip
+
+
+def other_phase(was: Mapping[str, Any], outer: Outer) -> list[str]:
+    """What of a running plan's keys, by which it is told what is due when, and of its momentum, is another one here."""
+    changes = [f"{key} {was[key]} (here {getattr(outer, key)})" for key in PHASE if was[key] != getattr(outer, key)]
+    if (was["momentum"] > 0) != (outer.momentum > 0):
+        changes.append(f"momentum {was['momentum']:g} (here {outer.momentum:g})")
+    return changes
 
 
 def spelled_outer(outer: Outer) -> dict[str, Any]:
@@ -130,12 +139,60 @@ def fragment_tensors(spec: ModelSpec, outer: Outer) -> list[list[str]]:
     return names
 
 
-def owners_by_island(outer: Outer, buckets: Sequence[Bucket]) -> list[dict[str, Layout]]:
-    """By island, the layout of each tensor's owners there."""
-    owners: list[dict[str, Layout]] = [{} for _ in outer.islands]
+def owners_by_island(outer: Outer | None, buckets: Sequence[Bucket]) -> list[dict[str, Layout]]:
+    """By island, the layout of each tensor's owners there; without outer steps there is one island."""
+    owners: list[dict[str, Layout]] = [{} for _ in (outer.islands if outer is not None else "1")]
     for bucket in (b for b in buckets if b.onward is None):
-        owners[outer.island(bucket.ranks[0])].update(bucket.owners)
+        owners[outer.island(bucket.ranks[0]) if outer is not None else 0].update(bucket.owners)
     return owners
+
+
+def plan_of_islands(plan: Plan, kept: Collection[int], number: Mapping[int, int]) -> Plan | None:
+    """The plan of some of its islands, which share the whole batch in proportion to what they had, with rank
+    ``number[r]`` where it has r; None: whole micro-batches of theirs do not make up the batch."""
+    outer = plan.outer
+    assert outer is not None
+    pipelines = [p for p in plan.pipelines if outer.island(p.ranks[0]) in kept]
+    counts = _micro_batches(plan.global_batch_size, pipelines)
+    if counts is None:
+        return None
+    if same := counts == [pipeline.num_micro_batches for pipeline in pipelines]:
+        schedule = plan.schedule
+    else:  # a stored order is one of so many micro-batches
+        stored = "interleaved" if any(pipeline.chunks > 1 for pipeline in pipelines) else "1f1b"
+        schedule = stored if plan.schedule == "adaptive" else plan.schedule
+    renumber = number.__getitem__
+    moved = tuple(
+        replace(pipeline, num_micro_batches=count, stages=tuple(stage.on_ranks(renumber) for stage in pipeline.stages),
+                orders=pipeline.orders if same else ())
+        for pipeline, count in zip(pipelines, counts, strict=True)
+    )  # fmt: skip
+    islands = tuple(sorted(tuple(sorted(map(renumber, outer.islands[i]))) for i in kept))
+    near = (tuple(sorted(number[r] for r in ranks if outer.island(r) in kept)) for ranks in plan.islands)
+    return replace(
+        plan, pipelines=moved, schedule=schedule, outer=replace(outer, islands=islands),
+        islands=tuple(sorted(ranks for ranks in near if len(ranks) > 1)),
+    )  # fmt: skip
+
+
+def _micro_batches(batch: int, pipelines: Sequence[Pipeline]) -> list[int] | None:
+    """Numbers of micro-batches that make up ``batch`` sequences, so that the pipeline whose share grows most beyond
+    what it had grows as little as can be; None: none do."""
+    had, most = sum(p.batch_size for p in pipelines), max(p.micro_batch_size for p in pipelines)
+    # Near what each would have in proportion; of others' micro-batches no more can be made up for.
+    least = [max(1, batch * p.batch_size // (had * p.micro_batch_size) - most) for p in pipelines]
+    rest = batch - sum(n * p.micro_batch_size for n, p in zip(least, pipelines, strict=True))
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by sequences given so far: (largest growth, counts)
+    for count, pipeline in zip(least, pipelines, strict=True):
+        found: dict[int, tuple[float, list[int]]] = {}
+        for given, (growth, counts) in best.items():
+            for more in range(min((rest - given) // pipeline.micro_batch_size, 2 * most) + 1):
+                now, grown = given + more * pipeline.micro_batch_size, (count + more) / pipeline.num_micro_batches
+                candidate = max(growth, grown), [*counts, count + more]
+                if now not in found or candidate < found[now]:
+                    found[now] = candidate
+        best = found
+    return best[rest][1] if rest in best else None
 
 
 def message_bytes(compress: str, itemsize: int, elements: int, blocks: int) -> int:

@@ -36,14 +36,12 @@ from hetero_megatron.platform import Platform
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.training.agreement import chip_arch
-from hetero_megatron.training.checkpointing import Checkpointing, ConsumedSamples
 from hetero_megatron.training.config import RunConfig, ScheduleConfig
 from hetero_megatron.training.elastic_devices import check_abandonable, prepare, settle
-from hetero_megatron.training.elastic_state import ElasticState, HandOver, Phases, scale_at
+from hetero_megatron.training.elastic_state import ElasticState, HandOver, Phases, Restored
 from hetero_megatron.training.exit import ExitConditions
-from hetero_megatron.training.held_state import Held, HeldMoment, Holding, newest, restore
+from hetero_megatron.training.held_state import Held, Holding, newest, restore
 from hetero_megatron.training.loop import OnStep, Training
-from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.peer_replicas import PeerReplicas
 from hetero_megatron.training.rank_platform import (
     check_device,
@@ -54,7 +52,6 @@ from hetero_megatron.training.rank_platform import (
     sizes_follow_data,
     transport_of,
 )
-from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.step_numbers import StepStats
 from hetero_megatron.training.train import agree, leaving, run_training, set_up
 from hetero_megatron.utils.text import plural
@@ -62,27 +59,6 @@ from hetero_megatron.utils.text import plural
 # (plan file, cluster file or an empty string, number of ranks) -> the same run under that plan
 Configure = Callable[[str, str, int], RunConfig]
 PATIENCE = 600.0  # seconds for the launcher to say what comes next; a search may take long
-
-
-@dataclass
-class Restored:
-    """See :class:`~hetero_megatron.training.train.Resume`."""
-
-    config: RunConfig
-    exit: ExitConditions | None
-    peak: float | None
-    source: HeldMoment
-    held: list[Held]
-    comm: Comm
-    all_ranks: Group
-    moved: int = 0
-
-    def load(self, checkpoints: Checkpointing, runtime: Runtime) -> tuple[RunConfig, ConsumedSamples, LossScale]:
-        checkpoints.go_on()
-        self.comm.activity = "moving the state"
-        self.moved = restore(self.source, self.held, runtime.optimizer, self.config.compiled, self.all_ranks)
-        moment = self.source.moment
-        return self.config, ConsumedSamples(moment.step, moment.consumed), scale_at(self.config, moment)
 
 
 @dataclass
@@ -226,7 +202,7 @@ class ElasticRank:
         config = self._same_schedule(comm)
         started_before = self.epoch is not None and not self.epoch.joined
         config = agree(config, comm, self.platform, self.plugins, emulation, started_before)
-        replicas = self._replicas(comm, config)
+        peers = self._peers(comm, config)
         seconds, since = {"groups": time.perf_counter() - self._began}, time.perf_counter()
         all_ranks = self._host_group(comm, range(self.launcher.world_size), 0, "state")
         assert all_ranks is not None
@@ -259,8 +235,9 @@ class ElasticRank:
         )
         self.store.ready(self.member, self._speed(training.reporter.own_peak))
         moved = training.runtime.world.gather_objects(resume.moved if resume is not None else 0, int)
-        phases = self._phases(training, source, furthest, sum(moved))
-        elastic = ElasticState(training, replicas, self.node, self.watch, phases)
+        phases = self._phases(training, resume, furthest, sum(moved))
+        assert peers is not None
+        elastic = ElasticState(training, self._replicas(peers, config), peers, self.node, self.watch, phases)
         training.elastic = elastic
         elastic.first_copies()
         self.held = []
@@ -288,18 +265,23 @@ class ElasticRank:
             self.before = _Kept(schedule, None, self._peak, _dtypes(names))
         return replace(self.config, schedule=schedule)
 
-    def _replicas(self, comm: Comm, config: RunConfig) -> PeerReplicas | None:
-        """Called on all ranks of the job."""
-        assert config.elastic is not None
-        ranks = tuple(sorted(config.plan.ranks))
-        if config.elastic.replicas_every is None or len(ranks) == 1:
-            return None
+    def _peers(self, comm: Comm, config: RunConfig) -> Group | None:
+        """Of the ranks that hold copies for each other, and take what one leaves: the plan's, or with outer steps those
+        of this rank's island, as links between islands are slow; None on a rank that the plan does not use. Called on
+        all ranks of the job."""
+        outer = config.plan.outer
+        peers = [tuple(sorted(config.plan.ranks))] if outer is None else list(outer.islands)
         if comm.islands is None or not comm.islands.has_devices:
-            comm.create_groups([ranks] * (max(config.compiled.groups.count(ranks), 1) + 1))
-        group = self._host_group(comm, ranks, -1, "copies")
-        if group is None:
+            comm.create_groups([p for p in peers for _ in range(max(config.compiled.groups.count(p), 1) + 1)])
+        groups = [self._host_group(comm, ranks, -1, "copies") for ranks in peers]
+        return next((group for group in groups if group is not None), None)
+
+    def _replicas(self, peers: Group, config: RunConfig) -> PeerReplicas | None:
+        """A rank whose island it is has copies for itself: of the moment before, where an exchange was torn."""
+        assert config.elastic is not None
+        if config.elastic.replicas_every is None or len(config.plan.ranks) == 1:
             return None
-        return PeerReplicas(group, config.elastic.replicas_every, self.node, config.elastic.room)
+        return PeerReplicas(peers, config.elastic.replicas_every, self.node, config.elastic.room)
 
     @staticmethod
     def _host_group(comm: Comm, ranks: Sequence[int], lane: int, use: str) -> Group | None:
@@ -309,14 +291,15 @@ class ElasticRank:
             return comm.background_group(ranks, use=use)
         return comm.group(ranks, lane) if comm.rank in ranks else None
 
-    def _phases(self, training: Training, source: HeldMoment | None, furthest: int, moved: int) -> Phases | None:
+    def _phases(self, training: Training, resume: Restored | None, furthest: int, moved: int) -> Phases | None:
         epoch, step = self.epoch, training.step
         if epoch is None:
             return None
-        origin = "from memory" if source is not None else "from a checkpoint, as no step is complete in memory"
+        origin = "from memory" if resume is not None else "from a checkpoint, as no step is complete in memory"
         again_text = f", {plural(furthest - step, 'step')} again" if furthest > step else ""
         count = plural(len(training.config.plan.ranks), "rank")
         text = f"epoch {epoch.number}: {epoch.event}; {count} went on after step {step} {origin}{again_text}"
+        text += resume.islands if resume is not None else ""
         return Phases(text, step, {"notice": epoch.notice, "plan": epoch.plan_seconds}, moved)
 
     def _on_step(self, step: int, stats: StepStats) -> None:

@@ -2,22 +2,38 @@
 
 A rank holds parts of the state of one or more steps: what it owns, copies of what a peer owned, both of a step that
 others may not have completed. All ranks say what they hold; the newest step whose boxes cover every tensor is the one
-to go on from, and what moves is the transfer from the layout of these holders to that of the new plan's owners."""
+to go on from, and what moves is the transfer from the layout of these holders to that of the new plan's owners.
+
+With outer steps a step is complete where one island's state is, for that has the global one, too; of those that are,
+the one counts of which most islands are complete. An island that is not begins from the global weights."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 
-from hetero_megatron.checkpoint.state import MODEL, OPTIMIZER, make_states, merge_numbers, owned_tensors, states_of
+from hetero_megatron.checkpoint.outer_state import outer_tensors, source_of
+from hetero_megatron.checkpoint.state import (
+    ISLAND,
+    MODEL,
+    OPTIMIZER,
+    logical_name,
+    make_states,
+    merge_numbers,
+    owned_tensors,
+    states_of,
+)
 from hetero_megatron.comm import Group
 from hetero_megatron.layout import Box, Layout, Piece, refine, tiles, transfer
 from hetero_megatron.parallel.optimizer import ShardedOptimizer
+from hetero_megatron.parallel.outer_steps import OuterMoment, OuterSteps
+from hetero_megatron.plans.canonical import Outer
 from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.outer import owners_by_island
 from hetero_megatron.spec import ModelSpec, trained_tensors
 
 Boxed = dict[str, list[tuple[Box, torch.Tensor]]]
@@ -32,6 +48,12 @@ class Moment:
     consumed: int
     scale: dict[str, float]
     numbers: dict[str, float]
+    outer: OuterMoment | None = None
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Later moments have larger ones."""
+        return (self.step, *(self.outer.order if self.outer is not None else ()))
 
 
 @dataclass(frozen=True)
@@ -60,52 +82,75 @@ class HeldMoment:
     Attributes:
         kinds: of the optimizer's states (``exp_avg``, …).
         layouts: by name, which boxes each holder has; ranks: of the holders.
+        islands: of outer steps, those whose state is complete.
     """
 
     moment: Moment
     kinds: tuple[str, ...]
     layouts: Mapping[str, Layout]
     ranks: tuple[int, ...]
+    islands: tuple[int, ...] = ()
 
 
-def owned_state(optimizer: ShardedOptimizer, spec: ModelSpec) -> tuple[Boxed, dict[str, float]]:
+def owned_state(
+    optimizer: ShardedOptimizer, spec: ModelSpec, outer: OuterSteps | None = None
+) -> tuple[Boxed, dict[str, float]]:
     """(boxes that this rank owns, in the optimizer's own memory; the optimizer's numbers)."""
-    tensors, numbers = owned_tensors(optimizer, spec)
+    if outer is not None:
+        tensors, numbers = outer_tensors(outer, spec, True, reading=True)
+    else:
+        tensors, numbers = owned_tensors(optimizer, spec)
     return {name: list(tensor.parts.values()) for name, tensor in tensors.items()}, numbers
 
 
 def newest(said: Sequence[Sequence[Holding]], spec: ModelSpec) -> HeldMoment | None:
     """Of what each rank says it holds, the newest moment that is complete; None: no moment is."""
-    holders = [(rank, holding) for rank, holdings in enumerate(said) for holding in holdings]
-    for step in sorted({holding.moment.step for _, holding in holders}, reverse=True):
-        of_step = [(rank, holding) for rank, holding in holders if holding.moment.step == step]
-        boxes: dict[str, dict[int, tuple[Box, ...]]] = defaultdict(dict)
-        for i, (_, holding) in enumerate(of_step):
-            for name, parts in holding.boxes.items():
-                boxes[name][i] = tuple(parts)
-        kinds = tuple(sorted({name.split(".")[1] for name in boxes if name.startswith(OPTIMIZER + ".")}))
-        layouts = {}
-        for name, shape in _wanted(spec, kinds):
-            layout = Layout(shape, boxes.get(name, {}))
-            if not _covers(layout):
-                break
-            layouts[name] = layout
-        else:
-            moments = [holding.moment for _, holding in of_step]
-            numbers = merge_numbers([moment.numbers for moment in moments])
-            first = moments[0]
-            return HeldMoment(
-                Moment(step, first.consumed, first.scale, numbers), kinds, layouts, tuple(r for r, _ in of_step)
-            )
-    return None
+    by_moment: dict[tuple[int, ...], list[tuple[int, Holding]]] = defaultdict(list)
+    for rank, holdings in enumerate(said):
+        for holding in holdings:
+            by_moment[holding.moment.order].append((rank, holding))
+    found = (_complete(holders, spec) for holders in by_moment.values())
+    complete = [source for source in found if source is not None]
+    return max(complete, key=lambda s: (len(s.islands), s.moment.order), default=None)
 
 
-def _wanted(spec: ModelSpec, kinds: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a complete state."""
+def _complete(holders: Sequence[tuple[int, Holding]], spec: ModelSpec) -> HeldMoment | None:
+    """What there is of a moment that each of them says it holds; None: too little to go on from."""
+    boxes: dict[str, dict[int, tuple[Box, ...]]] = defaultdict(dict)
+    for i, (_, holding) in enumerate(holders):
+        for name, parts in holding.boxes.items():
+            boxes[name][i] = tuple(parts)
+    moments = [holding.moment for _, holding in holders]
+    first, outer = moments[0], moments[0].outer
+    kinds = tuple(sorted({kind for name in boxes if (kind := _kind(name))}))
+    shapes = {tensor.name: tensor.shape for tensor in trained_tensors(spec)}
+    layouts = {name: Layout(shapes[logical_name(name)], by_holder) for name, by_holder in boxes.items()}
+    prefixes = [""] if outer is None else [f"{ISLAND}.{i}." for i in range(len(outer.tokens[0]))]
+    whole = [all(name in layouts and _covers(layouts[name]) for name in _wanted(spec, kinds, p)) for p in prefixes]
+    if not any(whole):
+        return None
+    numbers = merge_numbers([moment.numbers for moment in moments])
+    missing = tuple(prefix for prefix, is_whole in zip(prefixes, whole, strict=True) if not is_whole)
+    return HeldMoment(
+        replace(first, numbers=numbers), kinds, {n: x for n, x in layouts.items() if not n.startswith(missing)},
+        tuple(rank for rank, _ in holders),
+        tuple(i for i, is_whole in enumerate(whole) if is_whole and outer is not None),
+    )  # fmt: skip
+
+
+def _kind(name: str) -> str | None:
+    """Of an optimizer's state."""
+    parts = name.split(".", 4)
+    parts = parts[2:] if parts[0] == ISLAND else parts
+    return parts[1] if parts[0] == OPTIMIZER else None
+
+
+def _wanted(spec: ModelSpec, kinds: Sequence[str], prefix: str) -> Iterator[str]:
+    """Names of all tensors of a complete state, or of an island's."""
     for tensor in trained_tensors(spec):
-        yield f"{MODEL}.{tensor.name}", tensor.shape
+        yield f"{prefix}{MODEL}.{tensor.name}"
         for kind in () if tensor.by_load else states_of(tensor, kinds):
-            yield f"{OPTIMIZER}.{kind}.{tensor.name}", tensor.shape
+            yield f"{prefix}{OPTIMIZER}.{kind}.{tensor.name}"
 
 
 def _covers(layout: Layout) -> bool:
@@ -113,10 +158,67 @@ def _covers(layout: Layout) -> bool:
     return tiles(whole_box, boxes) or sum(cell.box.size for cell in refine(layout)) == whole_box.size
 
 
+def origins(source: HeldMoment, outer: Outer) -> list[int | None]:
+    """By island of the plan, which island of the source it goes on with: the one of which its ranks hold most, as long
+    as there are some; None: it begins from the global weights."""
+    held: dict[tuple[int, int], int] = {}
+    for name, layout in source.layouts.items():
+        for island in source.islands if name.startswith(f"{ISLAND}.") else ():
+            if name.startswith(f"{ISLAND}.{island}.{MODEL}."):
+                for holder in layout.ranks:
+                    to = next((i for i, ranks in enumerate(outer.islands) if source.ranks[holder] in ranks), None)
+                    if to is not None:
+                        held[to, island] = held.get((to, island), 0) + layout.elements(holder)
+    found: list[int | None] = [None] * len(outer.islands)
+    for to, island in sorted(held, key=lambda pair: (-held[pair], pair)):
+        if found[to] is None and island not in found:
+            found[to] = island
+    left = [island for island in source.islands if island not in found]
+    return [left.pop(0) if island is None and left else island for island in found]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor of the new state: its name there, that of the one of the source that it comes from, and its owners."""
+
+    name: str
+    source: str
+    owners: Layout
+
+
+def targets(source: HeldMoment, compiled: CompiledPlan) -> list[Target]:
+    """Whatever has to come from somewhere. Where only one side has outer steps, weights are the global ones, moments
+    those of one island."""
+    outer, names = compiled.plan.outer, source.layouts
+    by_island = owners_by_island(outer, compiled.buckets)
+    everywhere = {
+        name: Layout(layout.shape, {r: b for island in by_island for r, b in island[name].boxes.items()})
+        for name, layout in by_island[0].items()
+    }
+    if source.moment.outer is None:
+        return [Target(name, name, everywhere[logical_name(name)]) for name in names]
+    first = f"{ISLAND}.{source.islands[0]}."
+    own = [name.removeprefix(first) for name in names if name.startswith(first)]
+    if outer is None:
+        moments = [name for name in own if name.startswith(f"{OPTIMIZER}.")]
+        pairs = [(name, name) for name in names if name.startswith(f"{MODEL}.")] + [(n, first + n) for n in moments]
+        return [Target(name, origin, everywhere[logical_name(name)]) for name, origin in pairs]
+    islands = origins(source, outer)
+    found = [Target(n, n, everywhere[logical_name(n)]) for n in names if not n.startswith(f"{ISLAND}.")]
+    for i, owners in enumerate(by_island):
+        for name in own:
+            origin = source_of(f"{ISLAND}.{i}.{name}", islands, first, outer.compressed)
+            if origin is not None:
+                found.append(Target(f"{ISLAND}.{i}.{name}", origin, owners[logical_name(name)]))
+    return found
+
+
 def restore(
-    source: HeldMoment, held: Sequence[Held], optimizer: ShardedOptimizer | None, compiled: CompiledPlan, group: Group
-) -> int:
-    """Fill what the owners under ``compiled`` own, from whoever holds it. Called on all ranks of the job.
+    source: HeldMoment, held: Sequence[Held], optimizer: ShardedOptimizer | None, compiled: CompiledPlan, group: Group,
+    outer: OuterSteps | None = None,
+) -> int:  # fmt: skip
+    """Fill what the owners under ``compiled`` own, from whoever holds it. Called on all ranks of the job. An exchange
+    of outer steps that was torn is made anew, between the islands that are there.
 
     Args:
         held: what this rank said that it holds, in that order.
@@ -126,42 +228,50 @@ def restore(
     Returns:
         bytes that this rank sent.
     """
-    same_moment = [h for h in held if h.moment.step == source.moment.step]
+    same_moment = [h for h in held if h.moment.order == source.moment.order]
     holders = [i for i, rank in enumerate(source.ranks) if rank == group.comm.rank]
     tensors_by_holder = {
         i: {name: dict(parts) for name, parts in h.tensors.items()} for i, h in zip(holders, same_moment, strict=True)
     }
     taken: Boxed = {}
+    islands: list[int | None] = []
     if optimizer is not None:
         make_states(optimizer, source.kinds, source.moment.numbers)
-        taken, _ = owned_state(optimizer, compiled.spec)
-    final = (bucket for bucket in compiled.buckets if bucket.onward is None)
-    owners = {name: layout for bucket in final for name, layout in bucket.owners.items()}
+        if outer is not None and source.moment.outer is not None:
+            islands = origins(source, outer.outer)
+            outer.begin_at(source.moment.outer, islands)
+        taken, _ = owned_state(optimizer, compiled.spec, outer if islands else None)
     sent = 0
-    for names in _batches(source.layouts):
-        pieces = [(name, *_piece(piece, source)) for name in names for piece in moves(name, source, owners)]
+    for batch in _batches(targets(source, compiled)):
+        pieces = [(target.name, target.source, *_piece(piece, source)) for target in batch
+                  for piece in moves(source.layouts[target.source], source.ranks, target.owners)]  # fmt: skip
         sent += _move(pieces, tensors_by_holder, taken, group)
+    if outer is not None:
+        if not islands:
+            outer.take_weights()
+        elif islands[outer.index] is None:
+            outer.begin_from_global()
+        outer.catch_up()
     if optimizer is not None:
         optimizer.all_gather()
     return sent
 
 
-def _batches(layouts: Mapping[str, Layout]) -> Iterator[list[str]]:
-    """Names in order, so many at once that little memory is needed beside them."""
-    total, batch_of = 0, {}
-    for name, layout in layouts.items():
-        batch_of[name] = total // MOST_ELEMENTS
-        total += Box.whole(layout.shape).size
-    for _, names in groupby(layouts, batch_of.__getitem__):
-        yield list(names)
+def _batches(found: Sequence[Target]) -> Iterator[list[Target]]:
+    """In order, so many at once that little memory is needed beside them."""
+    total, batch_of = 0, []
+    for target in found:
+        batch_of.append(total // MOST_ELEMENTS)
+        total += Box.whole(target.owners.shape).size
+    for _, batch in groupby(zip(batch_of, found, strict=True), lambda pair: pair[0]):
+        yield [target for _, target in batch]
 
 
-def moves(name: str, source: HeldMoment, owners: Mapping[str, Layout]) -> tuple[Piece, ...]:
-    """From holders to owners, of which rank r has the number -1 - r; where it can, nothing leaves its rank."""
-    logical = name.split(".", 1 if name.startswith(MODEL + ".") else 2)[-1]
-    layout = owners[logical]
-    numbered = Layout(layout.shape, {-1 - rank: boxes for rank, boxes in layout.boxes.items()})
-    return transfer(source.layouts[name], numbered, lambda holder, to: float(source.ranks[holder] != -1 - to)).pieces
+def moves(held: Layout, ranks: Sequence[int], owners: Layout) -> tuple[Piece, ...]:
+    """From holders, which are on these ranks, to owners, of which rank r has the number -1 - r; where it can, nothing
+    leaves its rank."""
+    numbered = Layout(owners.shape, {-1 - rank: boxes for rank, boxes in owners.boxes.items()})
+    return transfer(held, numbered, lambda holder, to: float(ranks[holder] != -1 - to)).pieces
 
 
 def _piece(piece: Piece, source: HeldMoment) -> tuple[int, int, int, Box]:
@@ -169,7 +279,7 @@ def _piece(piece: Piece, source: HeldMoment) -> tuple[int, int, int, Box]:
     return piece.src, source.ranks[piece.src], -1 - piece.dst, piece.box
 
 
-Move = tuple[str, int, int, int, Box]  # name, holder, its rank, the owner's rank, which box
+Move = tuple[str, str, int, int, int, Box]  # target, its source, holder, its rank, the owner's rank, which box
 
 
 @torch.no_grad()
@@ -181,9 +291,9 @@ def _move(
     own_rank = group.comm.rank
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for name, holder, src, dst, box in pieces:
+    for name, source, holder, src, dst, box in pieces:
         if src == own_rank:
-            outgoing[dst].append(_part(given[holder][name].items(), box))
+            outgoing[dst].append(_part(given[holder][source].items(), box))
         if dst == own_rank:
             incoming[src].append(_part(taken[name], box))
     for target, values in zip(incoming.pop(own_rank, []), outgoing.pop(own_rank, []), strict=True):

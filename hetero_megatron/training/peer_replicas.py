@@ -15,7 +15,7 @@ from hetero_megatron.comm import Group
 from hetero_megatron.comm.work import Work
 from hetero_megatron.layout import Box
 from hetero_megatron.plans.memory.replicas import choose_holders
-from hetero_megatron.training.held_state import OPTIMIZER, Boxed, Held, Moment, as_bytes
+from hetero_megatron.training.held_state import Boxed, Held, Moment, as_bytes
 
 ALIGNED = 8  # bytes: any element may begin there
 
@@ -128,14 +128,10 @@ class CopyExchange:
         return sum(entry.padded for entry in self.entries[index])
 
     @property
-    def has_states(self) -> bool:
-        """Whether any rank's optimizer has states, which it has not before its first step, and some never have."""
-        return any(entry.name.startswith(f"{OPTIMIZER}.") for entries in self.entries for entry in entries)
-
-    @property
     def held(self) -> list[int]:
-        """Whose copies this rank holds."""
-        return [i for i, holder in enumerate(self.holders) if holder == self.group.index]
+        """Whose copies this rank holds, beside its own."""
+        own_index = self.group.index
+        return [i for i, holder in enumerate(self.holders) if holder == own_index != i]
 
     def memory(self) -> PackedState:
         own_index = self.group.index
@@ -147,7 +143,8 @@ class CopyExchange:
         own_index, empty = self.group.index, torch.empty(0, dtype=torch.uint8)
         copies.moment, copies.complete = moment, False
         pack(tensors, self.entries[own_index], copies.local_buffer)
-        send = [copies.local_buffer if i == self.holders[own_index] else empty for i in range(self.group.size)]
+        to = self.holders[own_index]
+        send = [copies.local_buffer if i == to != own_index else empty for i in range(self.group.size)]
         receive = [copies.others.get(i, empty) for i in range(self.group.size)]
         return self.group.exchange(send, receive)
 
@@ -169,7 +166,7 @@ class PeerReplicas:
     """The copies that a run keeps.
 
     Args:
-        group: of the plan's ranks; only for this.
+        group: of the plan's ranks, or of those of an island; only for this.
         every: steps between copies.
         node: this rank's host.
         room: by node, bytes of host memory for all copies there; see ``choose_holders``.
@@ -179,7 +176,7 @@ class PeerReplicas:
         self.group, self.every, self.node, self.room = group, every, node, room or {}
         self._exchange: CopyExchange | None = None
         self._slots: list[PackedState] = []
-        self._updated = False
+        self._form: tuple[bool, ...] = ()
         self._under_way: Work | None = None
 
     @property
@@ -188,19 +185,18 @@ class PeerReplicas:
         return sum(slot.bytes for slot in self._slots)
 
     def due(self, step: int) -> bool:
-        return self.group.size > 1 and step % self.every == 0
+        return step % self.every == 0
 
-    def start(self, moment: Moment, tensors: Boxed, updated: bool) -> None:
+    def start(self, moment: Moment, tensors: Boxed, form: tuple[bool, ...]) -> None:
         """Begin to copy. Called on all ranks, with none under way.
 
         Args:
-            updated: whether the optimizer has taken a step since it was built, so that there may be states now of which
-                there were none; equal on all ranks, though those that own nothing have no states.
+            form: of what there may be tensors: another one than before where there are others; equal on all ranks.
         """
         assert self._under_way is None
-        if self._exchange is None or updated and not self._updated and not self._exchange.has_states:
+        if self._exchange is None or form != self._form:
             self._exchange = CopyExchange(self.group, self.node, tensors, room=self.room)
-        self._updated = updated
+        self._form = form
         older = self._slots[0] if len(self._slots) == 2 else None
         same_layout = older is not None and older.entries is self._exchange.entries
         self._slots = [*self._slots[-1:], older if older is not None and same_layout else self._exchange.memory()]

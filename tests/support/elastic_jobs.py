@@ -21,6 +21,7 @@ import torch
 
 from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.native import open_checkpoint
+from hetero_megatron.cli.run_plans import configured, planner_for
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.job_store import JobStore
 from hetero_megatron.errors import UserError
@@ -45,6 +46,7 @@ class Happening:
             ``copy``: a copy of step ``at`` is about to travel; ``hashes``, ``save`` and ``evaluation``: it begins what
             follows step ``at``; ``join`` and ``move``: it connects, and moves state, in epoch ``at``; ``await``: it
             waits for epoch ``at``, whose plan is being looked for.
+            ``exchange``: it is about to send its part of an exchange of outer steps after the update of step ``at``.
             ``publish``: its checkpoint of step ``at`` is about to appear. ``message`` and ``reduce``: in step ``at`` it
             is about to send a message to another stage, and its part of a sum of gradients.
         what: ``kill``, ``leave`` (SIGTERM), ``freeze``, ``doze``: freeze, and go on when others have done two steps
@@ -78,6 +80,7 @@ def _instrument(mine: Sequence[Happening], run: Path) -> Callable[[int, Any], No
     from hetero_megatron.checkpoint.directory import CheckpointDirectory
     from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
     from hetero_megatron.parallel.optimizer import ShardedOptimizer
+    from hetero_megatron.parallel.outer_steps import OuterSteps
     from hetero_megatron.training import checkpointing, elastic, failure, held_state, peer_replicas
     from hetero_megatron.training.runtime import Runtime
 
@@ -151,6 +154,7 @@ def _instrument(mine: Sequence[Happening], run: Path) -> Callable[[int, Any], No
 
         setattr(owner, name, wrapped)
 
+    before(OuterSteps, "_start", "exchange")
     before(Comm, "isend", "message")
     before(BucketExchange, "start_reduce", "reduce")
     CheckpointDirectory.publish = publishing  # type: ignore[method-assign]
@@ -322,24 +326,28 @@ class ElasticRun:
 
 def run_elastic(
     directory: Path, plans: Sequence[Path], words: Sequence[str], ranks: int, happenings: Sequence[Happening],
-    fits: Callable[[int], Path | None], grace: float = 30.0, losses: int = 10, hosts: Sequence[Host] = (),
-    devices: Devices = (),
+    fits: Callable[[int], Path | None] | None, grace: float = 30.0, losses: int = 10, hosts: Sequence[Host] = (),
+    devices: Devices = (), islands: Sequence[Sequence[int]] = (),
 ) -> ElasticRun:  # fmt: skip
     """A run that begins with ``plans[0]``, to its end.
 
     Args:
-        fits: the plan for so many ranks.
+        fits: the plan for so many ranks; None: the command's own choice.
         hosts: join it.
-        devices: of the ranks that it begins with.
+        devices: of the ranks that it begins with; islands: those that are lost together.
     """
     log, said = directory / "output", list[str]()
     flags = ["--plan", str(plans[0]), *words, "--elastic"]
-    setup = Setup(plans[0], tuple(Seat(f"rank{r}", 0, device=r) for r in range(ranks)))
+    together = tuple(frozenset(f"rank{r}" for r in island) for island in islands)
+    setup = Setup(plans[0], tuple(Seat(f"rank{r}", 0, device=r) for r in range(ranks)), together=together)
     (directory / "run").mkdir(exist_ok=True)
     run = directory / "run"
+    elastic = [*words, "--elastic"]
+    config = configured(elastic, plans[0], None, ranks)
+    chosen = planner_for(elastic, config, setup, plans[1:], run, True) if fits is None else None
     supervisor = InPlaceSupervisor(
         setup, lambda host, port: ForkedRanks(flags, ranks, happenings, log, host, port, devices),
-        lambda seats, _: fits(len(seats)), losses, grace, run, said.append,
+        chosen or (lambda seats, _: fits(len(seats))), losses, grace, run, said.append,
         lambda host, port, secret: JobFile(
             host, port, secret.decode(), str(plans[0]), "", flags[2:], str(ROOT)
         ).write(run) and None,

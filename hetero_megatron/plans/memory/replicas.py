@@ -37,8 +37,9 @@ def choose_holders(
         on_other_nodes = [j for j in candidates if nodes[j] != nodes[i]] or candidates
         chosen = min(on_other_nodes, key=lambda j: (left[nodes[j]] < need, load[j], (j - i) % count))
         holders[i] = chosen
-        load[chosen] += sizes[i]
-        left[nodes[chosen]] -= need
+        if chosen != i:
+            load[chosen] += sizes[i]
+            left[nodes[chosen]] -= need
     return holders
 
 
@@ -47,7 +48,7 @@ class PeerCopies:
     """
     Attributes:
         sizes: by rank of the plan, bytes that it owns, and sends whenever copies are made.
-        holders: by rank, where its copy lies; empty: a plan of one rank makes none.
+        holders: by rank, where its copy lies, beside its own memory; empty: a plan of one rank makes none.
         nodes: by rank.
     """
 
@@ -60,7 +61,7 @@ class PeerCopies:
         """Bytes of host memory, by rank."""
         held = dict(self.sizes) if self.holders else dict.fromkeys(self.sizes, 0)
         for rank, holder in self.holders.items():
-            held[holder] += self.sizes[rank]
+            held[holder] += self.sizes[rank] if holder != rank else 0
         return {rank: MOMENTS_KEPT * size for rank, size in held.items()}
 
     def over(self, room: Mapping[str, float]) -> dict[str, int]:
@@ -92,17 +93,20 @@ def copies_of(
         nodes: by rank.
         room: see :func:`choose_holders`.
     """
-    owned_states = dict.fromkeys(sorted(plan.ranks), 0)
+    owned_states, outer = dict.fromkeys(sorted(plan.ranks), 0), plan.outer
+    shared = 0 if outer is None else 1 + (outer.momentum > 0) + outer.compressed  # global weights, and beside them
     for bucket, _, owned_elements in with_counts(b for b in buckets if b.onward is None):
         for rank, count in zip(bucket.ranks, owned_elements.tolist(), strict=True):
-            owned_states[rank] += count * (moments if bucket.matrices else 1 + moments)
+            owned_states[rank] += count * (shared + (moments if bucket.matrices else 1 + moments))
     sizes = {rank: count * max(ITEM_BYTES[dtype], 4) for rank, count in owned_states.items()}
     nodes = {rank: nodes[rank] for rank in sizes}
-    ranks = list(sizes)
-    if len(ranks) == 1:
+    if len(sizes) == 1:
         return PeerCopies(sizes, {}, nodes)
-    holders = choose_holders([nodes[rank] for rank in ranks], [sizes[rank] for rank in ranks], room=room)
-    return PeerCopies(sizes, {rank: ranks[i] for rank, i in zip(ranks, holders, strict=True)}, nodes)
+    holders: dict[int, int] = {}
+    for ranks in [tuple(sizes)] if outer is None else outer.islands:
+        chosen = choose_holders([nodes[rank] for rank in ranks], [sizes[rank] for rank in ranks], room=room)
+        holders |= {rank: ranks[i] for rank, i in zip(ranks, chosen, strict=True)}
+    return PeerCopies(sizes, holders, nodes)
 
 
 def host_room(cluster: Cluster, host_bytes: Mapping[int, int]) -> dict[str, float]:

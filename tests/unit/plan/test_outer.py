@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -24,6 +26,7 @@ from hetero_megatron.plans.outer import (
     fragment_tensors,
     outer_memory,
     owners_by_island,
+    plan_of_islands,
 )
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.step import StepSimulator
@@ -193,3 +196,41 @@ def test_predictions_count_what_is_exchanged() -> None:
     assert seconds[0, "int8"] == pytest.approx(narrow / (0.8 * 1e6) / 12, rel=0.02)  # boxes may cut blocks
     with pytest.raises(UserError, match="sailor cannot say outer steps"):
         export("sailor", plan, spec, cluster, "fp32")
+
+
+def test_islands_that_are_left_share_the_batch() -> None:
+    """As evenly as whole micro-batches can, by trying all; ranks have new numbers, and stored orders are dropped where
+    they are of other numbers of micro-batches."""
+    spec, rng = small_spec(), random.Random(5)
+    impossible = 0
+    for _ in range(60):
+        sizes = [(rng.choice([1, 1, 2, 3, 4]), rng.randint(1, 4)) for _ in range(rng.randint(2, 4))]
+        pipelines = [
+            {"micro_batch_size": size, "num_micro_batches": count, "stages": [{"ranks": rank, "layers": [0, 6]}]}
+            for rank, (size, count) in enumerate(sizes)
+        ]
+        batch = sum(size * count for size, count in sizes)
+        outer = {"islands": [[rank] for rank in range(len(sizes))], "every": 2}
+        whole = plan_from_dict(
+            {"seq_length": 32, "global_batch_size": batch, "outer": outer, "pipelines": pipelines}, spec
+        )
+        kept = sorted(rng.sample(range(len(sizes)), rng.randint(1, len(sizes))))
+        new = list(range(len(kept)))
+        rng.shuffle(new)
+        left = plan_of_islands(whole, kept, dict(zip(kept, new, strict=True)))
+        choices = itertools.product(*(range(sizes[i][1], batch // sizes[i][0] + 1) for i in kept))
+        fitting = [c for c in choices if sum(n * sizes[i][0] for n, i in zip(c, kept, strict=True)) == batch]
+        growth = [max(n / sizes[i][1] for n, i in zip(counts, kept, strict=True)) for counts in fitting]
+        impossible += not fitting
+        if left is None:
+            assert not fitting
+            continue
+        assert left.outer is not None and sorted(left.ranks) == [*range(len(kept))]
+        assert sum(p.batch_size for p in left.pipelines) == left.global_batch_size == batch
+        assert [p.ranks for p in left.pipelines] == [(rank,) for rank in new]
+        found = max(p.num_micro_batches / sizes[i][1] for p, i in zip(left.pipelines, kept, strict=True))
+        assert found <= min(growth) + 1e-9
+        assert plan_from_dict(to_dict(left), spec) == left
+        if len(kept) == len(sizes) and new == kept:
+            assert left == whole
+    assert impossible

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from hetero_megatron.cli.main import main
-from hetero_megatron.cli.run_plans import first_that_fits
+from hetero_megatron.cli.run_plans import configured, planner_for
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.errors import UserError
-from hetero_megatron.launch.jobs import Seat
+from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace, TimeBudget
 from hetero_megatron.planner.report.comparison import Comparisons, Summary, summarize
@@ -222,7 +222,10 @@ def test_the_launcher_takes_a_fallback_plan(tmp_path: Path) -> None:
     assert main([*words, "--out", str(tmp_path / "p.yaml")]) == 0
     files = sorted((tmp_path / "f").iterdir())
     assert [path.name for path in files] == ["without-fast.yaml", "without-slow-0.yaml"]
-    choose = first_that_fits(["--model", "tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3"], files[1:])
+    flags = ["--model", "tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
+    setup = Setup(tmp_path / "p.yaml", (Seat("fast", 0), Seat("slow-0", 0), Seat("slow-1", 0)))
+    config = configured(flags, setup.plan, tmp_path / "c.yaml", None)
+    choose = planner_for(flags, config, setup, files[1:], tmp_path, False)
     for gone in ("slow-0", "slow-1"):
         (tmp_path / "left.yaml").write_text(yaml.safe_dump(without_nodes(data, {gone})))
         assert choose([Seat("fast", 0), Seat("slow", 0)], tmp_path / "left.yaml") == files[1]

@@ -10,7 +10,7 @@ from hetero_megatron.layout import Box, Layout
 from hetero_megatron.plans.memory.replicas import choose_holders
 from hetero_megatron.spec import trained_tensors
 from hetero_megatron.spec.presets import load_model
-from hetero_megatron.training.held_state import HeldMoment, Holding, Moment, moves, newest
+from hetero_megatron.training.held_state import Holding, Moment, moves, newest
 
 SPEC = load_model("tiny")
 
@@ -96,8 +96,7 @@ def test_no_more_moves_than_must() -> None:
         owns: dict[int, list[Box]] = {rank: [] for rank in range(ranks)}
         for box in _cut(whole, chance, 5):
             owns[chance.randrange(ranks)].append(box)
-        source = HeldMoment(_moment(1), (), {"model.x": _layout(shape, holds)}, holders)
-        found = moves("model.x", source, {"x": _layout(shape, owns)})
+        found = moves(_layout(shape, holds), holders, _layout(shape, owns))
         has = {i: _mask(shape, boxes) for i, boxes in holds.items()}
         came = {rank: np.zeros(shape, int) for rank in owns}
         crossed = 0

@@ -1,0 +1,116 @@
+"""Elastic runs with outer steps: islands are lost and come back without a restart, and the others' losses and states are,
+bit for bit in fp64, those of a run that was stopped at the same steps and begun anew with the islands that were there."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.elastic_jobs import ElasticRun, Happening, Host, final_state, run_elastic, run_segments
+from tests.support.selection import quick
+
+# Exchanges end after steps 2, 4, 6, …; with a delay they begin a step before.
+PLAN = """
+version: 1
+seq_length: 16
+global_batch_size: 4
+outer: {{islands: {islands}, every: 4, fragments: 2, mixing: 0.25{more}}}
+pipelines:
+  - {{micro_batch_size: 1, num_micro_batches: 3, stages: [{{ranks: {a}, layers: [0, 4]}}, {{ranks: {b}, layers: [4, 6]}}]}}
+  - {{micro_batch_size: 1, num_micro_batches: 1, stages: [{{ranks: {c}, layers: [0, 6]}}]}}
+"""
+FIRST_OF_TWO = PLAN.format(islands='["0-1", 2]', a=0, b=1, c=2, more="")
+WITHOUT_LAST = re.sub("  - .*2, layers.*", "", FIRST_OF_TWO).replace('["0-1", 2]', '["0-1"]').replace(": 3,", ": 4,")
+MIRRORED = PLAN.format(islands='[0, "1-2"]', a=1, b=2, c=0, more="")
+WITHOUT_PAIR = re.sub("  - .*1, layers.*", "", MIRRORED).replace('[0, "1-2"]', "[0]").replace("batches: 1", "batches: 4")
+STEPS = 13
+
+
+def words(directory: Path, *more: str) -> list[str]:
+    run = str(directory / "run")
+    return [
+        *("--model", "tiny", "--mock-data", "--fp64", "--lr", "1e-3", "--train-iters", str(STEPS), "--save", run),
+        *("--load", run, "--distributed-timeout-minutes", "0.5", "--no-kernel-check", "--eval-interval", "5"),
+        *("--eval-iters", "1", *more),
+    ]
+
+
+def run(
+    directory: Path, plan: str, happenings: Sequence[Happening], hosts: Sequence[Host] = (), more: Sequence[str] = (),
+) -> ElasticRun:  # fmt: skip
+    directory.mkdir(exist_ok=True)
+    (directory / "plan.yaml").write_text(plan)
+    islands = [(0, 1), (2,)] if plan != MIRRORED else [(0,), (1, 2)]
+    found = run_elastic(
+        directory, [directory / "plan.yaml"], words(directory, *more), 3, happenings, None, hosts=hosts, islands=islands
+    )
+    assert found.code == 0, found.output
+    assert [s["step"] for s in found.steps] == list(range(1, STEPS + 1)), found.output
+    assert [s["consumed_samples"] for s in found.steps] == [4 * step for step in range(1, STEPS + 1)]
+    assert all(math.isfinite(s["loss"]) for s in found.steps)
+    return found
+
+
+def check(directory: Path, found: ElasticRun, segments: Sequence[tuple[str, int, int]]) -> None:
+    """Against runs of these plans (text, ranks, last step), each from the checkpoint of the one before."""
+    apart, files = directory / "apart", []
+    apart.mkdir()
+    for i, (plan, ranks, last) in enumerate(segments):
+        file = apart / f"plan-{i}.yaml"
+        file.write_text(plan)
+        files.append((file, ranks, last))
+    steps = run_segments(apart, words(apart), files)
+    for key in ("loss", "grad_norm"):
+        assert [s[key] for s in found.steps] == [s[key] for s in steps], key
+    mine, theirs = final_state(directory), final_state(apart)
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        assert torch.equal(mine[name], theirs[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", quick(["1", "0"], [], ["0"]))
+def test_an_island_is_lost_and_comes_back(copies: str, tmp_path: Path) -> None:
+    happenings = [Happening(2, "step", 5), Happening(0, "step", 9, "wait")]
+    found = run(tmp_path, FIRST_OF_TWO, happenings, [Host("rank2", 7)], ("--peer-replicas-every", copies))
+    lost, back = found.epochs
+    assert "island 1 is left out, with up to" in lost[0] and "2 ranks went on after step 5 from memory" in lost[0]
+    assert "rank2 joined (1 rank); 3 ranks went on" in back[0] and "island 1 begins from the global weights" in back[0]
+    check(tmp_path, found, [(FIRST_OF_TWO, 3, 5), (WITHOUT_LAST, 2, back[1]), (FIRST_OF_TWO, 3, STEPS)])
+
+
+@pytest.mark.slow
+def test_whichever_island_is_lost(tmp_path: Path) -> None:
+    """The second one goes on with its own weights and moments as the first one of the mirrored plan does."""
+    one = run(tmp_path / "one", FIRST_OF_TWO, [Happening(0, "step", 5), Happening(1, "step", 5)])
+    other = run(tmp_path / "other", MIRRORED, [Happening(1, "step", 5), Happening(2, "step", 5)])
+    assert [step for _, step in one.epochs] == [step for _, step in other.epochs] == [5], one.output
+    assert "island 0 is left out" in one.epochs[0][0] and "island 1 is left out" in other.epochs[0][0]
+    assert [s["loss"] for s in one.steps] == pytest.approx([s["loss"] for s in other.steps], rel=1e-12)
+    check(tmp_path / "other", other, [(MIRRORED, 3, 5), (WITHOUT_PAIR, 1, STEPS)])
+
+
+TORN = {
+    "in the exchange": ("", Happening(2, "exchange", 6)),
+    "in an exchange beside the computing": (", delay: 1, compress: int8", Happening(2, "step", 5)),
+    "one rank of it": ("", Happening(1, "step", 5)),
+    "while the global weights are evaluated": ("", Happening(2, "evaluation", 5)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", quick(TORN, [], ["in the exchange", "one rank of it"]))
+def test_an_island_is_lost(case: str, tmp_path: Path) -> None:
+    """At moments of which there is no run that was stopped: no step is left out or taken twice, and what is left goes on
+    to learn. Which numbers come out of it: tests/distributed/parallel/test_islands_leave.py."""
+    more, happening = TORN[case]
+    plan = PLAN.format(islands='["0-1", 2]', a=0, b=1, c=2, more=more)
+    found = run(tmp_path, plan, [happening])
+    (text, step), = found.epochs
+    assert "from memory" in text and f"island {0 if happening.member == 1 else 1} is left out" in text, found.output
+    assert step in (5, 6) and found.steps[-1]["loss"] < found.steps[4]["loss"]
