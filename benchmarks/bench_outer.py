@@ -16,8 +16,8 @@ steps, which all variants but the one with another seed share. ``outer, averages
 islands' weights instead (lr 1, no momentum), which tells what the outer momentum does; ``outer, little momentum``
 (lr 1, momentum 0.4) was chosen after both of these had been seen, and before it was run. ``…, an island lost``: in the
 middle third of what follows the beginning, one process has gone on from a checkpoint, with all sequences and without
-outer steps; then both islands go on from its checkpoint, or, ``for good``, it goes on to the end. ``…, an island away``:
-the same with outer steps of the only island meanwhile, which is what an elastic run does.
+outer steps; then both islands go on from its checkpoint, or, ``for good``, it goes on to the end. ``…, an island
+away``: the same with outer steps of the only island meanwhile, which is what an elastic run does.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "outer, little momentum": {"outer": {"optimizer": LITTLE}},
     "outer, little momentum, int4": {"outer": {"optimizer": LITTLE, "compress": "int4"}},
     "outer, little momentum, int8": {"outer": {"optimizer": LITTLE, "compress": "int8"}},
+    "outer, little momentum, int4, beside the computing": {
+        "outer": {"optimizer": LITTLE, "compress": "int4", "delay": 1, "mixing": 0.5}
+    },
     "outer, little momentum, an island lost": {"outer": {"optimizer": LITTLE}, "lost": "for a while"},
     "outer, little momentum, an island lost for good": {"outer": {"optimizer": LITTLE}, "lost": "for good"},
     "outer, little momentum, an island away": {"outer": {"optimizer": LITTLE}, "lost": "for a while", "alone": True},

@@ -35,8 +35,9 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
   --on-failure stop      end when a rank fails
                restart   all ranks again under the same plan (default)
                replan    drop the nodes of ranks that died by a signal or hung, and where nodes cannot reach each
-                         other as few as will do; the first --fallback-plan that fits what is left goes on (without
-                         any, the planner searches one: needs --cluster); ranks that only crashed are restarted
+                         other as few as will do; the first --fallback-plan that fits what is left goes on, or with
+                         outer steps the islands that are left (else the planner searches one: needs --cluster);
+                         ranks that only crashed are restarted
   --elastic              replan without ending a process: ranks that are left go on from what is in their memories
                          (a loss costs at most --peer-replicas-every K, 1, steps), and one that
                          gets SIGTERM hands over at the step's end and leaves; hosts may join (not a testbed); also

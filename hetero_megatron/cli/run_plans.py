@@ -17,7 +17,7 @@ from hetero_megatron.environment.launcher import SUPERVISED
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.supervise import Planner, Replanner
-from hetero_megatron.monitoring.record import expectation
+from hetero_megatron.monitoring.record import expectation, expected_busy
 from hetero_megatron.planner.whatif.drift import slow_nodes_text, with_slow_nodes, worst_by_node
 from hetero_megatron.plans import Plan, all_ranks
 from hetero_megatron.plans.dump import dump_yaml
@@ -152,13 +152,34 @@ def _better_plan(words: Sequence[str], scratch: Path, setup: Setup, cluster: Pat
     count = len(setup.seats)
     config = configured(words, setup.plan, setup.cluster, count)
     path.write_text(dump_yaml(_any_chip(config.plan)))
-    old = _predicted(configured(words, path, cluster, count))
-    new_plan = searched(words, config, scratch)(setup.seats, cluster)
-    new = _predicted(configured(words, new_plan, cluster, count)) if new_plan is not None else None
-    if new_plan is None or new is None or (old is not None and new > (1 - WORTH) * old):
+    slowed = configured(words, path, cluster, count)
+    old = _predicted(slowed)
+    files = [searched(words, config, scratch)(setup.seats, cluster), _moved_between_islands(slowed, scratch)]
+    predicted = {file: _predicted(configured(words, file, cluster, count)) for file in files if file is not None}
+    times = {file: seconds for file, seconds in predicted.items() if seconds is not None}
+    new_plan = min(times, key=times.__getitem__, default=None)
+    if new_plan is None or (old is not None and times[new_plan] > (1 - WORTH) * old):
         return None
+    new = times[new_plan]
     path.write_text(new_plan.read_text())
     return f", predicted {new:.3g} s per step instead of {old:.3g} s" if old is not None else ""
+
+
+def _moved_between_islands(config: RunConfig, scratch: Path) -> Path | None:
+    """A file of a plan with outer steps whose pipelines have shares of the batch by the rates of the cluster file."""
+    plan = config.plan
+    if plan.outer is None:
+        return None
+    busy = expected_busy(config)
+    moved = plan_of_islands(
+        plan, range(len(plan.outer.islands)), {rank: rank for rank in plan.ranks},
+        lambda pipeline: pipeline.batch_size / max(busy[rank] for rank in pipeline.ranks),
+    )  # fmt: skip
+    if moved is None:
+        return None
+    path = scratch / "plan-moved-between-islands.yaml"
+    path.write_text(dump_yaml(moved))
+    return path
 
 
 def drift_in_place(words: Sequence[str], scratch: Path, most: int) -> DriftPlanner:

@@ -12,7 +12,7 @@ With ``compress`` differences travel in few bits. ``int8`` and ``int4`` have an 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import permutations
 from math import prod
@@ -147,13 +147,20 @@ def owners_by_island(outer: Outer | None, buckets: Sequence[Bucket]) -> list[dic
     return owners
 
 
-def plan_of_islands(plan: Plan, kept: Collection[int], number: Mapping[int, int]) -> Plan | None:
+def plan_of_islands(
+    plan: Plan, kept: Collection[int], number: Mapping[int, int], speed: Callable[[Pipeline], float] | None = None
+) -> Plan | None:
     """The plan of some of its islands, which share the whole batch in proportion to what they had, with rank
-    ``number[r]`` where it has r; None: whole micro-batches of theirs do not make up the batch."""
+    ``number[r]`` where it has r; None: whole micro-batches of theirs do not make up the batch.
+
+    Args:
+        speed: of a pipeline, in place of what it had.
+    """
     outer = plan.outer
     assert outer is not None
     pipelines = [p for p in plan.pipelines if outer.island(p.ranks[0]) in kept]
-    counts = _micro_batches(plan.global_batch_size, pipelines)
+    speeds = [float(p.batch_size) if speed is None else speed(p) for p in pipelines]
+    counts = _micro_batches(plan.global_batch_size, [p.micro_batch_size for p in pipelines], speeds)
     if counts is None:
         return None
     if same := counts == [pipeline.num_micro_batches for pipeline in pipelines]:
@@ -175,20 +182,20 @@ def plan_of_islands(plan: Plan, kept: Collection[int], number: Mapping[int, int]
     )  # fmt: skip
 
 
-def _micro_batches(batch: int, pipelines: Sequence[Pipeline]) -> list[int] | None:
-    """Numbers of micro-batches that make up ``batch`` sequences, so that the pipeline whose share grows most beyond
-    what it had grows as little as can be; None: none do."""
-    had, most = sum(p.batch_size for p in pipelines), max(p.micro_batch_size for p in pipelines)
-    # Near what each would have in proportion; of others' micro-batches no more can be made up for.
-    least = [max(1, batch * p.batch_size // (had * p.micro_batch_size) - most) for p in pipelines]
-    rest = batch - sum(n * p.micro_batch_size for n, p in zip(least, pipelines, strict=True))
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by sequences given so far: (largest growth, counts)
-    for count, pipeline in zip(least, pipelines, strict=True):
+def _micro_batches(batch: int, sizes: Sequence[int], speeds: Sequence[float]) -> list[int] | None:
+    """Numbers of micro-batches of these sizes that make up ``batch`` sequences, so that the pipeline that takes longest
+    takes as little as can be; None: none do."""
+    most = max(sizes)
+    # Near what each has in proportion: of others' micro-batches no more can be made up for.
+    least = [max(1, int(batch * v / (sum(speeds) * n)) - most) for n, v in zip(sizes, speeds, strict=True)]
+    rest = batch - sum(count * size for count, size in zip(least, sizes, strict=True))
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by sequences given so far: (longest, counts)
+    for count, size, speed in zip(least, sizes, speeds, strict=True):
         found: dict[int, tuple[float, list[int]]] = {}
-        for given, (growth, counts) in best.items():
-            for more in range(min((rest - given) // pipeline.micro_batch_size, 2 * most) + 1):
-                now, grown = given + more * pipeline.micro_batch_size, (count + more) / pipeline.num_micro_batches
-                candidate = max(growth, grown), [*counts, count + more]
+        for given, (longest, counts) in best.items():
+            for more in range(min((rest - given) // size, 2 * most) + 1):
+                seconds, now = (count + more) * size / speed, given + more * size
+                candidate = max(longest, seconds), [*counts, count + more]
                 if now not in found or candidate < found[now]:
                     found[now] = candidate
         best = found

@@ -1,5 +1,5 @@
-"""Islands are lost, also in the middle of an exchange, and come back: what ranks hold in their memories, and go on from,
-is what a reference of one process says, over random plans and moments."""
+"""Islands are lost, also in the middle of an exchange, and come back: what ranks hold in their memories, and go on
+from, is what a reference of one process says, over random plans and moments."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ def boxes_of(whole: Plan, ranks: Sequence[list[History]], index: int, part: Part
 
 
 def check(
-    whole: Plan, spec: ModelSpec, options: dict[str, Any], parts: Sequence[Part], ranks: Sequence[list[History]], seed: int
+    whole: Plan, spec: ModelSpec, options: dict[str, Any], parts: Sequence[Part], ranks: Sequence[list[History]],
+    seed: int,
 ) -> None:  # fmt: skip
     """After each step but the last one of an island that is lost, whose exchange was torn."""
     assert whole.outer is not None

@@ -12,11 +12,14 @@ import pytest
 import yaml
 
 from hetero_megatron.cli.main import main
+from hetero_megatron.cli.run_plans import drift_in_place
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.cluster.subset import shrink
+from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions, SearchSpace
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.whatif.islands_apart import WAITING, IslandsApart, _better, best_apart
+from hetero_megatron.plans import load_plan
 from hetero_megatron.plans.outer import COMPRESS
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
@@ -129,3 +132,31 @@ def test_refused(words: list[str], message: str, tmp_path: Path, capsys: pytest.
     assert main(["plan", *asked, *words]) == 2
     err = capsys.readouterr().err
     assert message in err and len([line for line in err.splitlines() if "error" in line]) == 1, err
+
+
+def test_an_island_that_became_slow_gets_fewer_sequences(tmp_path: Path) -> None:
+    """In proportion to what it takes now, which is faster than any plan whose gradients cross the slow link."""
+    cluster, plan = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
+    cluster.write_text("""
+version: 1
+nodes: [{name: here, chip: c}, {name: there, chip: c}]
+chips: {c: {memory: 24 GiB, tflops: {fp32: 1}, memory_bandwidth: 900 GB/s}}
+links: {inter_node: {bandwidth: 25 MB/s, latency: 1 ms}}
+""")
+    plan.write_text("""
+seq_length: 64
+global_batch_size: 32
+outer: {islands: [0, 1], every: 64, fragments: 2, compress: int4}
+pipelines:
+  - {micro_batch_size: 1, num_micro_batches: 16, stages: [{ranks: 0, layers: [0, 12]}]}
+  - {micro_batch_size: 1, num_micro_batches: 16, stages: [{ranks: 1, layers: [0, 12]}]}
+""")
+    setup = Setup(plan, (Seat("here", 0), Seat("there", 0)), cluster)
+    words = ["--model", "gpt2", "--mock-data", "--lr", "1e-3", "--train-iters", "9"]
+    planner, slow = drift_in_place(words, tmp_path, 1), tmp_path / "slow.yaml"
+    for factor, counts in ((1.0, None), (3.0, [24, 8]), (7.0, [28, 4])):
+        planner.slow(cluster, slow, {"there": factor} if factor > 1 else {}, "fp32")
+        found = planner.better(setup, 1)(setup.seats, slow)
+        assert found is not None and (found == plan) == (counts is None)
+        moved = load_plan(str(found), load_model("gpt2"))
+        assert moved.outer is not None and [p.num_micro_batches for p in moved.pipelines] == (counts or [16, 16])
