@@ -64,6 +64,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "outer, little momentum, int4, beside the computing": {
         "outer": {"optimizer": LITTLE, "compress": "int4", "delay": 1, "mixing": 0.5}
     },
+    "outer, little momentum, int4, beside the computing, unmixed": {
+        "outer": {"optimizer": LITTLE, "compress": "int4", "delay": 1}
+    },
     "outer, little momentum, an island lost": {"outer": {"optimizer": LITTLE}, "lost": "for a while"},
     "outer, little momentum, an island lost for good": {"outer": {"optimizer": LITTLE}, "lost": "for good"},
     "outer, little momentum, an island away": {"outer": {"optimizer": LITTLE}, "lost": "for a while", "alone": True},

@@ -176,34 +176,44 @@ class Reporter:
             return
         if stats.routing is not None:
             self._experts.add(stats.routing)
-        experts = figures_of(stats.routing) if stats.routing is not None else None
-        tgs = tokens_per_chip_second(self.shares, self.chips, tokens / seconds)
-        self.writer.step(
-            StepMetrics(
-                step,
-                consumed,
-                stats.loss,
-                stats.grad_norm,
-                lr,
-                tokens,
-                seconds,
-                predicted_step_seconds=self.predicted if size == self.config.plan.global_batch_size else None,
-                loss_scale=scale,
-                skipped=stats.skipped,
-                batch_size=size,
-                busy_seconds=stats.busy,
-                bubble_seconds=stats.bubble,
-                communication_seconds=stats.communication,
-                tgs_per_chip=tgs,
-                experts=experts,
-                loss_tokens=None if answers else stats.tokens,
-                pairs=stats.tokens if answers else None,
-                facts=shown_means(stats.facts),
-                predictions=_of_modules(stats),
-            )  # fmt: skip
-        )
+        metrics = self.metrics_of(step, consumed, size, lr, scale, stats, seconds)
+        self.writer.step(metrics)
+        experts = metrics.experts
         if step % self.config.logging.interval == 0 or step == self.config.steps or stats.stop:
             self._line(step, consumed, size, lr, scale, stats, experts)
+
+    def metrics_of(
+        self, step: int, consumed: int, size: int, lr: float, scale: float, stats: StepStats, seconds: float
+    ) -> StepMetrics:
+        """What is recorded of a step."""
+        tokens, answers = size * self.config.plan.seq_length, self.config.preference is not None
+        return StepMetrics(
+            step,
+            consumed,
+            stats.loss,
+            stats.grad_norm,
+            lr,
+            tokens,
+            seconds,
+            predicted_step_seconds=self.predicted if size == self.config.plan.global_batch_size else None,
+            loss_scale=scale,
+            skipped=stats.skipped,
+            batch_size=size,
+            busy_seconds=stats.busy,
+            bubble_seconds=stats.bubble,
+            communication_seconds=stats.communication,
+            tgs_per_chip=tokens_per_chip_second(self.shares, self.chips, tokens / seconds),
+            experts=figures_of(stats.routing) if stats.routing is not None else None,
+            loss_tokens=None if answers else stats.tokens,
+            pairs=stats.tokens if answers else None,
+            facts=shown_means(stats.facts),
+            predictions=_of_modules(stats),
+        )  # fmt: skip
+
+    def record(self, metrics: StepMetrics) -> None:
+        """Record a step of which another run of this process made the update, and was interrupted then."""
+        if self.writer is not None:
+            self.writer.step(metrics)
 
     def _line(
         self, step: int, consumed: int, size: int, lr: float, scale: float, stats: StepStats,

@@ -298,6 +298,9 @@ class OuterSteps:
             return exchange.sums
         assert exchange.work is not None
         received = exchange.work.wait()
+        if self.comm.accelerator is not None:  # else a device would go on with what a torn transfer did not bring
+            self.comm.accelerator.synchronize()
+        self.comm.check()
         assert received is not None
         by_rank = dict(zip(self.group.ranks, received.split(fragment.counts), strict=True))
         if self.outer.compressed:

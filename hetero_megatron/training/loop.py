@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from hetero_megatron.data.batch import BatchLoader
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.errors import INTERRUPTED, UserError
+from hetero_megatron.monitoring.metrics import StepMetrics
 from hetero_megatron.monitoring.reporter import Reporter
 from hetero_megatron.monitoring.stragglers import DRIFT, StragglerReport
 from hetero_megatron.training.checkpointing import Checkpointing, ConsumedSamples
@@ -120,6 +121,15 @@ class Training:
         done, updates = self.progress, updates_of(self.runtime)
         return done if updates == done.updates else done.after(self.config.batch_size.at(done.consumed), False, updates)
 
+    def cut_off(self) -> StepMetrics | None:
+        """Of the step whose update was made, and in the rest of which this rank was interrupted; None: none was."""
+        done, now = self.progress, self.in_memory
+        if now.step == done.step:
+            return None
+        rates = now.consumed - done.consumed, self.config.learning_rate.at(done.consumed), done.loss_scale.scale
+        seconds = time.perf_counter() - self.begin
+        return self.reporter.metrics_of(now.step, now.consumed, *rates, self.runtime.stats, seconds)
+
     def run(self) -> int:
         """Train, evaluate, save and export.
 
@@ -161,7 +171,7 @@ class Training:
         config, evaluation = self.config, self.config.evaluation
         last = self.step >= config.steps
         while not last:
-            begin = time.perf_counter()
+            begin = self.begin = time.perf_counter()
             step, size = self.step + 1, config.batch_size.at(self.consumed)
             lr, decay = config.learning_rate.at(self.consumed), config.weight_decay.at(self.consumed)
             with self.profiler.step(step) if self.profiler is not None else nullcontext():

@@ -67,6 +67,7 @@ class Runtime:
         balance: of a mixture of experts, else None.
         graphs: device graphs of the layers, where they are asked for.
         numbers: what all ranks of the plan tell each other.
+        stats: of the last step, from before its update on.
     """
 
     def __init__(
@@ -350,18 +351,18 @@ class Runtime:
             skipped = vetoed or not math.isfinite(norm)
             routing = self.numbers.routing(gathered, tokens)
             facts = {**self.hooks.facts(), **self.numbers.facts(gathered, tokens)}
-            predicted = self.numbers.predictions(gathered, tokens)
+            busy, bubble, communication = gathered[:, 4:7].T.tolist()
+            self.stats = StepStats(
+                loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, step_result.actions,
+                routing, facts, self.numbers.predictions(gathered, tokens),
+            )  # fmt: skip
             if not skipped:
                 scale, own_norm = island_scales[self.outer.index if self.outer is not None else 0]
                 clip = min(1.0, clip_grad / (own_norm + 1e-6)) if clip_grad > 0 else 1.0
                 if self.outer is not None:
                     self.outer.count([rows[:, 1].sum().item() for rows in islands])
                 self._update(grads, scale * clip, (lr, weight_decay), routing, ahead and not stops)
-        busy, bubble, communication = gathered[:, 4:7].T.tolist()
-        return StepStats(
-            loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, step_result.actions, routing,
-            facts, predicted,
-        )
+        return self.stats
 
     def _update(
         self, grads: OwnedGradients, scale: float, rates: tuple[float, float], routing: StepRouting | None, ahead: bool

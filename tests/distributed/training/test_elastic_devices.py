@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.training import test_elastic_islands as islands
 from tests.distributed.training.test_elastic import PLANS, check, run
 from tests.support.elastic_jobs import Devices, Happening, Host
 from tests.support.paths import ROOT
@@ -70,6 +71,19 @@ def test_a_host_with_devices_joins_and_leaves(tmp_path: Path) -> None:
     assert len(found.epochs) == 2 and "late joined (2 ranks); 4 ranks went on" in found.epochs[0][0], found.output
     by_count = {count: emulated(count, "blocking-groups") for count in (2, 4)}
     assert check(tmp_path, 2, found, devices_by_count=by_count)[1] == 7, found.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", quick([("step", 5), ("exchange", 6)], [], [("exchange", 6)]))
+def test_an_island_of_devices_is_lost(when: tuple[str, int], tmp_path: Path) -> None:
+    """Also where the abort of an exchange says nothing, so that what came would be added as if it were complete."""
+    found = islands.run(tmp_path, islands.FIRST_OF_TWO, [Happening(2, *when)], devices=emulated(3, SILENT))
+    (text, step), = found.epochs
+    assert "from memory" in text and "island 1 is left out" in text and step in (5, 6), found.output
+    assert found.steps[-1]["loss"] < found.steps[4]["loss"]
+    if when[0] == "step":
+        plans = [(islands.FIRST_OF_TWO, 3, 5), (islands.WITHOUT_LAST, 2, islands.STEPS)]
+        islands.check(tmp_path, found, plans, {count: emulated(count, SILENT) for count in (2, 3)})
 
 
 # Name -> (what happens, flags, grace)

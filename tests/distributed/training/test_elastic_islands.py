@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hetero_megatron.plans import load_plan
 from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.memory.replicas import copies_of
 from hetero_megatron.spec.presets import load_model
-from tests.support.elastic_jobs import ElasticRun, Happening, Host, final_state, run_elastic, run_segments
+from tests.support.elastic_jobs import Devices, ElasticRun, Happening, Host, final_state, run_elastic, run_segments
 from tests.support.selection import quick
 
 # Exchanges end after steps 2, 4, 6, …; with a delay they begin a step before.
@@ -48,14 +49,15 @@ def words(directory: Path, *more: str) -> list[str]:
 
 def run(
     directory: Path, plan: str, happenings: Sequence[Happening], hosts: Sequence[Host] = (), more: Sequence[str] = (),
+    devices: Devices = (),
 ) -> ElasticRun:  # fmt: skip
     directory.mkdir(exist_ok=True)
     (directory / "plan.yaml").write_text(plan)
     islands = [(0, 1), (2,)] if plan != MIRRORED else [(0,), (1, 2)]
-    grace = 5.0 if any(one.what == "freeze" for one in happenings) else 30.0
+    grace = 5.0 if any(one.what == "freeze" for one in happenings) or hosts and hosts[0].what else 30.0
     found = run_elastic(
         directory, [directory / "plan.yaml"], words(directory, *more), 3, happenings, None, grace, hosts=hosts,
-        islands=islands,
+        islands=islands, devices=devices,
     )  # fmt: skip
     assert found.code == 0, found.output
     assert [s["step"] for s in found.steps] == list(range(1, STEPS + 1)), found.output
@@ -64,7 +66,10 @@ def run(
     return found
 
 
-def check(directory: Path, found: ElasticRun, segments: Sequence[tuple[str, int, int]]) -> None:
+def check(
+    directory: Path, found: ElasticRun, segments: Sequence[tuple[str, int, int]],
+    devices_by_count: Mapping[int, Devices] = MappingProxyType({}),
+) -> None:  # fmt: skip
     """Against runs of these plans (text, ranks, last step), each from the checkpoint of the one before."""
     apart, files = directory / "apart", []
     apart.mkdir()
@@ -72,7 +77,7 @@ def check(directory: Path, found: ElasticRun, segments: Sequence[tuple[str, int,
         file = apart / f"plan-{i}.yaml"
         file.write_text(plan)
         files.append((file, ranks, last))
-    steps = run_segments(apart, words(apart), files)
+    steps = run_segments(apart, words(apart), files, devices_by_count)
     for key in ("loss", "grad_norm"):
         assert [s[key] for s in found.steps] == [s[key] for s in steps], key
     mine, theirs = final_state(directory), final_state(apart)
@@ -98,6 +103,18 @@ def test_an_island_is_lost_and_comes_back(copies: str, tmp_path: Path) -> None:
         assert {int(rank): int(size) for rank, size in real.items()} == predicted.memory
 
 
+@pytest.mark.exhaustive
+def test_an_island_on_another_host_is_frozen_and_comes_back(tmp_path: Path) -> None:
+    """It is waited for as long as the time-out says, and wakes up when the others have taken more outer steps."""
+    happenings = [Happening(2, "step", 1), Happening(0, "step", 3, "wait"), Happening(0, "step", 10, "wait")]
+    frozen = Host("rank2", 1, what=(Happening(0, "step", 5, "doze"),))
+    more = ("--distributed-timeout-minutes", "0.1")
+    found = run(tmp_path, FIRST_OF_TWO, happenings, [frozen, Host("rank2", 9)], more)
+    lost, back, late, again = (text for text, _ in found.epochs)
+    assert "island 1 is left out" in lost and "island 1 is left out" in late, found.output
+    assert "begins from the global weights" in back and "begins from the global weights" in again, found.output
+
+
 @pytest.mark.slow
 def test_whichever_island_is_lost(tmp_path: Path) -> None:
     """The second one goes on with its own weights and moments as the first one of the mirrored plan does."""
@@ -107,6 +124,15 @@ def test_whichever_island_is_lost(tmp_path: Path) -> None:
     assert "island 0 is left out" in one.epochs[0][0] and "island 1 is left out" in other.epochs[0][0]
     assert [s["loss"] for s in one.steps] == pytest.approx([s["loss"] for s in other.steps], rel=1e-12)
     check(tmp_path / "other", other, [(MIRRORED, 3, 5), (WITHOUT_PAIR, 1, STEPS)])
+
+
+@pytest.mark.slow
+def test_an_exchange_that_was_due_is_made_by_who_is_left(tmp_path: Path) -> None:
+    """Of an island of one rank, without copies: the step counts, and its line is in the log."""
+    found = run(tmp_path, MIRRORED, [Happening(1, "exchange", 6)], more=("--peer-replicas-every", "0"))
+    (text, step), = found.epochs
+    assert "the exchange that was due is made by those who are there" in text and step == 6, found.output
+    assert found.steps[-1]["loss"] < found.steps[4]["loss"]
 
 
 TORN = {
