@@ -306,11 +306,12 @@ class OuterSteps:
         if self.outer.compressed:
             self._take_codes(fragment, exchange)
         sums = [torch.zeros_like(delta) for delta in exchange.deltas]
-        shares = [tokens / sum(exchange.tokens) for tokens in exchange.tokens]
+        total = sum(exchange.tokens) or 1.0  # nothing counts where only islands are left that have just come
+        shares = [tokens / total for tokens in exchange.tokens]
         for island, (ranks, share) in enumerate(zip(self.outer.islands, shares, strict=True)):
             if island == self.index:
-                for total, delta in zip(sums, exchange.deltas, strict=True):
-                    total += delta.mul_(share)  # a product added at once would be rounded as the memory happens to lie
+                for own_sum, delta in zip(sums, exchange.deltas, strict=True):
+                    own_sum += delta.mul_(share)  # a product added at once would be rounded as the memory happens to lie
                 continue
             for rank in (rank for rank in ranks if rank in fragment.routes):
                 route = fragment.routes[rank]

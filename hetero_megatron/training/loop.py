@@ -128,7 +128,7 @@ class Training:
             return None
         rates = now.consumed - done.consumed, self.config.learning_rate.at(done.consumed), done.loss_scale.scale
         seconds = time.perf_counter() - self.begin
-        return self.reporter.metrics_of(now.step, now.consumed, *rates, self.runtime.stats, seconds)
+        return self.reporter.metrics_of(now.step, now.consumed, *rates, self.runtime.numbers.stats, seconds)
 
     def run(self) -> int:
         """Train, evaluate, save and export.

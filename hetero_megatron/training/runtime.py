@@ -67,7 +67,6 @@ class Runtime:
         balance: of a mixture of experts, else None.
         graphs: device graphs of the layers, where they are asked for.
         numbers: what all ranks of the plan tell each other.
-        stats: of the last step, from before its update on.
     """
 
     def __init__(
@@ -352,7 +351,7 @@ class Runtime:
             routing = self.numbers.routing(gathered, tokens)
             facts = {**self.hooks.facts(), **self.numbers.facts(gathered, tokens)}
             busy, bubble, communication = gathered[:, 4:7].T.tolist()
-            self.stats = StepStats(
+            self.numbers.stats = stats = StepStats(
                 loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, step_result.actions,
                 routing, facts, self.numbers.predictions(gathered, tokens),
             )  # fmt: skip
@@ -362,7 +361,7 @@ class Runtime:
                 if self.outer is not None:
                     self.outer.count([rows[:, 1].sum().item() for rows in islands])
                 self._update(grads, scale * clip, (lr, weight_decay), routing, ahead and not stops)
-        return self.stats
+        return stats
 
     def _update(
         self, grads: OwnedGradients, scale: float, rates: tuple[float, float], routing: StepRouting | None, ahead: bool

@@ -63,7 +63,12 @@ class StepNumbers:
         balance: of a mixture of experts.
         compared: the loss beside another model's, on ranks that have it; facts: names of what it says of itself.
         predictions: modules that predict further tokens.
+
+    Attributes:
+        stats: of the last step, from before its update on.
     """
+
+    stats: StepStats
 
     def __init__(
         self, comm: Comm, world: Group, counts: bool, balance: LoadBalance | None,

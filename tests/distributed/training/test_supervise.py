@@ -270,7 +270,7 @@ def test_a_lost_node(
     [
         (["--plan", "p"], "-- and then the flags"),
         (["--plan", "three.yaml", "--on-failure", "pray", "--"], "stop, restart, replan"),
-        (["--plan", "three.yaml", "--on-failure", "replan", "--"], "--fallback-plan: missing"),
+        (["--plan", "three.yaml", "--on-failure", "replan", "--", *TRAIN], "--fallback-plan: missing"),
         (["--plan", "three.yaml", "--fallback-plan", "other.yaml", "--", *TRAIN], "loss curve would change"),
         (["--plan", "three.yaml", "--", *TRAIN], "needs checkpoints to go on from"),
         (["--plan", "three.yaml", "--", "--save", "r", "--load", "s", *TRAIN], "--save DIR and --load DIR, the same"),

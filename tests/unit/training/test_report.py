@@ -236,7 +236,7 @@ def test_an_elastic_run_has_its_changes_on_the_page(run_dir: Path, capsys: pytes
         training = SimpleNamespace(step=done, runtime=SimpleNamespace(optimizer=optimizer), reporter=reporter)
         seconds = {"notice": 0.5, "groups": 0.25, "move": 1.0}
         phases = Phases(f"epoch {epoch}: lost rank 2 <node>", step, seconds, 4_600_000)
-        ElasticState(training, None, "node", None, phases).tell()  # type: ignore[arg-type]
+        ElasticState(training, None, None, "node", None, phases).tell()  # type: ignore[arg-type]
     run = read_run(str(run_dir))
     events = [event for event in run.events if event["kind"] == "elastic"]
     assert [(event["step"], "first step" in event["seconds"]) for event in events] == [(3, True), (12, False)]
