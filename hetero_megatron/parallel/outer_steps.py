@@ -310,8 +310,8 @@ class OuterSteps:
         shares = [tokens / total for tokens in exchange.tokens]
         for island, (ranks, share) in enumerate(zip(self.outer.islands, shares, strict=True)):
             if island == self.index:
-                for own_sum, delta in zip(sums, exchange.deltas, strict=True):
-                    own_sum += delta.mul_(share)  # a product added at once would be rounded as the memory happens to lie
+                for own, delta in zip(sums, exchange.deltas, strict=True):
+                    own += delta.mul_(share)  # a product added at once would be rounded as the memory happens to lie
                 continue
             for rank in (rank for rank in ranks if rank in fragment.routes):
                 route = fragment.routes[rank]
