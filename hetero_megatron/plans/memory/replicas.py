@@ -47,7 +47,7 @@ def choose_holders(
 class PeerCopies:
     """
     Attributes:
-        sizes: by rank of the plan, bytes that it owns, and sends whenever copies are made.
+        sizes: by rank of the plan, bytes that it owns, and that are copied.
         holders: by rank, where its copy lies, beside its own memory; empty: a plan of one rank makes none.
         nodes: by rank.
     """
@@ -64,6 +64,11 @@ class PeerCopies:
             held[holder] += self.sizes[rank] if holder != rank else 0
         return {rank: MOMENTS_KEPT * size for rank, size in held.items()}
 
+    @property
+    def sent(self) -> dict[int, int]:
+        """By rank, bytes that travel whenever copies are made."""
+        return {rank: size if self.holders.get(rank) != rank else 0 for rank, size in self.sizes.items()}
+
     def over(self, room: Mapping[str, float]) -> dict[str, int]:
         """By node that has less ``room``, bytes that are missing."""
         needs = dict.fromkeys(room, 0)
@@ -74,12 +79,13 @@ class PeerCopies:
 
     def describe(self, every: int) -> str:
         """One line, of the rank that holds most and the one that sends most."""
-        memory = self.memory
-        holds_most, sends = max(memory, key=memory.__getitem__), max(self.sizes, key=self.sizes.__getitem__)
-        steps = "every step" if every == 1 else f"every {every} steps"
+        memory, steps = self.memory, "every step" if every == 1 else f"every {every} steps"
+        holds_most = max(memory, key=memory.__getitem__)
+        sends = max(self.sent, key=self.sent.__getitem__)
+        travels = f"up to {format_bytes(self.sent[sends])} sent (rank {sends})"
         return (
             f"copies for peers: up to {format_bytes(memory[holds_most])} of host memory (rank {holds_most}); "
-            f"{steps} up to {format_bytes(self.sizes[sends])} sent (rank {sends})"
+            f"{steps} {travels if self.sent[sends] else 'kept by each rank for itself'}"
         )
 
 

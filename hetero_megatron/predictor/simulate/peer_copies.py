@@ -53,7 +53,7 @@ class CopyPrediction:
         return {
             "packing_seconds": self.packing, "link_seconds": self.link, "step_seconds": self.step_seconds,
             "memory": {str(rank): size for rank, size in copies.memory.items()}, "over": dict(self.over),
-            "sent": {str(rank): size for rank, size in copies.sizes.items()},
+            "sent": {str(rank): size for rank, size in copies.sent.items()},
             "holders": {str(rank): holder for rank, holder in copies.holders.items()},
         }  # fmt: skip
 
