@@ -167,6 +167,12 @@ class MetricsWriter:
             experiment = str(mlflow["experiment"])
             self._boards.append(Board("--mlflow-experiment", experiment, partial(Mlflow, mlflow, folder, is_resumed)))
 
+    def last_step(self) -> int | None:
+        """The last one in ``metrics.jsonl``; 0: it holds none; None: it is not written."""
+        from hetero_megatron.monitoring.rewind import last_step
+
+        return None if self._file is None else last_step(self._file.path)
+
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
         record = metrics.record()

@@ -210,10 +210,13 @@ class Reporter:
             predictions=_of_modules(stats),
         )  # fmt: skip
 
-    def record(self, metrics: StepMetrics) -> None:
-        """Record a step of which another run of this process made the update, and was interrupted then."""
-        if self.writer is not None:
-            self.writer.step(metrics)
+    def complete(self, steps: Sequence[StepMetrics]) -> None:
+        """Record those of these steps of an earlier part of this run that its log has not got."""
+        if self.writer is not None and steps:
+            last = self.writer.last_step()
+            for metrics in steps:
+                if last is not None and metrics.step > last:
+                    self.writer.step(metrics)
 
     def _line(
         self, step: int, consumed: int, size: int, lr: float, scale: float, stats: StepStats,

@@ -43,6 +43,12 @@ def rewind(path: Path, step: int | None = None, evaluated: int | None = None) ->
     return not evaluated_keys.isdisjoint(last)
 
 
+def last_step(path: Path) -> int:
+    """Of the steps that a metrics file records; 0: none."""
+    keys = (recorded(line, f"{path}:{number}") for number, line in text_lines(path, "--save"))
+    return max((key[1] for key in keys if key is not None and key[0] == "step"), default=0)
+
+
 def recorded(line: bytes, where: str) -> tuple[str, int] | None:
     """(what it records, step) of a line; None if it is not a record."""
     try:

@@ -72,7 +72,7 @@ class ElasticRank:
     Attributes:
         held: what this process has of the state since the epoch before.
         furthest: the last step that this rank completed.
-        cut_off: a step of the epoch before that is done, but for what follows its update.
+        last: steps of the epoch before, which may be missing in the log.
         before: the run in the epoch before, for what is the same in all epochs; None: there was none.
         epoch: None: the first.
     """
@@ -95,7 +95,7 @@ class ElasticRank:
         self.node = self.launcher.node or socket.gethostname()
         self._peak: float | None = None  # measured before the first epoch
         self._torn: list[object] = []
-        self.cut_off: StepMetrics | None = None
+        self.last: list[StepMetrics] = []
 
     def run(self) -> int:
         """Until the run ends, or goes on without this rank. Returns its exit code."""
@@ -243,9 +243,8 @@ class ElasticRank:
         elastic = ElasticState(training, self._replicas(peers, config), peers, self.node, self.watch, phases)
         training.elastic = elastic
         elastic.first_copies()
-        if self.cut_off is not None and self.cut_off.step == training.step:
-            training.reporter.record(self.cut_off)
-        self.cut_off = None
+        training.reporter.complete([metrics for metrics in self.last if metrics.step <= training.step])
+        self.last = []
         self.held = []
         if phases is not None:
             phases.seconds |= seconds | {"move": time.perf_counter() - since}
@@ -321,7 +320,7 @@ class ElasticRank:
         """Keep what this rank has of the state; what it has from before it is ready to train counts instead."""
         if training is not None and not self.held:
             assert isinstance(training.elastic, ElasticState)
-            self.held, self.cut_off = training.elastic.held(), training.cut_off()
+            self.held, self.last = training.elastic.held(), training.last_metrics()
 
     def _tear_down(self, comm: Comm | None, training: Training | None, failed: bool) -> None:
         """Leave an epoch. What was torn is kept: gloo's groups wait, when they end, for messages that never will."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from hetero_megatron.data.batch import BatchLoader
@@ -103,6 +104,7 @@ class Training:
     progress: RunProgress
     on_step: OnStep | None = None
     elastic: Elastic | None = None
+    done: Callable[[], StepMetrics] | None = None  # what is recorded of the last step
 
     def __post_init__(self) -> None:
         self.trained = self.step >= self.config.steps
@@ -121,14 +123,17 @@ class Training:
         done, updates = self.progress, updates_of(self.runtime)
         return done if updates == done.updates else done.after(self.config.batch_size.at(done.consumed), False, updates)
 
-    def cut_off(self) -> StepMetrics | None:
-        """Of the step whose update was made, and in the rest of which this rank was interrupted; None: none was."""
+    def last_metrics(self) -> list[StepMetrics]:
+        """Of the last step that this rank has done, and of one that it was interrupted in after the update: the rank
+        that writes the log may not have come so far."""
         done, now = self.progress, self.in_memory
-        if now.step == done.step:
-            return None
-        rates = now.consumed - done.consumed, self.config.learning_rate.at(done.consumed), done.loss_scale.scale
-        seconds = time.perf_counter() - self.begin
-        return self.reporter.metrics_of(now.step, now.consumed, *rates, self.runtime.numbers.stats, seconds)
+        found = [self.done()] if self.done is not None else []
+        if now.step > done.step:
+            rates = now.consumed - done.consumed, self.config.learning_rate.at(done.consumed), done.loss_scale.scale
+            seconds = time.perf_counter() - self.begin
+            stats = self.runtime.numbers.stats
+            found.append(self.reporter.metrics_of(now.step, now.consumed, *rates, stats, seconds))
+        return found
 
     def run(self) -> int:
         """Train, evaluate, save and export.
@@ -223,7 +228,9 @@ class Training:
         if self.stragglers is not None:
             self.stragglers.step(self.step, stats.busy, size)
         seconds = time.perf_counter() - begin
-        self.reporter.step(self.step, self.consumed, size, lr, scale, stats, seconds)
+        what = self.step, self.consumed, size, lr, scale, stats, seconds
+        self.reporter.step(*what)
+        self.done = partial(self.reporter.metrics_of, *what)
         if self.profiler is not None and (summary := self.profiler.after(self.step, stats.actions, seconds, last)):
             self.reporter.say(summary)
         self.trained |= not stats.skipped

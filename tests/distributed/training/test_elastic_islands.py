@@ -5,8 +5,11 @@ there."""
 from __future__ import annotations
 
 import math
+import random
 import re
+import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -51,19 +54,25 @@ def run(
     directory: Path, plan: str, happenings: Sequence[Happening], hosts: Sequence[Host] = (), more: Sequence[str] = (),
     devices: Devices = (),
 ) -> ElasticRun:  # fmt: skip
-    directory.mkdir(exist_ok=True)
-    (directory / "plan.yaml").write_text(plan)
-    islands = [(0, 1), (2,)] if plan != MIRRORED else [(0,), (1, 2)]
-    grace = 5.0 if any(one.what == "freeze" for one in happenings) or hosts and hosts[0].what else 30.0
-    found = run_elastic(
-        directory, [directory / "plan.yaml"], words(directory, *more), 3, happenings, None, grace, hosts=hosts,
-        islands=islands, devices=devices,
-    )  # fmt: skip
+    found = attempt(directory, plan, happenings, hosts, more, devices)
     assert found.code == 0, found.output
     assert [s["step"] for s in found.steps] == list(range(1, STEPS + 1)), found.output
     assert [s["consumed_samples"] for s in found.steps] == [4 * step for step in range(1, STEPS + 1)]
     assert all(math.isfinite(s["loss"]) for s in found.steps)
     return found
+
+
+def attempt(
+    directory: Path, plan: str, happenings: Sequence[Happening], hosts: Sequence[Host], more: Sequence[str],
+    devices: Devices = (),
+) -> ElasticRun:  # fmt: skip
+    directory.mkdir(exist_ok=True)
+    (directory / "plan.yaml").write_text(plan)
+    islands = [(0, 1), (2,)] if plan != MIRRORED else [(0,), (1, 2)]
+    return run_elastic(
+        directory, [directory / "plan.yaml"], words(directory, *more), 3, happenings, None, 12.0, hosts=hosts,
+        islands=islands, devices=devices,
+    )  # fmt: skip
 
 
 def check(
@@ -156,3 +165,50 @@ def test_an_island_is_lost(case: str, tmp_path: Path) -> None:
     (text, step), = found.epochs
     assert "from memory" in text and f"island {0 if happening.member == 1 else 1} is left out" in text, found.output
     assert step in (5, 6) and found.steps[-1]["loss"] < found.steps[4]["loss"]
+
+
+# Random events: what is in no exact comparison holds, too.
+WHENS = ("step", "step", "update", "exchange", "copy", "move", "join", "await", "evaluation", "save")
+
+
+def random_events(dice: random.Random) -> tuple[list[Happening], list[Host]]:
+    """What happens to three ranks, and to hosts that join, which are those of islands that may be lost by then."""
+
+    def happening(member: int) -> Happening:
+        when = dice.choice(WHENS)
+        at = dice.randint(1, 2) if when in ("move", "join", "await") else dice.randint(2, STEPS - 1)
+        at = {"evaluation": 5 * dice.randint(1, 2), "save": 4 * dice.randint(1, 2)}.get(when, at)
+        # Nobody would see that the only rank which is left is frozen.
+        others = ["kill"] if member == 2 else ["kill", "kill", "kill", "freeze"]
+        return Happening(member, when, at, dice.choice(["kill", "leave"] if when == "step" else others))
+
+    some = [happening(member) for member in dice.sample(range(3), 2) if dice.random() < 0.8]
+    hosts = []
+    for rank in dice.sample(range(3), dice.randint(0, 2)):
+        own = (replace(happening(2), member=0),) if dice.random() < 0.3 else ()
+        hosts.append(Host(f"rank{rank}", dice.randint(1, 8), 1, own))
+    return some, hosts
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", range(1, 61))
+def test_random_events(seed: int, tmp_path: Path) -> None:
+    """Each step is done once, with the next samples, or there is nobody who could do it, and one line says so."""
+    dice = random.Random(seed)
+    happenings, hosts = random_events(dice)
+    options = dice.choice(["", ", delay: 1", ", compress: int4", ", delay: 1, compress: int8"])
+    copies = ("--peer-replicas-every", str(dice.choice([0, 1, 1, 3])))
+    plan = PLAN.format(islands='["0-1", 2]', a=0, b=1, c=2, more=options)
+    try:
+        found = attempt(tmp_path, plan, happenings, hosts, (*copies, "--save-interval", "4"))
+        done = [s["step"] for s in found.steps]
+        over = found.code or "all were told to leave" in found.output
+        assert done == list(range(1, (len(done) if over else STEPS) + 1)), found.output
+        assert [s["consumed_samples"] for s in found.steps] == [4 * step for step in done]
+        assert all(math.isfinite(s["loss"]) for s in found.steps)
+        assert not found.code or re.search("no rank is left|no plan for the", found.output), found.output
+    except BaseException:
+        print(f"{happenings}, {hosts}, {options}, {copies}")
+        raise
+    shutil.rmtree(tmp_path / "run")
