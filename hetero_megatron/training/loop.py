@@ -229,8 +229,8 @@ class Training:
             self.stragglers.step(self.step, stats.busy, size)
         seconds = time.perf_counter() - begin
         what = self.step, self.consumed, size, lr, scale, stats, seconds
-        self.reporter.step(*what)
         self.done = partial(self.reporter.metrics_of, *what)
+        self.reporter.step(*what)
         if self.profiler is not None and (summary := self.profiler.after(self.step, stats.actions, seconds, last)):
             self.reporter.say(summary)
         self.trained |= not stats.skipped

@@ -98,8 +98,8 @@ def check(
 @pytest.mark.slow
 @pytest.mark.parametrize("copies", quick(["1", "0"], [], ["0"]))
 def test_an_island_is_lost_and_comes_back(copies: str, tmp_path: Path) -> None:
-    happenings = [Happening(2, "step", 5), Happening(0, "step", 9, "wait")]
-    found = run(tmp_path, FIRST_OF_TWO, happenings, [Host("rank2", 7)], ("--peer-replicas-every", copies))
+    happenings = [Happening(2, "step", 5), Happening(0, "step", 8, "wait")]
+    found = run(tmp_path, FIRST_OF_TWO, happenings, [Host("rank2", 8)], ("--peer-replicas-every", copies))
     lost, back = found.epochs
     assert "island 1 is left out, with up to" in lost[0] and "2 ranks went on after step 5 from memory" in lost[0]
     assert "rank2 joined (1 rank); 3 ranks went on" in back[0] and "island 1 begins from the global weights" in back[0]
@@ -115,8 +115,8 @@ def test_an_island_is_lost_and_comes_back(copies: str, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_an_island_on_another_host_is_frozen_and_comes_back(tmp_path: Path) -> None:
     """It is waited for as long as the time-out says, and wakes up when the others have taken more outer steps."""
-    happenings = [Happening(2, "step", 1), Happening(0, "step", 3, "wait"), Happening(0, "step", 10, "wait")]
-    frozen = Host("rank2", 1, what=(Happening(0, "step", 5, "doze"),))
+    happenings = [Happening(2, "step", 1), Happening(0, "step", 3, "wait"), Happening(0, "step", 9, "wait")]
+    frozen = Host("rank2", 3, what=(Happening(0, "step", 6, "doze"),))
     more = ("--distributed-timeout-minutes", "0.1")
     found = run(tmp_path, FIRST_OF_TWO, happenings, [frozen, Host("rank2", 9)], more)
     lost, back, late, again = (text for text, _ in found.epochs)
