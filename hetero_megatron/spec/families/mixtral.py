@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.spec.families.family import (
     DECODER_KEYS,
     FULL,
@@ -46,12 +47,24 @@ def with_experts(spec: ModelSpec, moe: MoE, kinds: Sequence[str]) -> ModelSpec:
     return replace(spec, layer_kinds=layers, moe=moe, notices=(*spec.notices, _UNREAD))
 
 
+GROUP_KEYS = {"groups": "n_group", "top_groups": "topk_group"}  # what configurations call these fields
+
+
 def read_moe(read: ConfigReader, experts: str, **changes: Any) -> MoE:
     """``experts``: the key that says how many there are."""
     count, top_k = read.integer(experts), read.integer("num_experts_per_tok")
     if top_k > count:
         raise read.refuse(f"there are {count} experts", "num_experts_per_tok", f"1 to {count}")
-    return MoE(num_experts=count, top_k=top_k, **changes)
+    try:
+        return MoE(num_experts=count, top_k=top_k, **changes)
+    except UserError as error:
+        if error.field == "group_size":
+            size = changes["group_size"]
+            accepted = f"a divisor of {count}, up to {count // size}"
+            raise read.refuse(f"a group of {count} experts would have fewer than {size}", "n_group", accepted) from None
+        if error.field not in GROUP_KEYS:
+            raise
+        raise read.refuse(error.problem, GROUP_KEYS[error.field], error.accepted) from None
 
 
 def _fixed(read: ConfigReader) -> None:

@@ -326,6 +326,14 @@ def test_what_becomes_of_some_keys(family: str, change: dict[str, Any], outcome:
     assert compare(base(family) | change) == outcome
 
 
+@pytest.mark.parametrize(("key", "value"), [("n_group", 3), ("n_group", 8), ("n_group", 0), ("topk_group", 5)])
+def test_groups_of_experts_that_cannot_be_are_refused_by_their_key(key: str, value: int) -> None:
+    config = base("deepseek_v3") | {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
+    from_hf_config(config)
+    with pytest.raises(UserError, match=f"^config.json: {key} = {value}: "):
+        from_hf_config(config | {key: value})
+
+
 def test_gpt2_is_read_under_its_other_names() -> None:
     config = {GPT2_OTHER.get(key, key): value for key, value in base("gpt2").items()}
     assert "n_embd" not in config and from_hf_config(config) == from_hf_config(base("gpt2"))
