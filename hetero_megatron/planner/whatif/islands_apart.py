@@ -209,8 +209,8 @@ def _settings(plain: Outer | None, every: int, layers: int) -> Iterator[Outer]:
     """From those that change training least: rarer exchanges, then in fewer bits, then beside the computing."""
     assert plain is not None
     steps = sorted({*(2**i for i in range(every.bit_length())), every} - {1})
-    for delay, mixing in ((0, 0.0), (1, 0.5)):
+    for delay in (0, 1):
         for compress in COMPRESS:
             for n in steps:
                 fragments = next(f for f in FRAGMENTS if n % f == 0 and f <= layers and (n // f > delay or f == 1))
-                yield replace(plain, every=n, fragments=fragments, delay=delay, mixing=mixing, compress=compress)
+                yield replace(plain, every=n, fragments=fragments, delay=delay, compress=compress)
