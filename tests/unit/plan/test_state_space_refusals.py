@@ -56,7 +56,7 @@ def test_bad_configurations_of_nemotron_h_are_refused_by_key(change: dict[str, A
     ("change", "key"),
     [({"moe_latent_size": 8}, "moe_latent_size"), ({"mlp_hidden_act": "gelu"}, "mlp_hidden_act"),
      ({"n_routed_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok"), ({"n_routed_experts": 0},
-     "n_routed_experts"), ({"num_local_experts": 4}, "num_local_experts"), ({"n_group": 2}, "groups"),
+     "n_routed_experts"), ({"num_local_experts": 4}, "num_local_experts"), ({"n_group": 2}, "n_group"),
      ({"moe_intermediate_size": "12"}, "moe_intermediate_size"), ({"norm_topk_prob": 1}, "norm_topk_prob"),
      ({"moe_shared_expert_intermediate_size": 0}, "moe_shared_expert_intermediate_size")],
 )  # fmt: skip
