@@ -178,9 +178,8 @@ class Reporter:
             self._experts.add(stats.routing)
         metrics = self.metrics_of(step, consumed, size, lr, scale, stats, seconds)
         self.writer.step(metrics)
-        experts = metrics.experts
         if step % self.config.logging.interval == 0 or step == self.config.steps or stats.stop:
-            self._line(step, consumed, size, lr, scale, stats, experts)
+            self._line(step, consumed, size, lr, scale, stats, metrics.experts)
 
     def metrics_of(
         self, step: int, consumed: int, size: int, lr: float, scale: float, stats: StepStats, seconds: float

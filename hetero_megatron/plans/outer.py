@@ -228,6 +228,11 @@ def exchanged(
     return {pair: message_bytes(outer.compress, itemsize, *size) for pair, size in sizes.items()}
 
 
+def copies_of_owned(outer: Outer) -> int:
+    """Of each element that a rank owns: global weights, their momentum, and what compression has lost."""
+    return 1 + (outer.momentum > 0) + outer.compressed
+
+
 def outer_memory(
     plan: Plan, spec: ModelSpec, buckets: Sequence[Bucket], itemsize: int
 ) -> dict[int, tuple[int, int]]:
@@ -242,7 +247,7 @@ def outer_memory(
         for name, layout in bucket.owners.items():
             for rank in layout.ranks:
                 owned_elements[rank][fragment_of[name]] += layout.elements(rank)
-    copies = 1 + (outer.momentum > 0) + outer.compressed
+    copies = copies_of_owned(outer)
     passing = {rank: [2 * itemsize * size for size in sizes] for rank, sizes in owned_elements.items()}
     owners = owners_by_island(outer, buckets)
     for i, names in enumerate(fragments):

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 
@@ -109,9 +110,21 @@ def newest(said: Sequence[Sequence[Holding]], spec: ModelSpec) -> HeldMoment | N
     for rank, holdings in enumerate(said):
         for holding in holdings:
             by_moment[holding.moment.order].append((rank, holding))
-    found = (_complete(holders, spec) for holders in by_moment.values())
-    complete = [source for source in found if source is not None]
-    return max(complete, key=lambda s: (len(s.islands), s.moment.order), default=None)
+    most = max((_islands(holders) for holders in by_moment.values()), default=0)
+    best: HeldMoment | None = None
+    for _, holders in sorted(by_moment.items(), key=itemgetter(0), reverse=True):
+        found = _complete(holders, spec)
+        if found is not None and (best is None or len(found.islands) > len(best.islands)):
+            best = found
+        if best is not None and len(best.islands) == most:  # what is older is not looked at
+            break
+    return best
+
+
+def _islands(holders: Sequence[tuple[int, Holding]]) -> int:
+    """Of outer steps, those that the moment knows; 0 without."""
+    outer = holders[0][1].moment.outer
+    return len(outer.tokens[0]) if outer is not None else 0
 
 
 def _complete(holders: Sequence[tuple[int, Holding]], spec: ModelSpec) -> HeldMoment | None:
@@ -125,7 +138,7 @@ def _complete(holders: Sequence[tuple[int, Holding]], spec: ModelSpec) -> HeldMo
     kinds = tuple(sorted({kind for name in boxes if (kind := _kind(name))}))
     shapes = {tensor.name: tensor.shape for tensor in trained_tensors(spec)}
     layouts = {name: Layout(shapes[logical_name(name)], by_holder) for name, by_holder in boxes.items()}
-    prefixes = [""] if outer is None else [f"{ISLAND}.{i}." for i in range(len(outer.tokens[0]))]
+    prefixes = [""] if outer is None else [f"{ISLAND}.{i}." for i in range(_islands(holders))]
     whole = [all(name in layouts and _covers(layouts[name]) for name in _wanted(spec, kinds, p)) for p in prefixes]
     if not any(whole):
         return None

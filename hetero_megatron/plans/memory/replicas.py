@@ -10,6 +10,7 @@ from hetero_megatron.cluster import Cluster, format_bytes
 from hetero_megatron.plans.buckets import Bucket, with_counts
 from hetero_megatron.plans.canonical import Plan
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
+from hetero_megatron.plans.outer import copies_of_owned
 
 MOMENTS_KEPT = 2  # the newest copies count once all are there; until then the ones before do
 
@@ -100,7 +101,7 @@ def copies_of(
         room: see :func:`choose_holders`.
     """
     owned_states, outer = dict.fromkeys(sorted(plan.ranks), 0), plan.outer
-    shared = 0 if outer is None else 1 + (outer.momentum > 0) + outer.compressed  # global weights, and beside them
+    shared = 0 if outer is None else copies_of_owned(outer)
     for bucket, _, owned_elements in with_counts(b for b in buckets if b.onward is None):
         for rank, count in zip(bucket.ranks, owned_elements.tolist(), strict=True):
             owned_states[rank] += count * (shared + (moments if bucket.matrices else 1 + moments))
